@@ -1,0 +1,43 @@
+import pytest
+
+from helpers import environment
+
+environment.prepare()  # before anything imports triton
+
+
+def pytest_collection_modifyitems(items):
+    missing = environment.no_gpu() or environment.old_gpu()
+    if missing:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=missing))
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    """The notebook's kernel cells as a module."""
+    from helpers import cells
+
+    return cells.load()
+
+
+@pytest.fixture(scope="session")
+def device():
+    """'cuda' where there is a GPU, else 'cpu' (the kernel then runs in Triton's interpreter)."""
+    return "cuda" if environment.has_gpu() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def make_layer(device):
+    """helpers.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    pytest.importorskip("bitsandbytes")
+    from helpers.layers import quantized_layer
+
+    def make(
+        in_features, out_features, dtype, nested=True, quant_type="nf4", blocksize=64, device=device, **more
+    ):
+        return quantized_layer(
+            in_features, out_features, dtype, nested, quant_type, blocksize, device, **more
+        )
+
+    return make
