@@ -49,8 +49,8 @@ def prepare() -> bool:
     if not has_gpu() and not interpreter():
         if "triton" in sys.modules:
             raise RuntimeError(
-                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: its kernels "
-                "cannot run here. Set TRITON_INTERPRET=1 (or call helpers.environment.prepare()) before the "
+                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: "
+                "kernels cannot run here. Set TRITON_INTERPRET=1 (or call helpers.environment.prepare()) before the "
                 "first `import triton`; in a notebook restart the runtime and run from the top."
             )
         os.environ["TRITON_INTERPRET"] = "1"

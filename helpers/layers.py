@@ -11,10 +11,10 @@ def quantized_layer(
     device: str = "cpu",
     seed: int = 3407,
 ):
-    """A bitsandbytes `Linear4bit` without bias, its weight of shape (out_features, in_features) quantized on `device`.
+    """A bitsandbytes `Linear4bit` without bias, its (out_features, in_features) weight quantized on `device`.
 
-    The weight is standard normal from `seed`; `weight.quant_state.dtype` is `dtype`. The layer stays in training
-    mode: in evaluation mode a forward pass on a CPU with AVX512-BF16 repacks the weight in place.
+    The weight is standard normal from `seed`; `weight.quant_state.dtype` is `dtype`. The layer stays in
+    training mode: in evaluation mode a forward pass on a CPU with AVX512-BF16 repacks the weight in place.
     """
     import bitsandbytes as bnb
     import torch

@@ -33,11 +33,8 @@ def make_layer(device):
     pytest.importorskip("bitsandbytes")
     from helpers.layers import quantized_layer
 
-    def make(
-        in_features, out_features, dtype, nested=True, quant_type="nf4", blocksize=64, device=device, **more
-    ):
-        return quantized_layer(
-            in_features, out_features, dtype, nested, quant_type, blocksize, device, **more
-        )
+    def make(in_features, out_features, dtype, *, device=device, **options):
+        """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""
+        return quantized_layer(in_features, out_features, dtype, device=device, **options)
 
     return make
