@@ -1,0 +1,156 @@
+"""Clocks: interleaved host timing, GPU timing by graph replay, and the statistics every row carries.
+
+Candidates are always interleaved (outer loop rounds, inner loop candidates), so that drifting clocks and
+temperatures hit all of them alike.
+"""
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 of `values` (linear interpolation between neighbours); ValueError when empty."""
+    if not values:
+        raise ValueError("percentiles of nothing: at least one value is needed")
+    if len(values) == 1:
+        return dict.fromkeys(("p20", "p50", "p80"), values[0])
+    deciles = statistics.quantiles(values, n=10, method="inclusive")
+    return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7]}
+
+
+def paired_ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Median over rounds of numerator / denominator: both were timed in the same round, so drift cancels."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def row(seconds: list[float], nbytes: int | None = None, **extra) -> dict:
+    """One result row: p20/p50/p80 in microseconds, rounds, and with `nbytes` the bytes and GB/s at the median."""
+    result = {key: value * 1e6 for key, value in percentiles(seconds).items()} | {"rounds": len(seconds)}
+    if nbytes is not None:
+        result |= {"bytes": nbytes, "gb_s": nbytes / result["p50"] / 1e3}
+    return result | extra
+
+
+def _device_synchronize():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _collector_off():
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def time_interleaved(
+    fns: dict[str, Callable],
+    rounds: int = 30,
+    inner: int = 100,
+    synchronize: bool = False,
+    *,
+    drain: Callable | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Host seconds per call of each function, one value a round.
+
+    synchronize=False times `inner` calls until they return; the device is drained between batches, off the
+    clock. synchronize=True waits for the device after every single call, on the clock. Which candidate goes first
+    changes every round. One untimed call precedes each batch. `inner` must stay below the launch queue's
+    depth (about 1000 kernels), or the calls would wait for the GPU. `drain` and `clock` are for tests.
+    """
+    drain = drain or _device_synchronize
+    times: dict[str, list[float]] = {name: [] for name in fns}
+    order = list(fns)
+    calls = range(inner)
+    with _collector_off():
+        for _ in range(rounds):
+            for name in order:
+                fn = fns[name]
+                fn()
+                drain()
+                start = clock()
+                if synchronize:
+                    for _ in calls:
+                        fn()
+                        drain()
+                else:
+                    for _ in calls:
+                        fn()
+                times[name].append((clock() - start) / inner)
+                drain()
+            order.append(order.pop(0))
+    return times
+
+
+@functools.cache
+def _capture_stream():
+    return torch.cuda.Stream()
+
+
+def capture(call: Callable[[int], object], count: int) -> "torch.cuda.CUDAGraph":
+    """A CUDA graph of call(0), ..., call(count - 1). Errors of the calls or of the capture are passed on.
+
+    The capture is done by hand: `torch.cuda.graph` empties the allocator's cache each time, which is slow.
+    """
+    call(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = _capture_stream()
+    with _collector_off(), torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for index in range(count):
+                call(index)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.synchronize()
+    return graph
+
+
+def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
+    """GPU seconds per call of each captured graph ({name: (graph, calls in it)}), one value a round.
+
+    Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock starts,
+    so the host's launch time is not counted, and the caches are as the candidate itself leaves them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    order = list(graphs)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(rounds):
+        for name in order:
+            graph, count = graphs[name]
+            graph.replay()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) * 1e-3 / count)
+        order.append(order.pop(0))
+    return times
+
+
+def device_events(call: Callable[[int], object], count: int = 1) -> list[tuple[str, float]]:
+    """(name, seconds) of everything that ran on the GPU during call(0), ..., call(count - 1), by the profiler."""
+    call(0)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for index in range(count):
+            call(index)
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    return [(e.name, e.time_range.elapsed_us() * 1e-6) for e in profile.events() if e.device_type == on_device]
