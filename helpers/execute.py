@@ -1,0 +1,174 @@
+"""`python -m helpers run`: execute the notebook with this very Python and keep what it showed."""
+
+import argparse
+import os
+import re
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from helpers import environment
+
+NAME = "Unsloth_Puzzles_A"
+SOURCE = environment.ROOT / f"{NAME}.ipynb"
+
+
+def title(cell) -> str:
+    """What a code cell is called: its #@title, else its first comment, else its first line."""
+    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+    named = [line for line in lines if line.lower().replace(" ", "").startswith("#@title")]
+    text = next(iter(named + [line for line in lines if line.startswith("#")] + lines), "(empty cell)")
+    text = re.sub(r"^#\s*(@title)?|\{.*\}$", "", text, flags=re.IGNORECASE).strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def scrub(value, places: dict[str, str]):
+    """Replace this machine's folders in every text of an output, so that a stored notebook names none."""
+    if isinstance(value, str):
+        for place, name in places.items():
+            value = value.replace(place, name)
+        return value
+    if isinstance(value, list):
+        return [scrub(item, places) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key.startswith("image/") else scrub(item, places) for key, item in value.items()}
+    return value
+
+
+def folders(out: Path) -> dict[str, str]:
+    """This machine's folders, longest first, and the name each gets in a stored notebook."""
+    named = {
+        str(out): "build",
+        str(environment.ROOT): ".",
+        sysconfig.get_path("purelib"): "site-packages",
+        sysconfig.get_path("stdlib"): "python",
+        sys.prefix: "python",
+        str(Path.home()): "~",
+    }
+    named = {place: name for place, name in named.items() if len(place) > 4}  # never "/" or "/usr"
+    return dict(sorted(named.items(), key=lambda item: -len(item[0])))
+
+
+def kernel_manager():
+    """A Jupyter kernel that is this very Python, whatever kernels are registered on the machine."""
+    from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+
+    class ThisPython(KernelSpecManager):
+        def get_kernel_spec(self, kernel_name):
+            command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            command.append("--IPKernelApp.log_level=ERROR")
+            return KernelSpec(argv=command, display_name="Python 3", language="python")
+
+    return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisPython())
+
+
+def execute(notebook, folder: Path, timeout: int) -> None:
+    """Run every cell in `folder`, outputs into `notebook`, one line of progress a cell.
+
+    Raises nbclient's CellExecutionError when a cell raised; the outputs until then are kept.
+    """
+    from nbclient import NotebookClient
+    from tqdm import tqdm
+
+    total = sum(cell.cell_type == "code" for cell in notebook.cells)
+    started = {}
+    # disable=None: no bar where the output is a file or a log, the lines alone are readable there
+    with tqdm(total=total, unit="cell", file=sys.stdout, dynamic_ncols=True, disable=None) as bar:
+
+        def start(cell, cell_index):
+            if cell.cell_type == "code":
+                started[cell_index] = time.monotonic()
+                bar.set_description(title(cell))
+
+        def done(cell, cell_index, execute_reply):
+            seconds = time.monotonic() - started[cell_index]
+            tqdm.write(f"[{len(started):2}/{total}] {seconds:6.1f} s  {title(cell)}", file=sys.stdout)
+            sys.stdout.flush()
+            bar.update()
+
+        client = NotebookClient(
+            notebook,
+            km=kernel_manager(),
+            timeout=timeout,
+            record_timing=False,
+            resources={"metadata": {"path": str(folder)}},
+            on_cell_start=start,
+            on_cell_executed=done,
+        )
+        client.execute()
+
+
+def write_html(notebook, path: Path) -> None:
+    """The notebook as one HTML page."""
+    from nbconvert import HTMLExporter
+
+    body, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
+    path.write_text(body, encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m helpers run", description=__doc__.split(": ")[1])
+    parser.add_argument("--notebook", type=Path, default=SOURCE, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--out", type=Path, default=environment.ROOT / "build", help="folder for what it writes"
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer timed rounds (NF4_QUICK=1)")
+    in_place = "outputs also into the repository's notebook, measurements into results/"
+    parser.add_argument("--in-place", action="store_true", help=in_place)
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds a cell may take (default 1800)")
+    options = parser.parse_args(argv)
+
+    import nbformat
+    from nbclient.exceptions import CellExecutionError
+
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    page, copy, score = out / f"{NAME}.html", out / f"{NAME}.executed.ipynb", out / "score.txt"
+    for old in (page, copy, score, out / "score.json"):
+        old.unlink(missing_ok=True)
+    # The kernel inherits these: where the score goes, which Python the set-up cell is to use.
+    os.environ.update(NF4_BUILD=str(out), PYTHON=sys.executable)
+    if not options.in_place:
+        os.environ.setdefault("NF4_RESULTS", str(out / "results"))
+    if options.quick:
+        os.environ["NF4_QUICK"] = "1"
+
+    notebook = nbformat.read(options.notebook, as_version=4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    print(
+        f"executing {options.notebook.name} on {environment.gpu_name() or 'the CPU, in Triton’s interpreter'}"
+    )
+    failure, start = None, time.monotonic()
+    try:
+        execute(notebook, options.notebook.resolve().parent, options.timeout)
+    except CellExecutionError as error:
+        failure = str(error)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = nbformat.from_dict(scrub(cell.outputs, folders(out)))
+    nbformat.write(notebook, copy)
+    write_html(notebook, page)
+    print(f"\n{time.monotonic() - start:.0f} s\n")
+    if failure:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", failure)[-4000:]
+        print(f"A cell failed; what ran until then is in {copy}\n\n{text}", file=sys.stderr)
+        return 1
+    if options.in_place:
+        nbformat.write(notebook, options.notebook)
+        print(f"outputs written into {options.notebook}")
+    if not score.exists():
+        print(f"The notebook ran, but wrote no {score.name}: there is no score to show.", file=sys.stderr)
+        return 1
+    print(score.read_text().rstrip(), "\n")
+    print(f"executed notebook  {copy}")
+    print(f"as a page          {page}")
+    print(f"score              {score.with_suffix('.json')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
