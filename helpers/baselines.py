@@ -70,7 +70,7 @@ def _bitsandbytes() -> Baseline:
 
     def dequantize_4bit(layer, function=module.dequantize_4bit):
         weight = layer.weight
-        return function(weight.data, weight.quant_state)  # .data: 4 us less than with the parameter subclass
+        return function(weight.data, weight.quant_state)  # .data, as PEFT passes it: the subclass costs time
 
     return replace(BITSANDBYTES, **facts, fn=dequantize_4bit)
 
