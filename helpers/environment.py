@@ -49,9 +49,9 @@ def prepare() -> bool:
     if not has_gpu() and not interpreter():
         if "triton" in sys.modules:
             raise RuntimeError(
-                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: "
-                "kernels cannot run here. Call helpers.environment.prepare() (or set TRITON_INTERPRET=1) before "
-                "the first `import triton`; in a notebook restart the runtime and run from the top."
+                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: kernels "
+                "cannot run here. Call helpers.environment.prepare() before the first `import triton`; in a "
+                "notebook restart the runtime and run from the top."
             )
         os.environ["TRITON_INTERPRET"] = "1"
     return interpreter()
