@@ -1,8 +1,8 @@
 """Measurements that need a fresh process: cold start and the number of compiles.
 
 `python -m helpers.cold kernel|trivial|compiles` measures in this process and prints one JSON line;
-`measure(...)` starts such processes with a Triton cache of their own and gathers the lines. The trivial kernel
-stores one number: its first call is what Triton alone costs.
+`measure(...)` starts such processes with a Triton cache of their own. The trivial kernel stores one number:
+its first call is what Triton alone costs.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The ceiling: kernels that move exactly the bytes a dequantization must move and compute nothing.
 
 Each thread loads packed 32-bit words (8 codes each) and writes every word four times, 16 bytes: the traffic
-of a 16-bit output. Scales are loaded as well and mixed in with XOR, so that no load can be optimized away and a
-test can prove by the output that every byte was read. Two versions: Triton (for every user) and CUDA C (to see
-what Triton itself costs; needs a torch that can compile CUDA source at run time).
+of a 16-bit output. Scales are loaded too and mixed in with XOR, so that no load can be optimized away and a
+test can prove by the output that every byte was read. Two versions: Triton (for every user) and CUDA C (to
+see what Triton itself costs; needs a torch that can compile CUDA source at run time).
 """
 
 import functools
@@ -55,9 +55,10 @@ def _floor_kernel(
     mix = mix ^ tl.load(absmax2_ptr + first // 2048).to(tl.int32, bitcast=True)
     loaded = ()
     for row in tl.static_range(WORDS):
-        # One word a thread: without the hint Triton widens the load and has to shuffle before a 16-byte store.
+        # One word a thread: without this hint Triton widens the load, and the stores need a layout change.
         index = first + row * THREADS + tl.max_contiguous(thread, 1)
-        loaded = loaded + (tl.load(words + index, mask=index < n_words, other=0, eviction_policy="evict_first"),)
+        word = tl.load(words + index, mask=index < n_words, other=0, eviction_policy="evict_first")
+        loaded = loaded + (word,)
     for row in tl.static_range(WORDS):
         value = loaded[row] ^ mix
         quad = tl.reshape(tl.join(tl.join(value, value), tl.join(value, value)), (THREADS, 4))
@@ -106,7 +107,7 @@ def _check(weight, absmax, absmax2, out):
     numel = out.numel()
     blocks = -(-numel // 64)
     if numel == 0 or numel % 8 or numel >= 2**31 or out.element_size() != 2 or not out.is_contiguous():
-        raise ValueError("floor needs a contiguous 16-bit output of 8 * k elements, 0 < k and below 2**31 in all")
+        raise ValueError("floor needs a contiguous 16-bit output whose size is a multiple of 8 below 2**31")
     sizes = {"weight": weight.nbytes, "absmax": absmax.nbytes, "absmax2": absmax2.nbytes}
     needed = {"weight": numel // 2, "absmax": blocks, "absmax2": 4 * -(-blocks // 256)}
     for name, need in needed.items():
@@ -118,13 +119,22 @@ def _check(weight, absmax, absmax2, out):
 def triton_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
     """The no-arithmetic kernel in Triton.
 
-    weight: uint8, numel / 2 bytes; absmax: uint8, one per 64 elements; absmax2: fp32, one per 16384 elements;
-    out: contiguous fp16/bf16 of numel elements, overwritten. Raises ValueError for buffers that are too short.
+    weight: uint8, numel / 2 bytes; absmax: uint8, one per 64 elements; absmax2: fp32, one per 16384;
+    out: fp16 or bf16, contiguous, numel elements, overwritten and returned.
+    Raises ValueError for buffers that are too short.
     """
     n_words = _check(weight, absmax, absmax2, out)
     grid = (-(-n_words // (words * threads)),)
     _floor_kernel[grid](
-        weight, absmax, absmax2, out, n_words, WORDS=words, THREADS=threads, STORE=store, num_warps=threads // 32
+        weight,
+        absmax,
+        absmax2,
+        out,
+        n_words,
+        WORDS=words,
+        THREADS=threads,
+        STORE=store,
+        num_warps=threads // 32,
     )
     return out
 
@@ -147,7 +157,7 @@ def cuda_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
 
 
 def oracle(weight, absmax, absmax2, numel, words, threads):
-    """What both kernels must write, in plain torch: int32 of (numel / 8, 4). Proves that every byte was read."""
+    """What both kernels must write, in plain torch: int32 (numel / 8, 4). It depends on every byte read."""
     packed = weight.reshape(-1).view(torch.uint8)[: numel // 2].view(torch.int32)
     word = torch.arange(packed.numel(), device=packed.device)
     program, thread = word // (words * threads), word % threads
@@ -168,6 +178,7 @@ def variants(kind: str) -> list[dict]:
     ]
 
 
+@functools.cache
 def cuda_missing() -> str:
     """Why the CUDA C version cannot run here; empty when it can."""
     if not torch.cuda.is_available():

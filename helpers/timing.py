@@ -29,8 +29,15 @@ def paired_ratio(numerator: list[float], denominator: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
+def ratio(numerator: list[float], denominator: list[float]) -> float:
+    """numerator / denominator: the paired median where both have the same rounds, else a ratio of medians."""
+    if len(numerator) == len(denominator):
+        return paired_ratio(numerator, denominator)
+    return statistics.median(numerator) / statistics.median(denominator)
+
+
 def row(seconds: list[float], nbytes: int | None = None, **extra) -> dict:
-    """One result row: p20/p50/p80 in microseconds, rounds, and with `nbytes` the bytes and GB/s at the median."""
+    """One result row: p20/p50/p80 in microseconds and rounds; with `nbytes` bytes and GB/s at the median."""
     result = {key: value * 1e6 for key, value in percentiles(seconds).items()} | {"rounds": len(seconds)}
     if nbytes is not None:
         result |= {"bytes": nbytes, "gb_s": nbytes / result["p50"] / 1e3}
@@ -65,9 +72,9 @@ def time_interleaved(
     """Host seconds per call of each function, one value a round.
 
     synchronize=False times `inner` calls until they return; the device is drained between batches, off the
-    clock. synchronize=True waits for the device after every single call, on the clock. Which candidate goes first
-    changes every round. One untimed call precedes each batch. `inner` must stay below the launch queue's
-    depth (about 1000 kernels), or the calls would wait for the GPU. `drain` and `clock` are for tests.
+    clock. synchronize=True waits for the device after every single call, on the clock. Which candidate goes
+    first changes every round. One untimed call precedes each batch. `inner` must stay below the launch
+    queue's depth (about 1000 kernels), or the calls would wait for the GPU. `drain`, `clock`: for tests.
     """
     drain = drain or _device_synchronize
     times: dict[str, list[float]] = {name: [] for name in fns}
@@ -102,12 +109,13 @@ def capture(call: Callable[[int], object], count: int) -> "torch.cuda.CUDAGraph"
     """A CUDA graph of call(0), ..., call(count - 1). Errors of the calls or of the capture are passed on.
 
     The capture is done by hand: `torch.cuda.graph` empties the allocator's cache each time, which is slow.
+    The first call runs before it on the same stream: it compiles, and libraries get their workspaces.
     """
-    call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    stream = _capture_stream()
-    with _collector_off(), torch.cuda.stream(stream):
+    with _collector_off(), torch.cuda.stream(_capture_stream()):
+        call(0)
+        torch.cuda.synchronize()
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for index in range(count):
@@ -124,8 +132,8 @@ def capture(call: Callable[[int], object], count: int) -> "torch.cuda.CUDAGraph"
 def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
     """GPU seconds per call of each captured graph ({name: (graph, calls in it)}), one value a round.
 
-    Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock starts,
-    so the host's launch time is not counted, and the caches are as the candidate itself leaves them.
+    Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock
+    starts, so the host's launch time is not counted, and the caches are as the candidate leaves them.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     order = list(graphs)
@@ -144,7 +152,7 @@ def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[
 
 
 def device_events(call: Callable[[int], object], count: int = 1) -> list[tuple[str, float]]:
-    """(name, seconds) of everything that ran on the GPU during call(0), ..., call(count - 1), by the profiler."""
+    """(name, seconds) of everything the profiler saw on the GPU during call(0), ..., call(count - 1)."""
     call(0)
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -152,5 +160,5 @@ def device_events(call: Callable[[int], object], count: int = 1) -> list[tuple[s
         for index in range(count):
             call(index)
         torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    return [(e.name, e.time_range.elapsed_us() * 1e-6) for e in profile.events() if e.device_type == on_device]
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [(event.name, event.time_range.elapsed_us() * 1e-6) for event in on_device]

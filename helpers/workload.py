@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from helpers.floor import bytes_moved
+from helpers.targets import LARGEST, SMALLEST, TARGET_SIZES
 
-TARGET_SIZES = (4_194_304, 16_777_216, 58_720_256, 234_881_024)
-SIZES = tuple(
-    sorted({2**power for power in range(16, 31)} - {2**26, 2**28} | set(TARGET_SIZES))
-)  # 64K to 1G elements; 58.7M and 235M stand for their neighbouring powers of two
+_POWERS = {2**power for power in range(10, 40)} - {2**26, 2**28}  # 58.7M and 235M stand for these two
+SIZES = tuple(n for n in sorted(_POWERS | set(TARGET_SIZES)) if SMALLEST <= n <= LARGEST)
 # Weights of one decoder layer, (out_features, in_features): attention q/o, attention k/v, gate and up, down.
 LAYERS = {
     "Llama-3 8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
@@ -55,14 +54,6 @@ class Buffers:
         return dequantize_4bit(self.weights[index], self.states[index])
 
 
-def same_bits(a, b) -> bool:
-    """Equal shape, dtype and every bit (NaNs compare by their bits)."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    integer = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    return torch.equal(a.view(integer), b.view(integer))
-
-
 def as_shape(numel: int) -> tuple[int, int]:
     """A weight's shape of `numel` elements: rows of 4096, or of 64 where that does not divide it."""
     columns = 4096 if numel % 4096 == 0 else 64
@@ -87,7 +78,7 @@ def _template(nested: bool, device: str):
 
 
 def _rows(count: int, length: int, dtype, device, make):
-    """`count` rows of `length` elements cut from one allocation, each aligned as a tensor of its own would be."""
+    """`count` rows of `length` elements of one allocation, each aligned as a tensor of its own would be."""
     per_row = _ALIGN // torch.empty((), dtype=dtype).element_size()
     slab = make((count, -(-length // per_row) * per_row), dtype=dtype, device=device)
     return [row[:length] for row in slab]
