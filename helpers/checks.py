@@ -342,15 +342,18 @@ def no_large_buffers(candidate: Callable):
 
 @_check("new output", needs_gpu=False)
 def fresh_output(candidate: Callable):
-    """Two calls give two tensors; writing into one changes neither the other nor a later result."""
+    """Every call gives a tensor of its own: writing into some changes no other, and no later one."""
     device = "cuda" if environment.has_gpu() else "cpu"
     layer = quantized_layer(128, 64, torch.float16, device=device)
     wanted = expected(layer)
-    first, second = candidate(layer), candidate(layer)
-    first.fill_(float("nan"))
-    third = candidate(layer)
-    passed = all(reference.same_bits(result, wanted) for result in (second, third))
-    return passed, "overwriting one result changes no other" if passed else "results share memory", {}
+    *results, last = [candidate(layer) for _ in range(8)]
+    storages = len({result.untyped_storage().data_ptr() for result in (*results, last)})
+    for result in results:
+        result.fill_(float("nan"))
+    right = reference.same_bits(last, wanted) and reference.same_bits(candidate(layer), wanted)
+    passed = right and storages == 8
+    text = "8 results kept, 8 storages; overwriting 7 changes neither the last nor the next"
+    return passed, text if passed else f"results share memory: {storages} storages for 8 results", {}
 
 
 def every_code(dtype: torch.dtype, device: str):

@@ -1,0 +1,367 @@
+"""The checks themselves: what they must accept, and the cheats they must catch."""
+
+import logging
+import sys
+import warnings
+
+import pytest
+import torch
+
+from helpers import checks, environment, reference
+from helpers.checks import KERNEL
+
+pytest.importorskip("bitsandbytes")
+HERE = "cuda" if environment.has_gpu() else "cpu"
+
+
+@pytest.fixture
+def candidate(kernel):
+    return kernel.your_dequantize_nf4
+
+
+def oracle(layer):
+    """Exact, but not the kernel: what a silent fallback would do."""
+    return reference.dequantize(layer.weight, layer.weight.quant_state)
+
+
+def test_a_layer_with_every_code_and_scale():
+    layer = checks.every_code(torch.float16, HERE)
+    packed = layer.weight.data.view(-1).cpu().long()
+    scales = layer.weight.quant_state.absmax.cpu().long().repeat_interleave(32)
+    assert len({*zip(packed.tolist(), scales.tolist(), strict=True)}) == 256 * 256
+    assert len(layer.weight.quant_state.state2.absmax.unique()) > 1
+
+
+@pytest.mark.parametrize("size", [(128, 64), (70, 33), (129, 1), (1, 1), (2, 1)])
+@pytest.mark.parametrize("dtype", reference.DTYPES)
+def test_expected_is_bitsandbytes_for_all_sizes(make_layer, size, dtype):
+    """Also where its CPU code would take wrong blocks (rows of 70): the oracle agrees."""
+    layer = make_layer(*size, dtype)
+    assert reference.same_bits(checks.expected(layer), oracle(layer))
+
+
+def test_exact_accepts_the_kernel(candidate):
+    found = checks.exact(candidate)
+    assert found.passed, found.text
+    assert found.details["layers"] >= 45
+
+
+def test_exact_catches_one_wrong_bit_in_an_odd_size():
+    def wrong(layer):
+        weight = oracle(layer)
+        if weight.numel() % 2:
+            weight.view(-1)[-1] *= 1 + 2**-7
+        return weight
+
+    found = checks.exact(wrong)
+    assert found.passed is False and "1 elements differ" in found.text
+
+
+def test_dtypes_accepts_the_kernel(candidate):
+    found = checks.dtypes(candidate)
+    assert found.passed, found.text
+    assert set(found.details) == {"float16", "bfloat16"}
+    assert all(any(KERNEL in name for name in entry["ran"]) for entry in found.details.values())
+
+
+def test_dtypes_does_not_count_a_fallback():
+    found = checks.dtypes(oracle)
+    assert found.passed is False and f"{KERNEL} did not run" in found.text
+
+
+def test_dtypes_catches_wrong_bits(candidate):
+    found = checks.dtypes(lambda layer: candidate(layer) * 1.01)
+    assert found.passed is False and "differ from bitsandbytes" in found.text
+
+
+def test_dtypes_needs_both(candidate):
+    """fp16 returned for everything, as some submissions do for the T4."""
+    found = checks.dtypes(lambda layer: candidate(layer).to(torch.float16))
+    assert found.passed is False and "bfloat16" in found.text
+
+
+def test_fresh_output(candidate):
+    assert checks.fresh_output(candidate).passed
+
+
+def test_fresh_output_catches_shared_memory():
+    buffers, calls = {}, []
+
+    def one_buffer(layer):
+        return buffers.setdefault("only", oracle(layer)).copy_(oracle(layer))
+
+    def two_buffers_in_turn(layer):
+        calls.append(layer)
+        return buffers.setdefault(len(calls) % 2, oracle(layer)).copy_(oracle(layer))
+
+    def decoded_once(layer):
+        return buffers.setdefault("decoded", oracle(layer))
+
+    for cheat in (one_buffer, two_buffers_in_turn, decoded_once):
+        found = checks.fresh_output(cheat)
+        assert found.passed is False and "share memory" in found.text, cheat.__name__
+
+
+def test_a_candidate_that_raises_has_failed():
+    def broken(layer):
+        raise RuntimeError("no kernel image\nmore lines")
+
+    for check in (checks.exact, checks.dtypes, checks.fresh_output):
+        found = check(broken)
+        assert found.passed is False and found.text == "RuntimeError: no kernel image"
+        assert "broken" in found.details["traceback"]
+
+
+def test_without_bitsandbytes_nothing_is_claimed(monkeypatch, candidate):
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    found = checks.exact(candidate)
+    assert found.passed is None and found.needs == "bitsandbytes"
+
+
+GPU_CHECKS = ["single_kernel", "torch_compile", "custom_asm", "cache_eviction", "no_sync", "no_large_buffers"]
+
+
+@pytest.mark.parametrize("name", GPU_CHECKS)
+def test_without_a_gpu_there_is_no_verdict(name, candidate, monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(checks, "_cross_compiled", lambda: {"default": "", "asm": "", "hints": ""})
+    found = getattr(checks, name)(candidate)
+    assert found.passed is None and found.needs == "an NVIDIA GPU"
+
+
+def test_a_failed_cross_compile_is_said(monkeypatch, candidate):
+    def failing():
+        raise RuntimeError("ptxas is missing")
+
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(checks, "_cross_compiled", failing)
+    found = checks.custom_asm(candidate)
+    assert found.passed is None and "ptxas is missing" in found.text
+
+
+OWN = (
+    "// begin inline asm\n\t{ shfl.sync.idx.b32 x, t, x, 31, -1; prmt.b32 x, x, y, z; }\n// end inline asm\n"
+)
+TRITONS = "// begin inline asm\n\tld.global.b32 { %r1 }, [ %rd1 + 0 ];\n\t// end inline asm\n"
+
+
+def test_assembly_is_found_only_between_its_markers():
+    assert checks._assembly(OWN) == ["shfl.sync.idx", "prmt"]
+    assert checks._assembly(TRITONS) == [], "Triton's own loads are inline assembly too"
+    assert checks._assembly(TRITONS + "prmt.b32 %r1, %r2, %r3, 0x5410;\n" + TRITONS) == []
+    assert checks._assembly("") == []
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("ld.global.L1::evict_first.b32 {%r1}, [%rd1];", ["evict_first load"]),
+        ("@%p1 ld.global.L1::evict_first.L2::cache_hint.b32 {%r1}, [%rd1], %rd2;", ["evict_first load"]),
+        ("st.global.cs.v4.b32 [%rd1], {%r1};", ["streaming store"]),
+        ("st.global.L1::evict_first.v4.b32 [%rd1], {%r1};", ["evict_first store"]),
+        ("ld.global.b32 {%r1}, [%rd1];", []),
+        ("createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0;", []),
+        ("st.global.v4.b32 [%rd1], {%r1}; // .cs", []),
+    ],
+)
+def test_eviction_is_read_from_loads_and_stores(line, expected):
+    assert checks._eviction(line) == expected
+
+
+def test_cross_compiled_evidence_for_a_t4(candidate, monkeypatch):
+    """The real kernel: its mnemonics are there by default and gone when switched off."""
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    ptx = checks._cross_compiled()
+    assert checks._assembly(ptx["default"]) == list(checks.ASSEMBLY)
+    assert checks._assembly(ptx["asm"]) == []
+    assert checks._eviction(ptx["default"]) and checks._eviction(ptx["hints"]) == []
+    assert "shfl.sync.idx" in checks.custom_asm(candidate).text
+    assert "streaming store" in checks.cache_eviction(candidate).text
+
+
+def test_interpreted_launches_are_named(candidate, make_layer):
+    if HERE == "cuda":
+        pytest.skip("the interpreter is not in use where there is a GPU")
+    layer = make_layer(64, 64, torch.float16)
+    assert checks.launches(lambda: candidate(layer)) == [KERNEL]
+    assert checks.launches(lambda: oracle(layer)) == []
+
+
+def test_only_the_kernel():
+    good = [f"{KERNEL}_0d1d", KERNEL, KERNEL]
+    assert checks._only_the_kernel(good)
+    for bad in ([], good[:2], [*good, "Memcpy DtoD"], [*good[:2], "void at::native::copy"], ["other"] * 3):
+        assert not checks._only_the_kernel(bad)
+
+
+@pytest.fixture
+def pretend_gpu(monkeypatch):
+    """The logic of the GPU checks without a GPU: layers stay on the CPU, the profiler is scripted."""
+    made = checks.quantized_layer
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(environment, "native_bf16", lambda: True)
+    monkeypatch.setattr(
+        checks, "quantized_layer", lambda i, o, dtype, device: made(64, 64, dtype, device="cpu")
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: [KERNEL] * count)
+
+
+def test_single_kernel_reads_the_profile(pretend_gpu, monkeypatch):
+    assert checks.single_kernel(oracle).passed
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: ["absmax", KERNEL] * count)
+    found = checks.single_kernel(oracle)
+    assert found.passed is False and "2 a call" in found.text and "absmax" in found.text
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: [])
+    assert "nothing on the GPU" in checks.single_kernel(oracle).text
+
+
+def test_torch_compile_accepts_the_kernel(pretend_gpu, candidate):
+    if sys.platform == "win32" or HERE == "cuda":
+        pytest.skip("the interpreter's way; the GPU has its own test")
+    found = checks.torch_compile(candidate)
+    assert found.passed, found.details
+    assert "one graph" in found.text
+
+
+def breaks_the_graph(layer):
+    torch._dynamo.graph_break()
+    return oracle(layer)
+
+
+def warns(layer):
+    logging.getLogger("torch._dynamo").warning("this function is odd")
+    return oracle(layer)
+
+
+def falls_back(layer):
+    return oracle(layer) if torch.compiler.is_compiling() else oracle(layer).clone()
+
+
+def inexact(layer):
+    return oracle(layer) * 1.01
+
+
+def run_uncompiled(monkeypatch):
+    """torch.compile as the identity: `_compiled` then judges what the function itself does."""
+    from torch._dynamo.utils import counters
+
+    def compile_(function, fullgraph):
+        counters["stats"]["unique_graphs"] = 1
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    return counters
+
+
+def test_torch_compile_rejects(pretend_gpu, monkeypatch):
+    found = checks.torch_compile(breaks_the_graph)
+    assert found.passed is False and "Unsupported" in found.text
+
+    counters = run_uncompiled(monkeypatch)
+    assert checks.torch_compile(oracle).passed
+    assert "the result is not exact" in checks.torch_compile(inexact).text
+    assert "this function is odd" in checks.torch_compile(warns).text
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: ["triton_poi_fused_add_0"] * count)
+    assert "triton_poi_fused_add_0" in checks.torch_compile(falls_back).text
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: [KERNEL, "Memcpy DtoD"] * count)
+    assert "Memcpy DtoD" in checks.torch_compile(oracle).text
+
+    def two_graphs(function, fullgraph):
+        counters["stats"]["unique_graphs"] = 2
+        counters["graph_break"]["why not"] = 1
+        return function
+
+    monkeypatch.setattr(torch, "compile", two_graphs)
+    assert "graph breaks: {'why not': 1}; 2 graphs" in checks.torch_compile(oracle).text
+
+
+def test_bf16_under_torch_compile_on_a_card_without_it(pretend_gpu, monkeypatch):
+    """Inductor refuses: the text says so, and what runs instead must be exact."""
+    monkeypatch.setattr(environment, "native_bf16", lambda: False)
+    run_uncompiled(monkeypatch)
+    compile_ = torch.compile
+
+    def refusing(function, fullgraph):
+        def call(layer):
+            if layer.weight.quant_state.dtype == torch.bfloat16 and fullgraph:
+                raise RuntimeError("BF16 is not supported")
+            return function(layer)
+
+        return compile_(call, fullgraph)
+
+    monkeypatch.setattr(torch, "compile", refusing)
+    found = checks.torch_compile(oracle)
+    assert found.passed and "steps aside" in found.text
+    assert checks.torch_compile(inexact).passed is False
+
+
+def test_complaints_are_collected_and_unrelated_ones_are_not():
+    with checks._complaints() as found:
+        warnings.warn("mutated inputs", UserWarning, stacklevel=1)
+        warnings.warn("old name", DeprecationWarning, stacklevel=1)
+        warnings.warn("TensorFloat32 tensor cores for float32 are available", UserWarning, stacklevel=1)
+        logging.getLogger("torch._inductor.utils").warning("fallback")
+        logging.getLogger("torch._dynamo").info("fine")
+    assert sorted(found) == ["fallback", "mutated inputs"]
+    logging.getLogger("torch._dynamo").warning("after")
+    assert "after" not in found
+
+
+def test_a_function_from_elsewhere_is_refused(monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    found = checks.custom_asm(oracle)
+    assert found.passed is False and "pass your_dequantize_nf4 itself" in found.text
+
+
+def test_switched_off_earns_nothing(monkeypatch, kernel, candidate):
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    with kernel.force(asm=False, hints=False, reason="tried without"):
+        for check in (checks.custom_asm, checks.cache_eviction):
+            found = check(candidate)
+            assert found.passed is False and found.text == "switched off: tried without"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CHECKS + ["dtypes", "exact", "fresh_output"])
+def test_the_kernel_passes_on_the_gpu(name, candidate):
+    found = getattr(checks, name)(candidate)
+    assert found.passed, (found.text, found.details)
+
+
+@pytest.mark.gpu
+def test_cheats_fail_on_the_gpu(candidate):
+    """The oracle: many kernels, large buffers. A synchronizing one. One more copy under torch.compile."""
+    for check in (checks.single_kernel, checks.no_large_buffers, checks.dtypes, checks.torch_compile):
+        assert check(oracle).passed is False, check.__name__
+
+    def synchronizing(layer):
+        layer.weight.quant_state.offset.item()
+        return candidate(layer)
+
+    assert checks.no_sync(synchronizing).passed is False
+    assert torch.cuda.get_sync_debug_mode() == 0, "the mode is restored"
+
+    def copying(layer):
+        layer.weight.clone()
+        return candidate(layer)
+
+    assert checks.single_kernel(copying).passed is False
+
+    def falling_back(layer):
+        return oracle(layer) if torch.compiler.is_compiling() else candidate(layer)
+
+    assert checks.torch_compile(falling_back).passed is False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["asm", "hints"])
+def test_live_evidence_names_the_kernel_that_ran(kernel, candidate, switch):
+    check = {"asm": checks.custom_asm, "hints": checks.cache_eviction}[switch]
+    details = check(candidate).details
+    assert details["float16, on"]["found"] and not details["float16, off"]["found"]
+    assert (
+        details["float16, on"]["launched"] is not False and details["float16, off"]["launched"] is not False
+    )
+    with kernel.force(**{switch: False}):
+        assert check(candidate).passed is False
