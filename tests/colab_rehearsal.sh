@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Rehearse Google Colab without it: its Python, its packages, the notebook alone in an empty folder.
 #
-#   bash tests/colab_rehearsal.sh [FOLDER]     FOLDER (default: a temporary one) keeps the environment for next time
+#   bash tests/colab_rehearsal.sh [FOLDER]     FOLDER: where it works (default: a temporary folder)
 #
 # Takes the committed state of this repository. Needs Python 3.13 (PYTHON=..., python3.13 or pyenv's), the network,
 # about 8 GB and some minutes: torch comes with its CUDA libraries where no CPU build of it can be had.
