@@ -18,7 +18,19 @@ from pathlib import Path
 
 from helpers import cross_compile, environment, forecast, machine_code, turing
 from helpers.cross_compile import CompileError
+from helpers.forecast import find
 from helpers.machine_code import Counted, ToolMissing
+
+__all__ = [
+    "compile_kernel",
+    "find",
+    "instructions_per_element",
+    "main",
+    "over_budget",
+    "ptx",
+    "table",
+    "unsloth",
+]
 
 DTYPES = ("float16", "bfloat16", "float32")
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -138,9 +150,9 @@ def instructions_per_element(compiled: Compiled) -> dict[str, float]:
     return compiled.counted.per_element()
 
 
-def over_budget(counted: Counted, out_dtype) -> list[str]:
-    """What of the sm_75 budget is missed, in words; empty when all is met."""
-    missed = []
+def over_budget(compiled, out_dtype) -> list[str]:
+    """What of the sm_75 budget a Compiled or a Row misses, in words; empty when all is met."""
+    counted, missed = compiled.counted, []
     limit, total = BUDGET.get(_name(out_dtype)), counted.per_element()["total"]
     if limit is not None and total > limit:
         missed.append(f"{total:.2f} instructions an element, at most {limit:.0f} allowed")
@@ -155,19 +167,23 @@ def over_budget(counted: Counted, out_dtype) -> list[str]:
 
 
 def ours(arch: int) -> list[Row]:
-    """The notebook's kernel in every output dtype, nested and flat."""
-    pairs = [(dtype, nested) for nested in (True, False) for dtype in DTYPES]
+    """The notebook's kernel in every output dtype, nested and flat, and with the tile of small tensors."""
+    kinds = [(dtype, nested, False) for nested in (True, False) for dtype in DTYPES]
+    kinds += [(dtype, True, True) for dtype in DTYPES[:2]]
+    requests = [
+        _request(dtype, nested, arch, {"small": True} if small else {}) for dtype, nested, small in kinds
+    ]
     rows = []
-    for (dtype, nested), built in zip(
-        pairs, cross_compile.build([_request(d, n, arch, {}) for d, n in pairs]), strict=True
-    ):
-        label = f"ours, {'nested' if nested else 'flat'}"
+    for (dtype, nested, small), built in zip(kinds, cross_compile.build(requests), strict=True):
+        who, label = "ours", f"ours, {'nested' if nested else 'flat'}"
+        if small:
+            who, label = f"{who}, small", f"{label}, small tensors"
         try:
             compiled = _compiled(built)
         except CompileError as error:
-            rows.append(Row("ours", label, dtype, nested, None, f"did not compile: {_last(error)}"))
+            rows.append(Row(who, label, dtype, nested, None, f"did not compile: {_last(error)}"))
         else:
-            rows.append(Row("ours", label, dtype, nested, compiled.counted, facts=_facts(compiled)))
+            rows.append(Row(who, label, dtype, nested, compiled.counted, facts=_facts(compiled)))
     return rows
 
 
@@ -296,15 +312,15 @@ def _widths(counted: Counted, stem: str) -> str:
 
 
 def _line(row: Row, card) -> str:
-    start = f"{row.label:28}{SHORT.get(row.dtype, ''):5}"
+    start = f"{row.label:27} {SHORT.get(row.dtype, ''):4}"
     if row.counted is None:
         return f"{start} {row.reason}"[:WIDTH]
     counted, each = row.counted, row.counted.per_element()
     pipes = " ".join(f"{each.get(pipe, 0.0):5.2f}" for pipe in turing.SHOWN)
     share = turing.occupancy(card, counted.threads, counted.registers, counted.shared)
-    memory = f"{_widths(counted, 'LDG'):>8} {_widths(counted, 'STG'):>5} {counted.shared:6}"
+    memory = f"{_widths(counted, 'LDG'):>8} {_widths(counted, 'STG'):>5} {counted.shared:5}"
     return (
-        f"{start}{each['total']:6.2f} {pipes}  {memory} {counted.registers:4} {share:4.0%} {counted.spills:5}"
+        f"{start}{each['total']:6.2f} {pipes} {memory} {counted.registers:4} {share:4.0%} {counted.spills:3}"
     )
 
 
@@ -322,11 +338,13 @@ def _count_lines(rows, arch) -> list[str]:
     names = " ".join(f"{name:>5}" for name in ("int", "fp", "ld/st", "conv", "unif", "ctrl"))
     lines = [
         f"sm_{arch} ({card.name}): thread-instructions an output element; Triton {versions.get('triton')}",
-        f"{'kernel':28}{'dtype':5}{'total':>6} {names}  {'loads':>8} store shared regs occ. spill",
+        f"{'kernel':27} {'type':4}{'total':>6} {names} {'loads':>8} store  smem regs occ. loc",
     ]
     lines += [_line(row, card) for row in rows if not row.who.endswith("small")]
     hows = "; ".join(dict.fromkeys(row.counted.how for row in rows if row.counted))
-    lines += _wrap(f"Counted along one thread's way ({hows}); predicated instructions count as issued.")
+    lines += _wrap(
+        f"Counted along one thread's way ({hows}); predicated instructions count as issued; loc: spills."
+    )
     return lines + (_wrap(budget(rows)) if arch == 75 else [])
 
 
@@ -335,7 +353,7 @@ def budget(rows: list[Row]) -> str:
     missed = []
     for row in rows:
         if row.who == "ours" and row.dtype in BUDGET:
-            reasons = [row.reason] if row.counted is None else over_budget(row.counted, row.dtype)
+            reasons = [row.reason] if row.counted is None else over_budget(row, row.dtype)
             missed += [f"{row.label} {SHORT[row.dtype]}: {reason}" for reason in reasons]
     limits = ", ".join(f"{SHORT[dtype]} {limit:.0f}" for dtype, limit in BUDGET.items())
     rest = "no shared memory, no spills, 128-bit stores"
@@ -366,7 +384,8 @@ def _shares(rows, card) -> list[str]:
     for key, label in forecast.contenders(rows).items():
         found = {forecast.predict(rows, card, key, 2**22, dtype).busiest for dtype in forecast.DTYPES}
         low, high = (pick(found, key=lambda pair: pair[1]) for pick in (min, max))
-        shares.append(f"{label} {low[1]:.0%} to {high[1]:.0%} ({high[0]})")
+        span = " to ".join(dict.fromkeys(f"{share:.0%}" for _, share in (low, high)))
+        shares.append(f"{label} {span} ({high[0]})")
     return shares
 
 
@@ -407,7 +426,7 @@ def _total_lines(rows, data) -> list[str]:
         elif total["total_s"]:
             lines.append(f"{start} + calls {_span(total['calls_s'])} = {_span(total['total_s'])}")
         else:
-            lines.append(f"{start} + calls not measured (needs {found['where']})")
+            lines.append(f"{start} + calls not measured (needs a stored run of helpers bench)")
     low, high = turing.PUBLISHED_CALL_US
     ratios = ", ".join(f"{value:.2f} {what}" for what, value in found["host_ratios"].items())
     lines += _wrap(

@@ -1,0 +1,101 @@
+"""The model of a card: rates with sources, the bound that decides, and the bytes of each contender."""
+
+import pytest
+
+from helpers import turing
+
+CARDS = pytest.mark.parametrize("card", turing.CARDS.values(), ids=lambda card: card.name)
+
+
+@CARDS
+def test_every_rate_has_a_value_and_a_source(card):
+    rates = [card.sms, *card.clock_ghz, *card.dram_gb_s, card.peak_gb_s, card.l1_bytes, *card.lanes.values()]
+    assert all(rate.value > 0 and rate.source for rate in rates)
+    assert card.clock_ghz[0].value <= card.clock_ghz[1].value
+    assert card.dram_gb_s[0].value <= card.dram_gb_s[1].value <= card.peak_gb_s.value
+
+
+@pytest.mark.parametrize(
+    "opcode, pipe",
+    [
+        ("LDG.E.128.SYS", "load/store"),
+        ("SHFL.IDX", "load/store"),
+        ("F2F.F16.F32", "conversion"),
+        ("IMAD.MOV.U32", "fp"),
+        ("PRMT", "int"),
+        ("ULDC.64", "uniform"),
+        ("EXIT", "control"),
+        ("FROBNICATE.X", "unknown"),
+    ],
+)
+def test_pipes_of_opcodes(opcode, pipe):
+    assert turing.pipe_of(opcode) == pipe
+
+
+def test_no_opcode_is_in_two_pipes():
+    stems = [stem for text in turing.PIPES.values() for stem in text.split()]
+    assert len(stems) == len(set(stems))
+
+
+def test_bytes_an_element():
+    assert turing.dram_bytes(16384) / 16384 == 0.5 + 1 / 64 + 4 / 16384 + 2
+    assert turing.dram_bytes(16384, nested=False) / 16384 == 0.5 + 4 / 64 + 2
+    classic = sum(nbytes for *_, nbytes in turing.classic_kernels(16384)) / 16384
+    assert classic == pytest.approx(2.766, abs=1e-3)
+
+
+def test_the_memory_bounds_a_light_kernel():
+    light = turing.predict(turing.T4, 2**24, turing.dram_bytes(2**24), {"total": 5, "int": 2})
+    assert light.bound_low == light.bound_high == "DRAM"
+    fast = turing.T4.dram_gb_s[1].value
+    assert light.low == pytest.approx(turing.dram_bytes(2**24) / fast / 1e3)
+    assert light.low < light.high
+
+
+def test_a_busy_pipe_bounds_a_heavy_kernel_and_clocks_make_the_range():
+    counts = {"total": 60, "load/store": 40}
+    heavy = turing.predict(turing.T4, 2**24, turing.dram_bytes(2**24), counts)
+    assert heavy.bound_low == heavy.bound_high == "load/store"
+    slow, fast = (rate.value for rate in turing.T4.clock_ghz)
+    assert heavy.high / heavy.low == pytest.approx(fast / slow)
+    assert heavy.busiest[0] == "load/store" and heavy.busiest[1] > 1
+
+
+def test_a_pipe_time_by_hand():
+    # 40 SMs, 16 conversions a clock each: 6400 conversions take 10 clocks, at 1 GHz 10 ns.
+    assert turing.pipe_times(turing.T4, 6400, {"conversion": 1}, 1.0)["conversion"] == pytest.approx(0.01)
+
+
+def test_a_measured_bandwidth_replaces_the_cards_own():
+    found = turing.predict(turing.H200, 2**28, 1e9, {}, gb_s=4000)
+    assert found.low == found.high == pytest.approx(250)
+
+
+@pytest.mark.parametrize(
+    "card, threads, registers, shared, share",
+    [
+        (turing.T4, 128, 64, 0, 1.0),
+        (turing.T4, 128, 65, 0, 0.875),  # 72 registers a thread are allotted: 28 warps
+        (turing.T4, 64, 16, 0, 1.0),  # 16 blocks of 64
+        (turing.T4, 32, 16, 0, 0.5),  # 16 blocks are the most an SM holds
+        (turing.T4, 128, 32, 32 * 1024, 0.25),
+        (turing.H200, 128, 32, 0, 1.0),
+    ],
+)
+def test_occupancy(card, threads, registers, shared, share):
+    assert turing.occupancy(card, threads, registers, shared) == share
+
+
+def test_the_official_protocol_is_the_harness_one():
+    from helpers import harness
+
+    expected = [
+        (c.hidden * c.intermediate, str(c.dtype).removeprefix("torch."), 3000) for c in harness.OFFICIAL
+    ]
+    assert list(turing.OFFICIAL) == expected
+
+
+def test_call_cost_scales_between_the_ratios():
+    low, high = turing.PUBLISHED_CALL_US
+    assert turing.call_cost([1.0]) == pytest.approx((9000 * low * 1e-6, 9000 * high * 1e-6))
+    assert turing.call_cost([0.5, 0.25]) == pytest.approx((9000 * low * 0.25e-6, 9000 * high * 0.5e-6))
