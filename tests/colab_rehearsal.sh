@@ -40,7 +40,8 @@ mkdir -p "$work/content"
 cp "$work/origin/Unsloth_Puzzles_A.ipynb" "$work/content/"
 
 env -u PYTHON -u PYTHONPATH -u VIRTUAL_ENV -u TRITON_INTERPRET -u NF4_ALLOW_CPU \
-  PATH="$work/venv/bin:$PATH" COLAB_RELEASE_TAG=rehearsal COLAB_GPU=0 NF4_REPO_URL="$work/origin" \
+  PATH="$work/venv/bin:$PATH" COLAB_RELEASE_TAG=rehearsal COLAB_GPU=0 \
+  NF4_REPO_URL="$work/origin" PYDEVD_DISABLE_FILE_VALIDATION=1 \
   "$python" - "$work" "$root/tests/colab_rehearsal.log.md" <<'PYTHON'
 import datetime
 import importlib.metadata
@@ -129,6 +130,27 @@ if error:
 note(error is None, f"all cells run ({seconds:.0f} s, Triton's interpreter)")
 note(versions() == after, "running the notebook installs nothing more")
 
+# What the set-up would add beside a GPU: a stand-in for nvidia-smi makes it try.
+smi = work / "smi" / "nvidia-smi"
+smi.parent.mkdir(exist_ok=True)
+smi.write_text("#!/bin/sh\ncase \"$*\" in *driver*) echo 580.0 ;; *) echo 'Tesla T4, 7.5' ;; esac\n")
+smi.chmod(0o755)
+beside_a_gpu = {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}"}
+done = subprocess.run([sys.executable, "-m", "helpers.install"], env=beside_a_gpu, capture_output=True, text=True,
+                      cwd=next(content.glob("*/colab_setup.sh")).parent)
+note("torch 2.11.0" in done.stderr and "cannot use it" in done.stderr,
+     "a GPU that torch cannot use is reported (nvidia-smi is a stand-in here)")
+with_unsloth = versions()
+changed = {name: (old, with_unsloth.get(name)) for name, old in after.items() if with_unsloth.get(name) != old}
+more = sorted(f"{name} {version}" for name, version in with_unsloth.items() if name not in after)
+note("unsloth" in with_unsloth and not changed, f"beside a GPU the set-up also adds {', '.join(more)}; nothing else changes")
+script = "import unsloth, trl, peft; from unsloth.kernels.utils import fast_dequantize"
+done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
+                      text=True, cwd=work)
+note(done.returncode == 0, "Unsloth imports among Colab's versions (on its CPU path)")
+if done.returncode:
+    print(done.stderr[-3000:])
+
 main = ("torch", "triton", "transformers", "peft", "torchao", "datasets", "ipython", "ipykernel", "bitsandbytes")
 commit = subprocess.run(["git", "-C", str(work / "origin"), "rev-parse", "--short", "HEAD"],
                         capture_output=True, text=True, check=True).stdout.strip()
@@ -148,7 +170,7 @@ log.write_text("\n".join([
     "|---|---|",
     *lines,
     "",
-    "Not covered: a GPU, Colab's own front end, and Unsloth (it is installed only where there is an NVIDIA GPU).",
+    "Not covered: a GPU, and Colab's own front end.",
     "",
 ]))
 print(f"\nsummary: {log}")
