@@ -2,7 +2,7 @@
 
 import pytest
 
-from helpers import turing
+from helpers import estimate, turing
 
 CARDS = pytest.mark.parametrize("card", turing.CARDS.values(), ids=lambda card: card.name)
 
@@ -99,3 +99,43 @@ def test_call_cost_scales_between_the_ratios():
     low, high = turing.PUBLISHED_CALL_US
     assert turing.call_cost([1.0]) == pytest.approx((9000 * low * 1e-6, 9000 * high * 1e-6))
     assert turing.call_cost([0.5, 0.25]) == pytest.approx((9000 * low * 0.25e-6, 9000 * high * 0.5e-6))
+
+
+class TestRunAll:
+    """The estimate counts only what it has figures for, and says what it lacks."""
+
+    def stored(self):
+        spread = {"unsloth_classic": 0.5, "bitsandbytes": 0.6, "peft": 0.7}
+        entries = {name: {"spread": {"p50": seconds}} for name, seconds in spread.items()}
+        cold = {"kernel": {"empty": {"median": {"first_call": 1.0}}}}
+        cells = [{"seconds": 100.0, "protocol": True}, {"seconds": 10.0}]
+        return {"benchmark": {"protocol": {"entries": entries}, "cold": cold}, "notebook": {"cells": cells}}
+
+    def test_without_results(self):
+        found = estimate.estimate_run_all()
+        unknown = [line["what"] for line in found["lines"] if line["low_s"] is None]
+        assert len(unknown) == len(found["missing"]) == 4
+        assert "protocol, peft" in unknown and "all cells but the protocol" in unknown
+        assert "not measured" in estimate.render_estimate(found)
+
+    def test_with_results(self):
+        found = estimate.estimate_run_all(self.stored())
+        lines = {line["what"]: (line["low_s"], line["high_s"]) for line in found["lines"]}
+        low, high = turing.PUBLISHED_TOTALS["Unsloth classic"]
+        assert lines["protocol, peft"] == pytest.approx((low * 1.4, high * 1.4))
+        assert lines["all cells but the protocol"] == (20.0, 30.0)
+        assert not found["missing"]
+        assert found["total_s"] == pytest.approx(
+            tuple(sum(ends) for ends in zip(*lines.values(), strict=True))
+        )
+        assert max(map(len, estimate.render_estimate(found).splitlines())) <= 110
+
+    def test_more_repeats_take_longer(self):
+        once, twice = (estimate.estimate_run_all(repeats=n)["total_s"] for n in (1, 2))
+        assert twice[0] > once[0] and twice[1] > once[1]
+
+    def test_memory_fits_and_counts_the_largest_configuration(self):
+        found = estimate.estimate_run_all()
+        assert found["fits_15_gb"] is (found["peak_gb"][1] < 15)
+        weights = {line["what"]: line["low_gb"] for line in found["memory"]}["packed weights"]
+        assert weights == pytest.approx(3 * 4096 * 14336 * 0.516 / 1e9, rel=1e-3)
