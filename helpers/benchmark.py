@@ -88,6 +88,10 @@ SECTIONS: dict[str, Callable[[Bench], dict]] = {
 }
 
 
+# What --quick measures unless --only says otherwise: the others compile a lot.
+QUICK = ("host", "gpu", "protocol", "gemm", "cold")
+
+
 def _failures(found) -> list[str]:
     """Every reason recorded under "failures" or "failed", anywhere in the data."""
     if isinstance(found, list):
@@ -103,9 +107,9 @@ def _failures(found) -> list[str]:
 
 def measure(only: list[str] | None = None, quick: bool = False) -> dict:
     """The sections' data (all by default); a section that cannot run carries its reason."""
-    chosen = list(only or SECTIONS)
+    chosen = list(only or (QUICK if quick else SECTIONS))
     if not environment.has_gpu():
-        return {"quick": quick, **{name: {"not_measured": NEEDS_GPU} for name in chosen}}
+        return {"quick": quick, **{name: {"not_measured": NEEDS_GPU} for name in only or SECTIONS}}
     start = time.perf_counter()
     found = baselines.available()
     bench = Bench(cells.load(), found, quick)
@@ -149,12 +153,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     data = measure(options.only, options.quick)
-    for name in options.only or SECTIONS:
-        if "not_measured" in data[name]:
-            print(f"{name}: not measured ({data[name]['not_measured']})")
-    measured = any("not_measured" not in data[name] for name in options.only or SECTIONS)
+    missing = {name: data[name]["not_measured"] for name in SECTIONS if "not_measured" in data.get(name, {})}
+    measured = any(name in data and name not in missing for name in SECTIONS)
+    for name, reason in missing.items():
+        print(f"{name}: not measured ({reason})")
     if options.json:
-        print("written:", results.write(options.json.stem, data, options.json.parent))
+        print("written:", results.write(options.json.name, data, options.json.parent))
     elif measured and not options.quick and not options.only:
         print("written:", results.write(NAME, data))
     problems = _failures(data)

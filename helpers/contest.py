@@ -23,6 +23,7 @@ class Bench:
     module: object
     found: dict[str, Baseline]
     quick: bool = False
+    device: str = "cuda"
 
     def rounds(self, full: int, quick: int) -> int:
         return quick if self.quick else full
@@ -36,16 +37,15 @@ class Bench:
         return {"kernel": self.module.your_dequantize_nf4} | present
 
     def launchers(self) -> dict[str, Callable]:
-        """(weight, quant_state, out) -> None, for everything that can write into a given output."""
-        calls = {"kernel": lambda w, s, out: self.module._your_dequantize_nf4(w, s, out=out)}
+        """(weight, quant_state) -> new output, for everything with GPU code of its own."""
+        calls = {"kernel": self.module._your_dequantize_nf4}
         if self.found["unsloth_today"].fn is not None:
             utils = importlib.import_module("unsloth.kernels.utils")
-            calls["unsloth_today"] = lambda w, s, out: utils.fast_dequantize(w, s, out=out)
+            calls["unsloth_today"] = utils.fast_dequantize
             if hasattr(utils, "_fast_dequantize_ctypes"):
-                calls["unsloth_classic"] = lambda w, s, out: utils._fast_dequantize_ctypes(w, s, out)
+                calls["unsloth_classic"] = utils._fast_dequantize_ctypes
         if self.found["bitsandbytes"].fn is not None:
-            functional = importlib.import_module("bitsandbytes.functional")
-            calls["bitsandbytes"] = lambda w, s, out: functional.dequantize_4bit(w, s, out=out)
+            calls["bitsandbytes"] = importlib.import_module("bitsandbytes.functional").dequantize_4bit
         return calls
 
 
@@ -57,8 +57,8 @@ def why(error: BaseException) -> str:
 def wrong_bits(call: Callable, expected, out=None) -> str:
     """Why call() does not give the bits of `expected`; "" when it does.
 
-    NaN is written beforehand into `out` where the call is given one, else into the memory that a new output
-    is likely to get, so that elements left unwritten show.
+    NaN is written beforehand into `out` where the call is known to write there, else into the memory that a
+    new output is likely to get, so that elements left unwritten show.
     """
     poison = torch.full_like(expected, math.nan) if out is None else out.fill_(math.nan)
     del poison

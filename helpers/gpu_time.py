@@ -12,6 +12,7 @@ import torch
 from helpers import floor, harness, timing, workload
 from helpers.contest import BASELINES_ON_GPU, DEQUANTIZERS, DTYPES, Bench, why, wrong_bits
 
+SMALL = 2**20  # elements of a tensor that does not fill a large card, for the ablation
 SAME_AS_BITSANDBYTES = "calls bitsandbytes' kernels: its GPU time is the row of bitsandbytes"
 
 
@@ -37,29 +38,34 @@ def _ceilings(buffers: workload.Buffers) -> tuple[dict[str, Callable], dict[str,
     return calls, {"floor_cuda": missing} if missing else {}
 
 
-def _gpu_times(calls: dict[str, Callable], buffers: workload.Buffers, rounds: int) -> tuple[dict, dict, dict]:
+def _gpu_times(
+    calls: dict[str, Callable], movers: dict[str, Callable], buffers: workload.Buffers, rounds: int
+) -> tuple[dict, dict, dict]:
     """({name: seconds by round}, {name: how it was timed}, {name: why a graph was not possible}).
 
-    A captured graph must write the last buffer's right bits when replayed: a launch that went past the
-    capture would leave an empty graph, which takes no time.
+    calls: dequantizations, run as a user runs them; their outputs rotate, the graphs share one pool for them.
+    movers: what writes into `buffers.outs`. A dequantization's graph must write the last output's right bits
+    when replayed: a launch that went past the capture would leave an empty graph, which takes no time.
     """
-    count, out = len(buffers.outs), buffers.outs[-1]
+    count = len(buffers.weights)
     expected = buffers.expected(count - 1)
-    graphs, ways, reasons = {}, {}, {}
+    graphs, reasons, pool = {}, {}, None
     for name, call in calls.items():
         try:
-            graph = timing.capture(call, count)
+            graph, out = timing.capture(call, count, warm=count, pool=pool, keep=True)
         except Exception as error:
             reasons[name] = why(error)
             torch.cuda.synchronize()
             continue
-        if name in DEQUANTIZERS:
-            wrong = wrong_bits(lambda graph=graph: (graph.replay(), out)[1], expected, out)
-            if wrong:
-                reasons[name] = f"its graph does not write the result: {wrong}"
-                continue
-        graphs[name], ways[name] = (graph, count), "graph"
+        wrong = wrong_bits(lambda graph=graph, out=out: (graph.replay(), out)[1], expected, out)
+        if wrong:
+            reasons[name] = f"its graph does not write the result: {wrong}"
+            continue
+        graphs[name], pool = (graph, count), graph.pool()
+    for name, call in movers.items():
+        graphs[name] = (timing.capture(call, count)[0], count)
     times = timing.replay_interleaved(graphs, rounds)
+    ways = dict.fromkeys(times, "graph")
     for name in reasons:
         calls_a_round = min(count, 64)
         events = [timing.device_events(calls[name], calls_a_round) for _ in range(3)]
@@ -75,30 +81,27 @@ def _gpu_case(bench: Bench, shape, dtype_name: str, rounds: int, ceilings: bool)
     count = workload.rotation(numel)
     case = {"shape": list(shape), "numel": numel, "dtype": dtype_name, "buffers": count}
     torch.cuda.empty_cache()
-    need, free = count * floor.bytes_moved(numel) + 6 * numel, torch.cuda.mem_get_info()[0]
+    # The buffers, a second set of outputs in the graphs' pool, and what the checks need.
+    need = count * (floor.bytes_moved(numel) + 2 * numel) + 8 * numel
+    free = torch.cuda.mem_get_info()[0]
     if need > 0.9 * free:
-        return case | {
-            "skipped": f"needs {need / 1e9:.1f} GB of free GPU memory, {free / 1e9:.1f} GB are free"
-        }
-    buffers = workload.make_buffers(shape, dtype, count)
-    weights, states, outs = buffers.weights, buffers.states, buffers.outs
+        reason = f"needs {need / 1e9:.1f} GB of free GPU memory, {free / 1e9:.1f} GB are free"
+        return case | {"skipped": reason}
+    buffers = workload.make_buffers(shape, dtype, count, outputs=ceilings, device=bench.device)
+    weights, states = buffers.weights, buffers.states
     calls, failures = {}, {}
     for name, launch in bench.launchers().items():
 
         def call(i, launch=launch):
-            launch(weights[i], states[i], outs[i])
-            return outs[i]
+            return launch(weights[i], states[i])
 
-        wrong = wrong_bits(lambda call=call: call(0), buffers.expected(0), outs[0])
+        wrong = wrong_bits(lambda call=call: call(0), buffers.expected(0))
         if wrong:
             failures[name] = wrong
         else:
             calls[name] = call
-    absent = {}
-    if ceilings:
-        more, absent = _ceilings(buffers)
-        calls |= more
-    times, ways, reasons = _gpu_times(calls, buffers, rounds)
+    movers, absent = _ceilings(buffers) if ceilings else ({}, {})
+    times, ways, reasons = _gpu_times(calls, movers, buffers, rounds)
     own_bytes = {"copy": 2 * numel * dtype.itemsize, "fill": numel * dtype.itemsize}
     rows = {
         name: timing.row(times[name], own_bytes.get(name, buffers.bytes_moved), way=ways[name])
@@ -134,9 +137,9 @@ def _add_floors(case: dict, rows: dict, times: dict):
             }
 
 
-def _floor_gate() -> dict[str, str]:
+def _floor_gate(device: str) -> dict[str, str]:
     """Every floor variant against its oracle: a ceiling that skips bytes would be no ceiling."""
-    buffers = workload.make_buffers((256, 1024), torch.float16, count=2)
+    buffers = workload.make_buffers((256, 1024), torch.float16, count=2, outputs=True, device=device)
     weight, state, out = buffers.weights[1], buffers.states[1], buffers.outs[1]
     wrong = {}
     kinds = {"triton": floor.triton_floor} | ({} if floor.cuda_missing() else {"cuda": floor.cuda_floor})
@@ -158,7 +161,7 @@ def gpu(bench: Bench) -> dict:
     rounds = bench.rounds(21, 7)
     layers = {} if bench.quick else _layer_sizes()
     with bench.bar(2 * (len(sizes) + len(layers)) + 1, "gpu") as bar:
-        wrong = _floor_gate()
+        wrong = _floor_gate(bench.device)
         if wrong:
             raise AssertionError(f"the ceiling kernels are wrong: {wrong}")
         bar.update()
@@ -207,14 +210,10 @@ def _against_today(cases: list[dict]) -> dict:
 
 
 def _policies(module) -> dict[str, dict]:
-    """Store policies to compare, as arguments of module.force."""
-    fields = {field.name for field in dataclasses.fields(module.settings())}
-    policies = {"kernel": {}}
-    if "store" in fields:
-        return policies | {f"kernel, store {value or 'plain'}": {"store": value} for value in (".cs", "")}
-    if "hints" in fields:
-        policies |= {f"kernel, hints {'on' if value else 'off'}": {"hints": value} for value in (True, False)}
-    return policies
+    """Store policies to compare, as arguments of module.force: as chosen, and the other way round."""
+    streams = module.settings().hints
+    other = "plain stores, no hints" if streams else "streaming stores"
+    return {"kernel": {}, f"kernel, {other}": {"hints": not streams}}
 
 
 def gemm(bench: Bench) -> dict:
@@ -234,10 +233,10 @@ def gemm(bench: Bench) -> dict:
 
 def _gemm_case(bench: Bench, config, layer: str, shape, count: int, rounds: int) -> dict:
     module, dtype = bench.module, config.dtype
-    buffers = workload.make_buffers(shape, dtype, count)
+    buffers = workload.make_buffers(shape, dtype, count, device=bench.device)
     weights, states = buffers.weights, buffers.states
-    generator = torch.Generator(device="cuda").manual_seed(config.seed)
-    X = torch.randn(config.batch, config.seq, shape[1], dtype=dtype, device="cuda", generator=generator)
+    generator = torch.Generator(device=bench.device).manual_seed(config.seed)
+    X = torch.randn(config.batch, config.seq, shape[1], dtype=dtype, device=bench.device, generator=generator)
     ready = buffers.expected(0)
     ways = {name: (overrides, module._your_dequantize_nf4) for name, overrides in _policies(module).items()}
     if bench.found["unsloth_today"].fn is not None:
@@ -249,9 +248,9 @@ def _gemm_case(bench: Bench, config, layer: str, shape, count: int, rounds: int)
             if wrong:
                 failures[name] = wrong
                 continue
-            graph = timing.capture(lambda i, f=dequantize: X @ f(weights[i], states[i]).t(), count)
-            graphs[name] = (graph, count)
-    graphs["multiplication alone"] = (timing.capture(lambda i: X @ ready.t(), count), count)
+            unit = timing.capture(lambda i, f=dequantize: X @ f(weights[i], states[i]).t(), count, warm=count)
+            graphs[name] = (unit[0], count)
+    graphs["multiplication alone"] = (timing.capture(lambda i: X @ ready.t(), count)[0], count)
     times = timing.replay_interleaved(graphs, rounds)
     alone = times["multiplication alone"]
     return {
@@ -268,28 +267,39 @@ def _gemm_case(bench: Bench, config, layer: str, shape, count: int, rounds: int)
     }
 
 
-def _steps(module, dtype_name: str) -> dict[str, dict]:
-    """Name of the step that is switched, and the override that does it."""
-    chosen = module.settings()
-    steps = {"as chosen": {}, "no inline assembly": {"asm": False}, "no cache hints": {"hints": False}}
-    steps |= {f"{words} words a thread": {"words": words} for words in (1, 2, 4, 8)}
-    steps |= {f"{warps} warps": {"num_warps": warps} for warps in (2, 4, 8)}
+def _steps(module, numel: int, dtype_name: str) -> dict[str, dict]:
+    """Name of the decision that is changed, and the override that does it."""
+    chosen = dataclasses.asdict(module.settings())
+    words = "words_small" if numel <= chosen.get("small", 0) else "words"
+    steps = {
+        "no inline assembly": {"asm": False},
+        "no cache hints": {"hints": False},
+        "hints on loads": {"hint_loads": True},
+        "no hints on loads": {"hint_loads": False},
+        **{f"{count} words a thread": {words: count} for count in (1, 2, 4, 8)},
+        **{f"{warps} warps": {"num_warps": warps} for warps in (2, 4, 8)},
+        **{f"{limit or 'any number of'} programs an SM": {"resident": limit} for limit in (0, 4, 6, 8)},
+    }
     if dtype_name == "bfloat16":
         steps["bf16 rounded in integers"] = {"int_bf16": True}
-    fields = {field.name for field in dataclasses.fields(chosen)}
-    return {name: override for name, override in steps.items() if set(override) <= fields}
+    changes = {
+        name: override
+        for name, override in steps.items()
+        if all(field in chosen and chosen[field] != value for field, value in override.items())
+    }
+    return {"as chosen": {}} | changes
 
 
 def ablation(bench: Bench) -> dict:
     """GPU time with one decision changed at a time."""
-    sizes = workload.TARGET_SIZES[:2] if bench.quick else workload.TARGET_SIZES
+    sizes = workload.TARGET_SIZES[:2] if bench.quick else (SMALL, *workload.TARGET_SIZES)
     rounds, cases, module = bench.rounds(15, 5), [], bench.module
     with bench.bar(len(sizes) * len(DTYPES), "ablation") as bar:
         for numel in sizes:
             for dtype_name, dtype in DTYPES.items():
                 torch.cuda.empty_cache()
                 count = workload.rotation(numel)
-                buffers = workload.make_buffers(workload.as_shape(numel), dtype, count)
+                buffers = workload.make_buffers(workload.as_shape(numel), dtype, count, device=bench.device)
                 cases.append(_ablation_case(module, buffers, count, dtype_name, rounds))
                 del buffers
                 bar.update()
@@ -297,20 +307,21 @@ def ablation(bench: Bench) -> dict:
 
 
 def _ablation_case(module, buffers, count: int, dtype_name: str, rounds: int) -> dict:
-    weights, states, outs = buffers.weights, buffers.states, buffers.outs
+    weights, states = buffers.weights, buffers.states
     expected = buffers.expected(0)
 
     def call(i):
-        return module._your_dequantize_nf4(weights[i], states[i], out=outs[i])
+        return module._your_dequantize_nf4(weights[i], states[i])
 
-    graphs, failures = {}, {}
-    for name, override in _steps(module, dtype_name).items():
+    graphs, failures, pool = {}, {}, None
+    for name, override in _steps(module, buffers.numel, dtype_name).items():
         with module.force(**override) if override else contextlib.nullcontext():
-            wrong = wrong_bits(lambda: call(0), expected, outs[0])
+            wrong = wrong_bits(lambda: call(0), expected)
             if wrong:
                 failures[name] = wrong
                 continue
-            graphs[name] = (timing.capture(call, count), count)
+            graph, _ = timing.capture(call, count, warm=count, pool=pool, keep=True)
+            graphs[name], pool = (graph, count), graph.pool()
     times = timing.replay_interleaved(graphs, rounds)
     chosen = times.get("as chosen")
     return {

@@ -1,6 +1,7 @@
 """Time of a call on the host, and what it consists of."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,11 @@ from helpers.layers import quantized_layer
 from helpers.timing import time_interleaved
 
 CASES = (((1024, 4096), "bfloat16"), ((2048, 8192), "float16"), ((4096, 14336), "bfloat16"))
+INNER = 100  # calls a round; far below the launch queue's depth
 YARDSTICK = "empty_strided + fill_"
+_LAUNCHES = ("triton kernel[grid]", "aten fill_", "triton compiled launcher")
+# How each gets its output, where it is not torch.empty.
+_ALLOCATES = {"kernel": "Inductor's empty_strided", YARDSTICK: "empty_strided"}
 
 
 def _allocations(call: Callable) -> int:
@@ -22,9 +27,9 @@ def _allocations(call: Callable) -> int:
 
 
 def _kernels(call: Callable) -> int | None:
-    """GPU kernels, copies and fills of one call; None where the profiler sees nothing."""
+    """GPU kernels, copies and fills of one call; None where they cannot be counted."""
     with contextlib.suppress(Exception):
-        return len(timing.device_events(lambda _: call())) or None
+        return timing.graph_nodes(call)
     return None
 
 
@@ -32,7 +37,8 @@ def _launch_unit(out) -> dict[str, Callable]:
     """Ways to launch one tiny kernel: Triton's compiled launcher, its public path, and an ATen operation."""
     kernel = floor.trivial_kernel
     compiled = kernel[(1,)](out)
-    units = {"triton kernel[grid]": lambda: kernel[(1,)](out), "aten fill_": lambda: out.fill_(0)}
+    public, aten, launcher = _LAUNCHES
+    ways = {public: lambda: kernel[(1,)](out), aten: lambda: out.fill_(0)}
     stream = torch.cuda.current_stream().cuda_stream
     with contextlib.suppress(Exception):
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
@@ -42,14 +48,13 @@ def _launch_unit(out) -> dict[str, Callable]:
             run(1, 1, 1, stream, function, metadata, None, None, None, address)
 
         direct()
-        units["triton compiled launcher"] = direct
-    return units
+        ways[launcher] = direct
+    return ways
 
 
-def _unit_costs(bench: Bench, shape, dtype) -> dict:
-    """Microseconds of single steps that calls are made of."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    strides = (shape[1], 1)
+def _unit_costs(bench: Bench, like) -> dict:
+    """Microseconds of the single steps that a call is made of; `like` is a tensor such as it returns."""
+    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
     launches = _launch_unit(torch.zeros(4, dtype=torch.int32, device=device))
     fns = {
         "python call": lambda: None,
@@ -59,82 +64,84 @@ def _unit_costs(bench: Bench, shape, dtype) -> dict:
         "current_device": torch.cuda.current_device,
         "synchronize": torch.cuda.synchronize,
     } | launches
-    with contextlib.suppress(AttributeError):
-        raw, index = torch._C._cuda_getCurrentRawStream, device.index
-        fns["raw stream"] = lambda: raw(index)
+    private = {
+        "Inductor's empty_strided": (
+            lambda: torch._C._dynamo.guards._empty_strided_cuda,
+            shape,
+            strides,
+            dtype,
+        ),
+        "raw stream": (lambda: torch._C._cuda_getCurrentRawStream, device.index),
+    }
+    for name, (find, *arguments) in private.items():
+        with contextlib.suppress(Exception):  # these names change between versions of torch
+            call = functools.partial(find(), *arguments)
+            call()
+            fns[name] = call
     rounds = bench.rounds(40, 10)
-    units = {name: timing.row(found) for name, found in time_interleaved(fns, rounds, 100).items()}
-    waited = time_interleaved(launches, rounds, 100, synchronize=True)
+    units = {name: timing.row(found) for name, found in time_interleaved(fns, rounds, INNER).items()}
+    waited = time_interleaved(launches, rounds, INNER, synchronize=True)
     return units | {f"{name} + synchronize": timing.row(found) for name, found in waited.items()}
 
 
-def _parts(call: Callable, units: dict, allocate: str, returned: float, synchronized: float) -> dict:
+def _parts(name: str, call: Callable, units: dict, case: dict) -> dict:
     """Where one call's microseconds go: allocations and launches, each at its cheapest measured cost."""
+    returned, synchronized = (case[what][name]["p50"] for what in ("returned", "synchronized"))
     allocations, kernels = _allocations(call), _kernels(call)
-    launch = min(
-        row["p50"] for name, row in units.items() if name.startswith(("triton", "aten")) and "+" not in name
-    )
+    allocate = units.get(_ALLOCATES.get(name, "empty"), units["empty_strided"])["p50"]
+    launch = min(units[way]["p50"] for way in _LAUNCHES if way in units)
     parts = {
         "allocations": allocations,
         "kernels": kernels,
-        "allocate_us": allocations * units[allocate]["p50"],
-        "launch_us": None if kernels is None else kernels * launch,
-        "wait_us": synchronized - returned,
         "returned_us": returned,
+        "wait_us": synchronized - returned,
+        "allocate_us": allocations * allocate,
     }
     if kernels is not None:
+        parts["launch_us"] = kernels * launch
         parts["rest_us"] = returned - parts["allocate_us"] - parts["launch_us"]
     return parts
 
 
+def _yardstick(like) -> Callable:
+    """Allocate and fill a tensor such as `like`: the least a call can cost that returns new memory."""
+    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
+
+
+def _case(bench: Bench, shape, dtype_name: str) -> tuple[dict, dict[str, Callable], torch.Tensor]:
+    """(one layer's rows, what was timed, what bitsandbytes returns for the layer)."""
+    layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+    expected = bench.found["bitsandbytes"].fn(layer)
+    fns, failures = {}, {}
+    for name, candidate in bench.candidates().items():
+        call = functools.partial(candidate, layer)
+        wrong = wrong_bits(call, expected)
+        if wrong:
+            failures[name] = wrong
+        else:
+            fns[name] = call
+    fns[YARDSTICK] = _yardstick(expected)
+    nbytes, rounds = floor.bytes_moved(expected.numel()), bench.rounds(60, 10)
+    case = {"shape": list(shape), "dtype": dtype_name, "bytes": nbytes, "calls_a_round": INNER}
+    for what, synchronize in (("returned", False), ("synchronized", True)):
+        times = time_interleaved(fns, rounds, INNER, synchronize)
+        case[what] = {
+            name: timing.row(found, nbytes, ratio=timing.ratio(found, times[YARDSTICK]))
+            for name, found in times.items()
+        }
+    return case | {"failures": failures}, fns, expected
+
+
 def host(bench: Bench) -> dict:
     """Time until a call returns and until it is done, and what the call consists of."""
-    cases, inner, units, parts = [], 100, {}, {}
-    rounds = bench.rounds(60, 10)
+    cases, units, parts = [], {}, {}
     with bench.bar(len(CASES), "host") as bar:
         for shape, dtype_name in CASES:
-            dtype = DTYPES[dtype_name]
-            layer = quantized_layer(shape[1], shape[0], dtype, device="cuda")
-            expected = bench.found["bitsandbytes"].fn(layer)
-            device = expected.device
-            fns, failures = {}, {}
-            for name, candidate in bench.candidates().items():
-                call = _bind(candidate, layer)
-                wrong = wrong_bits(call, expected)
-                if wrong:
-                    failures[name] = wrong
-                else:
-                    fns[name] = call
-            fns[YARDSTICK] = _yardstick(shape, dtype, device)
-            nbytes = floor.bytes_moved(expected.numel())
-            case = {
-                "shape": list(shape),
-                "dtype": dtype_name,
-                "bytes": nbytes,
-                "calls_a_round": inner,
-                "failures": failures,
-            }
-            for what, synchronize in (("returned", False), ("synchronized", True)):
-                times = time_interleaved(fns, rounds, inner, synchronize)
-                case[what] = {
-                    name: timing.row(found, nbytes, ratio=timing.ratio(found, times[YARDSTICK]))
-                    for name, found in times.items()
-                }
-            if not units:
-                units = _unit_costs(bench, shape, dtype)
-                for name, call in fns.items():
-                    allocate = "empty_strided" if name in ("kernel", YARDSTICK) else "empty"
-                    medians = [case[what][name]["p50"] for what in ("returned", "synchronized")]
-                    parts[name] = _parts(call, units, allocate, *medians)
+            case, fns, expected = _case(bench, shape, dtype_name)
             cases.append(case)
+            if not parts:  # of the first layer, where the call weighs most
+                units = _unit_costs(bench, expected)
+                parts = {name: _parts(name, call, units, case) for name, call in fns.items()}
             bar.update()
-    return {"cases": cases, "units": units, "parts": parts, "parts_of": cases[0]["shape"]}
-
-
-def _bind(candidate: Callable, layer) -> Callable:
-    return lambda: candidate(layer)
-
-
-def _yardstick(shape, dtype, device) -> Callable:
-    strides = (shape[1], 1)
-    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
+    return {"cases": cases, "units": units, "parts": parts}

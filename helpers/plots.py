@@ -239,7 +239,7 @@ def call_parts(result: dict | None) -> Picture:
             title += f", {case['shape'][0]}x{case['shape'][1]} {DTYPE_LABELS[case['dtype']]}"
         figure, (panel,) = _picture(result, 0.42 * len(parts) + 1.8)
         if not parts:
-            _say_not_measured(panel, reason or "the profiler saw no kernels")
+            _say_not_measured(panel, reason or "the kernels of a call could not be counted")
             _title(figure, title)
             figure.alt = f"{title}: not measured. {caption(result)}."
             return figure

@@ -5,9 +5,11 @@ temperatures hit all of them alike.
 """
 
 import contextlib
+import ctypes
 import functools
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -105,28 +107,50 @@ def _capture_stream():
     return torch.cuda.Stream()
 
 
-def capture(call: Callable[[int], object], count: int) -> "torch.cuda.CUDAGraph":
-    """A CUDA graph of call(0), ..., call(count - 1). Errors of the calls or of the capture are passed on.
+def capture(
+    call: Callable[[int], object], count: int, warm: int = 1, pool=None, keep: bool = False, graph=None
+) -> tuple:
+    """(CUDA graph of call(0), ..., call(count - 1), what the last call returned). Errors are passed on.
 
-    The capture is done by hand: `torch.cuda.graph` empties the allocator's cache each time, which is slow.
-    The first call runs before it on the same stream: it compiles, and libraries get their workspaces.
+    The first `warm` calls run before the capture on the same stream: kernels are compiled, launches planned,
+    workspaces allocated. keep=True holds what the calls return until the capture ends, so that each gets
+    memory of its own. pool: that of another graph, whose memory may be overwritten. graph: what to capture
+    into, a new one by default. By hand because `torch.cuda.graph` empties the allocator's cache each time.
     """
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, held = graph or torch.cuda.CUDAGraph(), []
     with _collector_off(), torch.cuda.stream(_capture_stream()):
-        call(0)
+        for index in range(warm):
+            call(index)
         torch.cuda.synchronize()
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for index in range(count):
-                call(index)
+                last = call(index)
+                if keep:
+                    held.append(last)
         except BaseException:
             with contextlib.suppress(Exception):
                 graph.capture_end()
             raise
         graph.capture_end()
     torch.cuda.synchronize()
-    return graph
+    return graph, last
+
+
+def graph_nodes(call: Callable[[], object]) -> int:
+    """Kernels, copies and fills that one call starts on the GPU, counted as nodes of its CUDA graph.
+
+    Unlike a profiler this leaves nothing behind that slows later launches. Raises where torch is too old to
+    give the graph away, or where the call cannot be captured.
+    """
+    graph, _ = capture(lambda _: call(), 1, graph=torch.cuda.CUDAGraph(keep_graph=True))
+    nodes = ctypes.c_size_t()
+    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes))
+    if status:
+        raise RuntimeError(f"cuGraphGetNodes failed with CUDA error {status}")
+    return nodes.value
 
 
 def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:

@@ -30,8 +30,9 @@ class Buffers:
 
     weights: list  # uint8 (numel / 2, 1)
     states: list  # bitsandbytes QuantState
-    outs: list  # `shape`, the dtype asked for
+    outs: list  # `shape`, `dtype`; empty where none were asked for
     shape: tuple[int, int]
+    dtype: torch.dtype
     nested: bool
 
     @property
@@ -41,11 +42,11 @@ class Buffers:
     @property
     def bytes_moved(self) -> int:
         """By one dequantization."""
-        return bytes_moved(self.numel, self.outs[0].element_size(), self.nested)
+        return bytes_moved(self.numel, self.dtype.itemsize, self.nested)
 
     @property
     def bytes_rotated(self) -> int:
-        return self.bytes_moved * len(self.outs)
+        return self.bytes_moved * len(self.weights)
 
     def expected(self, index: int):
         """What bitsandbytes makes of set `index`, in a new tensor."""
@@ -84,7 +85,9 @@ def _rows(count: int, length: int, dtype, device, make):
     return [row[:length] for row in slab]
 
 
-def make_buffers(shape, dtype, count: int, nested: bool = True, device: str = "cuda") -> Buffers:
+def make_buffers(
+    shape, dtype, count: int, nested: bool = True, outputs: bool = False, device: str = "cuda"
+) -> Buffers:
     """Random packed weights with the codebooks and the range of scales of a real bitsandbytes layer.
 
     shape: (out_features, in_features), in all a multiple of 64 elements. Every set has contents of its own.
@@ -122,5 +125,5 @@ def make_buffers(shape, dtype, count: int, nested: bool = True, device: str = "c
     else:
         absmax = _rows(count, blocks, torch.float32, device, scales_like(template.absmax))
         states = [QuantState(absmax=a, **common) for a in absmax]
-    outs = [row.view(shape) for row in _rows(count, numel, dtype, device, torch.empty)]
-    return Buffers(weights, states, outs, tuple(shape), nested)
+    outs = [row.view(shape) for row in _rows(count, numel, dtype, device, torch.empty)] if outputs else []
+    return Buffers(weights, states, outs, tuple(shape), dtype, nested)
