@@ -471,7 +471,7 @@ def _was_launched(kernel, compiled):
     """Whether this very compiled kernel is among those this process launched; None if Triton hides them."""
     try:
         live = kernel.device_caches[torch.cuda.current_device()][0].values()
-        return any(found.hash == compiled.hash for found in live)
+        return any(found.asm["ptx"] == compiled.asm["ptx"] for found in live)
     except (AttributeError, KeyError, TypeError, IndexError):
         return None
 

@@ -6,7 +6,6 @@ fused one is what an installed Unsloth runs. A line without evidence here says w
 
 import argparse
 import html
-import json
 import sys
 import textwrap
 from collections.abc import Callable
@@ -61,7 +60,7 @@ class Score:
     totals: dict[str, int]
     headline: str
     where: str
-    also: list[tuple[str, str, str]] = field(default_factory=list)  # name, verdict, evidence: no points
+    also: list[tuple[str, str]] = field(default_factory=list)  # (name, verdict and evidence) without points
     evidence: dict[str, Evidence] = field(default_factory=dict)
 
     def to_dict(self) -> dict:
@@ -71,7 +70,7 @@ class Score:
             "totals": self.totals,
             "maximum": MAXIMUM,
             "lines": [vars(line) for line in self.lines],
-            "also": [dict(zip(("name", "verdict", "evidence"), row, strict=True)) for row in self.also],
+            "also": dict(self.also),
             "evidence": {name: found.to_dict() for name, found in self.evidence.items()},
         }
 
@@ -92,14 +91,14 @@ class Score:
             out += [left.format(*row[:3]) + first, *(" " * indent + text for text in more)]
         if self.also:
             out += ["", "Without points:"]
-            for name, verdict, evidence in self.also:
-                out += textwrap.wrap(f"{name}: {verdict}; {evidence}", WIDTH, subsequent_indent="    ")
+            for name, text in self.also:
+                out += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="    ")
         return "\n".join(line.rstrip() for line in out)
 
     def to_markdown(self) -> str:
         cells = [["Criterion", *HEADS.values(), "Evidence"], ["---", "---:", "---:", "---"], *self.rows()]
         table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
-        also = [f"- {name}: {verdict}; {evidence}" for name, verdict, evidence in self.also]
+        also = [f"- {name}: {text}" for name, text in self.also]
         return "\n".join(
             [f"**{self.headline}**", "", *table, *(["", "Without points:", "", *also] if also else [])]
         )
@@ -116,10 +115,7 @@ class Score:
 
         head = row(["Criterion", *HEADS.values(), "Evidence"], "th")
         body = "".join(map(row, self.rows()))
-        also = "".join(
-            f"<li>{html.escape(name)}: <b>{html.escape(verdict)}</b>; {html.escape(evidence)}</li>"
-            for name, verdict, evidence in self.also
-        )
+        also = "".join(f"<li>{html.escape(name)}: {html.escape(text)}</li>" for name, text in self.also)
         return (
             f'<div style="color:inherit"><p><b>{html.escape(self.headline)}</b></p>'
             f'<table style="border-collapse:collapse;color:inherit">{head}{body}</table>'
@@ -150,7 +146,7 @@ def table(evidence: dict[str, Evidence], where: str = "") -> Score:
     lines += [_line(evidence, *criterion) for criterion in CRITERIA[1:]]
     totals = {column: sum(line.points[column] or 0 for line in lines) for column in COLUMNS}
     also = [
-        (found.criterion, {True: "yes", False: "NO", None: "open"}[found.passed], _said(found))
+        (found.criterion, {True: "yes; ", False: "NO; ", None: ""}[found.passed] + _said(found))
         for found in (evidence[key] for key in WITHOUT_POINTS if key in evidence)
     ]
     return Score(lines, totals, _headline(lines, totals, speeds, where), where, also, evidence)
@@ -256,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
 
     environment.prepare()
-    from helpers import baselines, cells
+    from helpers import baselines, cells, results
 
     baselines.available()  # Unsloth must be imported before what it patches
     found = score(
@@ -266,11 +262,5 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(found.to_text())
     if options.json:
-        report = {
-            "environment": environment.describe(),
-            "kernel_hash": cells.kernel_hash(),
-            "data": found.to_dict(),
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        results.write(options.json.name, found.to_dict(), options.json.parent)
     return 1 if any(item.passed is False for item in found.evidence.values()) else 0

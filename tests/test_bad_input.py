@@ -320,6 +320,22 @@ def test_a_good_state_that_went_bad_is_refused_at_once(kernel, layer):
         setattr(state, name, good)
         assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
     refused(kernel, layer.weight.data[:-1], state, "16383 bytes")
+    state.state2.dtype = torch.float16
+    refused(kernel, layer.weight, state, "state2.dtype")
+    state.state2.dtype = torch.float32
+    state.packing_format_for_cpu = True
+    refused(kernel, layer.weight, state, "repacked")
+
+
+def test_a_strided_view_at_a_known_address_is_refused(kernel, layer):
+    """Same address and size as a weight seen before, other bytes."""
+    state, packed = layer.weight.quant_state, layer.weight.data
+    memory = torch.cat([packed, packed + 1])
+    dense, strided = memory[: len(packed)], memory.view(-1, 2)[:, :1]
+    assert dense.data_ptr() == strided.data_ptr() and dense.nbytes == strided.nbytes
+    for _ in range(2):
+        assert reference.same_bits(kernel._your_dequantize_nf4(dense, state), checks.expected(layer))
+    refused(kernel, strided, state, "weight", "contiguous")
 
 
 def test_a_copied_state_is_checked_anew(kernel, layer):

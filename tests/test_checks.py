@@ -1,7 +1,10 @@
 """The checks themselves: what they must accept, and the cheats they must catch."""
 
+import contextlib
+import dataclasses
 import logging
 import sys
+import types
 import warnings
 
 import pytest
@@ -320,6 +323,71 @@ def test_switched_off_earns_nothing(monkeypatch, kernel, candidate):
         for check in (checks.custom_asm, checks.cache_eviction):
             found = check(candidate)
             assert found.passed is False and found.text == "switched off: tried without"
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeSettings:
+    asm: bool = True
+    hints: bool = True
+    reason: str = "as the card decides"
+
+
+class FakeCells:
+    """A namespace like the notebook's, whose PTX and results a test dictates."""
+
+    def __init__(self, dequantize, ptx):
+        self.dequantize, self.ptx, self.now = dequantize, ptx, FakeSettings()
+        names = {"cells": self, KERNEL: None, "settings": lambda: self.now}
+        names |= {"force": self.force, "compile_spec": None}
+        self.candidate = types.FunctionType((lambda layer: cells.dequantize(layer)).__code__, names)  # noqa: F821
+
+    @contextlib.contextmanager
+    def force(self, **overrides):
+        before, self.now = self.now, dataclasses.replace(self.now, **overrides)
+        yield
+        self.now = before
+
+
+GOOD_PTX = {
+    "asm": lambda s: OWN if s.asm else TRITONS,
+    "hints": lambda s: "st.global.cs.b32" if s.hints else "",
+}
+
+
+@pytest.mark.parametrize(
+    "switch, ptx, dequantize, launched, passed, text",
+    [
+        ("asm", GOOD_PTX["asm"], oracle, True, True, "ran, exact; shfl.sync.idx, prmt in its PTX"),
+        ("asm", GOOD_PTX["asm"], oracle, None, True, "ran, exact"),
+        ("asm", lambda s: TRITONS, oracle, True, False, "float16, on: nothing in its PTX"),
+        ("asm", lambda s: OWN, oracle, True, False, "float16, off: shfl.sync.idx, prmt in its PTX"),
+        ("asm", GOOD_PTX["asm"], inexact, True, False, "differ from bitsandbytes"),
+        ("asm", GOOD_PTX["asm"], oracle, False, False, "not the one examined"),
+        ("hints", GOOD_PTX["hints"], oracle, True, True, "streaming store"),
+        ("hints", lambda s: "ld.global.b32", oracle, True, False, "on: nothing in its PTX"),
+        ("hints", lambda s: "st.global.cs.b32", oracle, True, False, "off: streaming store in its PTX"),
+    ],
+)
+def test_switched_evidence(pretend_gpu, monkeypatch, switch, ptx, dequantize, launched, passed, text):
+    fake = FakeCells(dequantize, ptx)
+    layer = checks.quantized_layer(64, 64, torch.float16, device="cpu")
+    monkeypatch.setattr(checks, "every_code", lambda dtype, device: layer)
+    monkeypatch.setattr(
+        checks, "_compile", lambda module, dtype: types.SimpleNamespace(asm={"ptx": fake.ptx(fake.now)})
+    )
+    monkeypatch.setattr(checks, "_was_launched", lambda kernel, compiled: launched)
+    check = {"asm": checks.custom_asm, "hints": checks.cache_eviction}[switch]
+    found = check(fake.candidate)
+    assert found.passed is passed and text in found.text, found
+
+
+def test_which_kernels_were_launched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    one, other = (types.SimpleNamespace(asm={"ptx": text}) for text in ("one", "other"))
+    kernel = types.SimpleNamespace(device_caches={0: ({"key": one}, "binder")})
+    assert checks._was_launched(kernel, one) is True
+    assert checks._was_launched(kernel, other) is False
+    assert checks._was_launched(types.SimpleNamespace(), one) is None, "a Triton that keeps them elsewhere"
 
 
 @pytest.mark.gpu

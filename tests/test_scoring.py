@@ -254,6 +254,20 @@ def options_seen(options):
     return {}
 
 
+def test_the_pytorch_backend_scores_nothing(monkeypatch):
+    """Exact, but not the kernel: NF4_BACKEND=torch earns no point, and costs the one for fp16 and bf16."""
+    pytest.importorskip("bitsandbytes")
+    from helpers import backend
+
+    monkeypatch.setenv("NF4_BACKEND", "torch")
+    monkeypatch.setattr(checks, "_cross_compiled", lambda: {"default": "", "asm": "", "hints": ""})
+    made = comparison(mine=harness.Entry("mine", identical=True))
+    evidence = scoring.collect(backend.dequantize, made, name="mine")
+    assert evidence["exact"].passed, evidence["exact"].text
+    assert max(scoring.table(evidence).totals.values()) < 0
+    assert not any(found.passed for key, found in evidence.items() if key not in scoring.WITHOUT_POINTS)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_score_on_the_gpu(kernel):
