@@ -175,7 +175,7 @@ def diagnose(log: str) -> str:
         where = " In Kaggle: Settings > Internet on." if environment.kaggle() else ""
         return f"The package index did not answer: check the network (or proxy) and run again.{where}"
     if "ResolutionImpossible" in log or "No matching distribution" in log:
-        return "The index has no version that fits this Python and what is installed; pip names the package."
+        return "No version of it fits this Python and what is installed: pip's message names the package."
     return "pip's message names the package."
 
 
@@ -185,29 +185,35 @@ def pip(what: str, *arguments: str, required: bool = True, isolated: bool = Fals
     Raises SetupError when something `required` did not install. `isolated` ignores pip's own settings.
     """
     LOG.parent.mkdir(parents=True, exist_ok=True)
-    start, mark = time.monotonic(), LOG.stat().st_size if LOG.exists() else 0
     options = ["--isolated"] if isolated else []
-    quiet = "-qq" if required else "-qqq"
-    command = [sys.executable, "-m", "pip", *options, "install", quiet, "--progress-bar", "off"]
-    command += ["--disable-pip-version-check", "--log", str(LOG), *arguments]
+    command = [sys.executable, "-m", "pip", *options, "install", "--disable-pip-version-check", *arguments]
     print(f"installing {what} ...", flush=True)
-    process = subprocess.Popen(command)
-    while True:
-        try:
-            status = process.wait(timeout=30)
-            break
-        except subprocess.TimeoutExpired:
-            print(f"  still installing, {time.monotonic() - start:.0f} s", flush=True)
-    if status == 0:
+    start = time.monotonic()
+    with LOG.open("a+", errors="replace") as log:
+        mark = log.seek(0, os.SEEK_END)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                print(f"  {time.monotonic() - start:3.0f} s: {last_line(log, mark)}", flush=True)
+        log.seek(mark)
+        said = log.read()
+    if process.returncode == 0:
         print(f"  done in {time.monotonic() - start:.0f} s", flush=True)
         return True
-    with LOG.open(errors="replace") as log:
-        log.seek(mark)
-        reason = diagnose(log.read())
-    if required:
-        raise SetupError(f"{what} did not install. {reason}\nThe whole log: {LOG}")
-    print(f"  not installed: {reason}", flush=True)
-    return False
+    if not required:
+        print(f"  not installed: {diagnose(said)}", flush=True)
+        return False
+    print("\n".join(line for line in said.splitlines() if line.startswith("ERROR")), file=sys.stderr)
+    raise SetupError(f"{what} did not install. {diagnose(said)}\nAll that pip said: {LOG}")
+
+
+def last_line(log, mark: int) -> str:
+    """The last line that was written after `mark`, cut to a screen's width."""
+    log.seek(mark)
+    lines = log.read().split("\n")
+    return next((line.strip()[:90] for line in reversed(lines) if line.strip()), "")
 
 
 def install_torch(gpus: list) -> None:

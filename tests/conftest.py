@@ -6,11 +6,10 @@ environment.prepare()  # before anything imports triton
 
 
 def pytest_collection_modifyitems(items):
-    missing = environment.no_gpu() or environment.old_gpu()
-    if missing:
+    if environment.no_gpu() or environment.old_gpu():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=missing))
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of sm_75 or newer"))
 
 
 @pytest.fixture(scope="session")

@@ -100,8 +100,8 @@ def test_a_full_disk_is_found_before_anything_is_installed(plain):
 @pytest.mark.parametrize(
     "arguments, advice",
     [
-        (["--index-url", "http://127.0.0.1:9/simple", "--retries", "0"], "did not answer"),
-        (["--no-index"], "no version that fits"),
+        (["--index-url", "http://127.0.0.1:9/simple", "--retries", "1"], "did not answer"),
+        (["--no-index"], "No version of it fits"),
     ],
 )
 def test_a_failing_pip_is_explained(plain, tmp_path, arguments, advice, capfd):
