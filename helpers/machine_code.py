@@ -114,38 +114,48 @@ def width(opcode: str) -> int:
 
 
 def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, ...], str]:
-    """The instructions one thread issues, and in words how they were chosen.
+    """The instructions one thread of a full tile issues, and in words how they were chosen.
 
-    From the entry on, jumps that are always taken are followed; a loop is passed once; of a conditional
-    forward jump both ways are counted (an upper bound); a predicated instruction is issued either way. The
-    walk ends at an unconditional EXIT or at the jump back that closes a loop. What lies behind (padding, the
-    trap behind EXIT) is not counted.
+    From the entry on, jumps that are always taken are followed and a loop is passed once. Where a jump ahead
+    depends on a predicate, the way with more unpredicated bytes stored is taken (a full tile needs no mask),
+    then the longer one. A predicated instruction is issued either way. The walk ends at an unconditional EXIT
+    or at the jump back that closes a loop; padding and the trap behind EXIT are not counted.
     """
     index = {instruction.address: position for position, instruction in enumerate(instructions)}
-    walked, position = [], 0
-    loops = forks = 0
-    while position < len(instructions):
-        now = instructions[position]
-        position += 1
-        if now.stem in ("CALL", "BRX", "JMP"):
-            raise NotImplementedError(f"{now.opcode} at {now.address:#x}: calls cannot be counted")
-        if now.stem == "BRA":
-            target = int(re.search(r"0x([0-9a-f]+)", now.operands).group(1), 16)
-            if target <= now.address:
-                loops += 1
-                if not now.predicate:
+    seen = {"loops": 0, "forks": 0}
+
+    @functools.cache
+    def way(position: int) -> tuple[tuple[float, int], tuple[Instruction, ...]]:
+        walked: list[Instruction] = []
+        rest: tuple[Instruction, ...] = ()
+        while position < len(instructions):
+            now = instructions[position]
+            position += 1
+            if now.stem in ("CALL", "BRX", "JMP"):
+                raise NotImplementedError(f"{now.opcode} at {now.address:#x}: calls cannot be counted")
+            if now.stem == "BRA":
+                target = int(re.search(r"0x([0-9a-f]+)", now.operands).group(1), 16)
+                back = target <= now.address
+                seen["loops"] += back
+                if back and not now.predicate:
                     break
-            elif now.predicate:
-                forks += 1
-            else:
-                position = index[target]
-        walked.append(now)
-        if now.stem == "EXIT" and not now.predicate:
-            break
-    how = ["one pass of its loop" if loops else "straight line"]
-    if forks:
-        how.append(f"both ways of {forks} forward jumps")
-    return tuple(walked), ", ".join(how)
+                if not back and now.predicate:
+                    seen["forks"] += 1
+                    walked.append(now)
+                    rest = max(way(position), way(index[target]), key=lambda found: found[0])[1]
+                    break
+                if not back:
+                    position = index[target]
+            walked.append(now)
+            if now.stem == "EXIT" and not now.predicate:
+                break
+        whole = (*walked, *rest)
+        stored = sum(width(i.opcode) for i in whole if i.stem == "STG" and not i.predicate)
+        return (stored, len(whole)), whole
+
+    _, path = way(0)
+    how = "one pass of its loop" if seen["loops"] else "straight line"
+    return path, how + (f", full tile's way at {seen['forks']} forks" if seen["forks"] else "")
 
 
 def count(name, instructions, registers, shared, threads, itemsize, elements=None) -> Counted:
