@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from helpers import baselines, cells, cold, environment, harness, results
+from helpers import baselines, cells, cold, environment, harness, results, tables
 from helpers.contest import DTYPES, Bench, why
 from helpers.gpu_time import ablation, gemm, gpu
 from helpers.host_time import host
-from helpers.targets import render_markdown, render_text, targets
+from helpers.targets import table, targets
 from helpers.timing import time_interleaved
 
-__all__ = ["SECTIONS", "main", "measure", "render_markdown", "render_text", "targets", "time_interleaved"]
+__all__ = ["SECTIONS", "main", "measure", "targets", "time_interleaved"]
 
 NAME = "benchmark"  # of the result file
 NEEDS_GPU = "needs an NVIDIA GPU"
@@ -51,7 +51,7 @@ def cold_start(bench: Bench) -> dict:
 
 def machine_code(bench: Bench) -> dict:
     """Instructions an output element in sm_75 code: ours, and those of Unsloth with the installed Triton."""
-    from helpers import sass
+    from helpers import forecast, sass
 
     theirs = sass.unsloth(75)
     who = (
@@ -61,7 +61,7 @@ def machine_code(bench: Bench) -> dict:
     )
     rows = {}
     for dtype in DTYPES:
-        compiled, other = sass.compile_kernel(dtype), sass.find(theirs, who, dtype)
+        compiled, other = sass.compile_kernel(dtype), forecast.find(theirs, who, dtype)
         rows[dtype] = {
             "ours": compiled.counted.per_element()["total"],
             "unsloth_today": other.counted.per_element()["total"] if other else None,
@@ -78,8 +78,8 @@ def compiles(bench: Bench) -> dict:
 
 SECTIONS: dict[str, Callable[[Bench], dict]] = {
     "host": host,
-    "gpu": gpu,
     "protocol": protocol,
+    "gpu": gpu,
     "gemm": gemm,
     "cold": cold_start,
     "compiles": compiles,
@@ -89,7 +89,7 @@ SECTIONS: dict[str, Callable[[Bench], dict]] = {
 
 
 # What --quick measures unless --only says otherwise: the others compile a lot.
-QUICK = ("host", "gpu", "protocol", "gemm", "cold")
+QUICK = ("host", "protocol", "gpu", "gemm", "cold")
 
 
 def _failures(found) -> list[str]:
@@ -163,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         print("written:", results.write(NAME, data))
     problems = _failures(data)
     if measured:
-        print(render_text(targets(data)))
+        print(tables.summary(data), tables.text(table(data)), sep="\n\n")
     for problem in problems:
         print("FAILED", problem)
     return 1 if problems else 0

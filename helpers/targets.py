@@ -144,20 +144,8 @@ def targets(result: dict) -> list[dict]:
     return [*rows, *_sass(data), _compiles(data), *_cold(data)]
 
 
-def _cells(row: dict) -> tuple[str, ...]:
-    met = {True: "yes", False: "no", None: NOT_MEASURED}[row["met"]]
-    return row["name"], row["unsloth_today"], row["ours"], row["must_reach"], met
-
-
-def render_text(rows: list[dict]) -> str:
-    """The rows as aligned plain text."""
-    table = [HEADER, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in table]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def render_markdown(rows: list[dict]) -> str:
-    """The rows as a markdown table."""
-    lines = [HEADER, ("---",) * len(HEADER), *map(_cells, rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def table(result: dict) -> list[list[str]]:
+    """The targets of a result as a table for `helpers.tables`: rows of texts, the header first."""
+    met = {True: "yes", False: "no", None: NOT_MEASURED}
+    columns = ("name", "unsloth_today", "ours", "must_reach")
+    return [list(HEADER), *([*(row[key] for key in columns), met[row["met"]]] for row in targets(result))]

@@ -26,7 +26,7 @@ from helpers import (
 from helpers.contest import Bench, wrong_bits
 
 pytest.importorskip("bitsandbytes")
-SECTIONS = ("host", "gpu", "protocol", "gemm", "cold", "compiles", "sass", "ablation")
+SECTIONS = ("host", "protocol", "gpu", "gemm", "cold", "compiles", "sass", "ablation")
 
 
 class Recording:
@@ -337,3 +337,17 @@ def test_on_a_gpu_the_sections_measure_without_failures(kernel, monkeypatch):
     host = host_time.host(bench)
     assert host["parts"]["kernel"]["kernels"] == 1 and host["parts"]["kernel"]["allocations"] == 1
     assert not any(case["failures"] for case in host["cases"])
+
+
+def test_machine_code_fills_the_targets_row():
+    sass = pytest.importorskip("helpers.sass")
+    try:
+        found = benchmark.machine_code(None)
+    except sass.ToolMissing as error:
+        pytest.skip(str(error))
+    assert set(found["rows"]) == {"float16", "bfloat16"}
+    (row,) = [row for row in benchmark.targets({"sass": found}) if row["name"].startswith("SASS")]
+    assert row["ours"] == " / ".join(
+        f"{found['rows'][dtype]['ours']:.2f}" for dtype in ("float16", "bfloat16")
+    )
+    assert row["met"] is not any(entry["over_budget"] for entry in found["rows"].values())
