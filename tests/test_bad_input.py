@@ -4,6 +4,7 @@ A clear error is an UnsupportedState that says what was wrong, what was expected
 """
 
 import copy
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -27,21 +28,32 @@ def layer(make_layer):
     return make_layer(64, 512, torch.float16)
 
 
+ADVICE = re.compile(r"quantize|reload|move|layer\.to|set it|pass |use |dequantizations of their own")
+
+
+def clear(text, *words):
+    """What was wrong and expected (`words`), and what to do."""
+    assert all(word in text for word in (*words, "expected")), text
+    assert ADVICE.search(text), text
+
+
 def refused(kernel, weight, state, *words, out=None):
-    """Both entry points refuse, and the text holds every one of `words`."""
+    """Both entry points refuse, with a clear text."""
     for call in (
         lambda: kernel._your_dequantize_nf4(weight, state, out=out),
         lambda: kernel.your_fast_dequantize(weight, state, out=out),
     ):
         with pytest.raises(kernel.UnsupportedState) as caught:
             call()
-        text = str(caught.value)
-        assert all(word in text for word in words), text
         assert isinstance(caught.value, ValueError)
+        if out is None:
+            clear(str(caught.value), *words)
+        else:
+            assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_plain_linear(kernel, device):
-    with pytest.raises(kernel.UnsupportedState, match="no quant_state.*plain Linear"):
+    with pytest.raises(kernel.UnsupportedState, match="no quant_state.*expected.*plain Linear"):
         kernel.your_dequantize_nf4(torch.nn.Linear(64, 64, device=device))
 
 
@@ -50,17 +62,17 @@ def test_not_yet_quantized(kernel):
     import bitsandbytes
 
     layer = bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
-    with pytest.raises(kernel.UnsupportedState, match="not quantized yet.*layer.to"):
+    with pytest.raises(kernel.UnsupportedState, match=r"no quant_state.*expected.*layer\.to"):
         kernel.your_dequantize_nf4(layer)
 
 
 def test_not_a_layer(kernel):
     for thing in (None, "layer", SimpleNamespace(), SimpleNamespace(weight=None), torch.nn.ReLU()):
-        with pytest.raises(kernel.UnsupportedState, match="expected the packed 4-bit tensor layer.weight"):
+        with pytest.raises(kernel.UnsupportedState, match="expected the packed 4-bit tensor: pass"):
             kernel.your_dequantize_nf4(thing)
 
 
-@gap("the text speaks of a plain or unquantized layer, not of an 8-bit one")
+@gap("the text speaks of a layer without quant_state, not of an 8-bit one")
 def test_int8_layer_is_named(kernel, device):
     """bitsandbytes' 8-bit layers have a quantized weight and no quant_state."""
     import bitsandbytes
@@ -122,7 +134,7 @@ def test_other_powers_of_two_are_supported(kernel, make_layer, blocksize, blocks
 
 
 def test_weight_too_short(kernel, layer):
-    refused(kernel, layer.weight.data[:-1], layer.weight.quant_state, "16383 bytes", "16384", "do not belong")
+    refused(kernel, layer.weight.data[:-1], layer.weight.quant_state, "16383 bytes", "expected 16384")
 
 
 @gap("its bytes are decoded, whatever they are")
@@ -143,7 +155,7 @@ def test_weight_that_is_not_quantized(kernel, layer, dtype):
 
 def test_shape_too_large(kernel, layer):
     layer.weight.quant_state.shape = torch.Size([513, 64])
-    refused(kernel, layer.weight, layer.weight.quant_state, "16384 bytes", "16416")
+    refused(kernel, layer.weight, layer.weight.quant_state, "16384 bytes", "expected 16416")
 
 
 TENSORS = ["absmax", "state2.absmax", "state2.code", "offset"]
@@ -161,7 +173,7 @@ def replace(state, name, change):
 def test_tensor_too_short(kernel, layer, name):
     replace(layer.weight.quant_state, name, lambda x: x.reshape(-1)[:-1])
     least = NEEDED[name]
-    refused(kernel, layer.weight, layer.weight.quant_state, name, str(least - 1), f"needs {least}", "belong")
+    refused(kernel, layer.weight, layer.weight.quant_state, name, str(least - 1), f"expected {least}")
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -169,7 +181,7 @@ def test_tensor_too_short(kernel, layer, name):
 def test_tensor_of_the_wrong_dtype(kernel, layer, name, dtype):
     replace(layer.weight.quant_state, name, lambda x: x.to(dtype))
     wanted = "torch.uint8" if name == "absmax" else "torch.float32"
-    refused(kernel, layer.weight, layer.weight.quant_state, name, str(dtype), wanted, "quantize again")
+    refused(kernel, layer.weight, layer.weight.quant_state, name, str(dtype), f"expected {wanted}")
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -179,13 +191,12 @@ def test_tensor_missing(kernel, layer, name, missing):
     refused(kernel, layer.weight, layer.weight.quant_state, name, type(missing).__name__, "incomplete")
 
 
-FIELDS = ["absmax", "shape", "dtype", "blocksize", "offset", "state2"]
-FIELDS += ["state2.absmax", "state2.code", "state2.blocksize"]
+FIELDS = ["absmax", "shape", "dtype", "blocksize", "quant_type", "offset", "state2"]
+FIELDS += [pytest.param("nested", marks=gap("the text does not say what to do"))]
+FIELDS += ["state2.absmax", "state2.code", "state2.blocksize", "state2.dtype"]
 
 
-@pytest.mark.parametrize(
-    "name", ["quant_type", *(pytest.param(name, marks=gap("AttributeError")) for name in FIELDS)]
-)
+@pytest.mark.parametrize("name", FIELDS)
 def test_field_missing(kernel, layer, name):
     """The attribute itself is gone, as in a state put together by hand."""
     state = layer.weight.quant_state
@@ -197,16 +208,14 @@ def test_field_missing(kernel, layer, name):
 def test_tensor_on_another_device(kernel, layer, name):
     """The meta device stands in for a second one on machines with a single device."""
     replace(layer.weight.quant_state, name, lambda x: x.to("meta"))
-    refused(
-        kernel, layer.weight, layer.weight.quant_state, name, "meta", str(layer.weight.device), "layer.to"
-    )
+    refused(kernel, layer.weight, layer.weight.quant_state, name, "meta", f"expected {layer.weight.device}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensor_left_on_the_cpu(kernel, layer, name):
     replace(layer.weight.quant_state, name, lambda x: x.cpu())
-    refused(kernel, layer.weight, layer.weight.quant_state, name, "cpu", "cuda:0", "layer.to")
+    refused(kernel, layer.weight, layer.weight.quant_state, name, "cpu", "expected cuda:0")
 
 
 @pytest.mark.parametrize("name", ["absmax", "state2.absmax", "state2.code"])
@@ -230,7 +239,7 @@ def test_flat_state_with_codes_for_scales(kernel, layer):
 
 def test_nested_without_second_level(kernel, layer):
     layer.weight.quant_state.state2 = None
-    refused(kernel, layer.weight, layer.weight.quant_state, "state2 is None", "quantize again")
+    refused(kernel, layer.weight, layer.weight.quant_state, "state2 None")
 
 
 def test_second_level_of_another_dtype(kernel, layer):
@@ -242,9 +251,7 @@ def test_second_level_of_another_dtype(kernel, layer):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.uint8, torch.float8_e4m3fn, None])
 def test_output_dtype(kernel, layer, dtype):
     layer.weight.quant_state.dtype = dtype
-    refused(
-        kernel, layer.weight, layer.weight.quant_state, str(dtype), "torch.bfloat16", "set quant_state.dtype"
-    )
+    refused(kernel, layer.weight, layer.weight.quant_state, str(dtype), "torch.bfloat16")
 
 
 def test_shape_missing(kernel, layer):
@@ -255,7 +262,7 @@ def test_shape_missing(kernel, layer):
 def test_repacked_for_the_cpu(kernel, layer):
     """bitsandbytes' evaluation mode on AVX512-BF16 changes the layout in place."""
     layer.weight.quant_state.packing_format_for_cpu = True
-    refused(kernel, layer.weight, layer.weight.quant_state, "repacked", "layer.train()")
+    refused(kernel, layer.weight, layer.weight.quant_state, "repacked")
 
 
 OUTS = {
@@ -273,7 +280,7 @@ def test_out(kernel, layer, name):
     state = layer.weight.quant_state
     good = torch.zeros(state.shape, dtype=state.dtype, device=layer.weight.device)
     bad = OUTS[name](good)
-    refused(kernel, layer.weight, state, "out is", "expected", out=bad)
+    refused(kernel, layer.weight, state, "out ", "expected", out=bad)
     if isinstance(bad, torch.Tensor) and bad.device == good.device and name in ("flat", "dtype"):
         assert not bad.any(), "nothing was written"
 
@@ -342,7 +349,7 @@ def test_a_copied_state_is_checked_anew(kernel, layer):
     kernel.your_dequantize_nf4(layer)
     state = copy.deepcopy(layer.weight.quant_state)
     state.absmax = state.absmax[:-1]
-    refused(kernel, layer.weight, state, "absmax", "needs 512")
+    refused(kernel, layer.weight, state, "absmax", "expected 512")
 
 
 def in_a_new_process(code, **variables):
