@@ -176,7 +176,7 @@ def test_zero_elements():
     (dict(absmax=torch.zeros(64)), "uint8 absmax"),
     (dict(state2=None), "floating-point absmax"),
     (dict(offset=None), "offset"),
-    (dict(packing_format_for_cpu=True), "repacked for CPU"),
+    (dict(packing_format_for_cpu=True), "repacked this layer"),
     (dict(shape=torch.Size([65, 64])), "weight holds 2048 bytes"),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")  # fmt: skip
 def test_malformed_states(functional, change, message):
