@@ -14,13 +14,21 @@ NAME = "Unsloth_Puzzles_A"
 SOURCE = environment.ROOT / f"{NAME}.ipynb"
 
 
-def title(cell) -> str:
-    """What a code cell is called: its #@title, else its first comment, else its first line."""
-    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
-    named = [line for line in lines if line.lower().replace(" ", "").startswith("#@title")]
-    text = next(iter(named + [line for line in lines if line.startswith("#")] + lines), "(empty cell)")
-    text = re.sub(r"^#\s*(@title)?|\{.*\}$", "", text, flags=re.IGNORECASE).strip()
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def titles(cells) -> list[str]:
+    """What each cell is called: its #@title, else the heading or first line of the text above, else its own."""
+    names, above = [], ""
+    for cell in cells:
+        lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+        if cell.cell_type != "code":
+            above = next((line for line in lines if line.startswith("#")), lines[0] if lines else "")
+            names.append(above)
+            continue
+        named = [line for line in lines if line.lower().replace(" ", "").startswith("#@title")]
+        text = next(iter([*named, *filter(None, [above]), *lines]), "(empty cell)")
+        text = re.sub(r"^#+\s*(@title)?|\{.*\}$|[*`]", "", text, flags=re.IGNORECASE).strip()
+        names.append(text if len(text) <= 60 else f"{text[:57]}...")
+        above = ""
+    return names
 
 
 def scrub(value, places: dict[str, str]):
@@ -73,18 +81,18 @@ def execute(notebook, folder: Path, timeout: int) -> None:
     from tqdm import tqdm
 
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
-    started = {}
+    names, started = titles(notebook.cells), {}
     # disable=None: no bar where the output is a file or a log, the lines alone are readable there
     with tqdm(total=total, unit="cell", file=sys.stdout, dynamic_ncols=True, disable=None) as bar:
 
         def start(cell, cell_index):
             if cell.cell_type == "code":
                 started[cell_index] = time.monotonic()
-                bar.set_description(title(cell))
+                bar.set_description(names[cell_index])
 
         def done(cell, cell_index, execute_reply):
             seconds = time.monotonic() - started[cell_index]
-            tqdm.write(f"[{len(started):2}/{total}] {seconds:6.1f} s  {title(cell)}", file=sys.stdout)
+            tqdm.write(f"[{len(started):2}/{total}] {seconds:6.1f} s  {names[cell_index]}", file=sys.stdout)
             sys.stdout.flush()
             bar.update()
 

@@ -84,14 +84,14 @@ def test_in_place_keeps_ids_tags_and_metadata(run):
     assert written.metadata.kernelspec.name == "not-registered" and written.cells[0].outputs
 
 
-@pytest.mark.parametrize(
-    "source, name",
-    [
-        ("#@title Set up { display-mode: 'form' }\nimport x", "Set up"),
-        ("import x\n# then this\ny()", "then this"),
-        ("x = 1", "x = 1"),
-        ("", "(empty cell)"),
-    ],
-)
-def test_titles(source, name):
-    assert execute.title(nbformat.v4.new_code_cell(source)) == name
+def test_cells_are_called_by_title_by_the_text_above_or_by_their_first_line():
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    cells = [
+        code("#@title Set up { display-mode: 'form' }\nimport x"),
+        text("## The **kernel**\nand more"),
+        code("import x\n# then this"),
+        code("y = 1"),
+        code(""),
+    ]
+    names = execute.titles(cells)
+    assert [names[i] for i in (0, 2, 3, 4)] == ["Set up", "The kernel", "y = 1", "(empty cell)"]
