@@ -15,7 +15,7 @@ SOURCE = environment.ROOT / f"{NAME}.ipynb"
 
 
 def titles(cells) -> list[str]:
-    """What each cell is called: its #@title, else the heading or first line of the text above, else its own."""
+    """What each cell is called: its #@title, else how the text above it begins, else its first line."""
     names, above = [], ""
     for cell in cells:
         lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
@@ -26,6 +26,7 @@ def titles(cells) -> list[str]:
         named = [line for line in lines if line.lower().replace(" ", "").startswith("#@title")]
         text = next(iter([*named, *filter(None, [above]), *lines]), "(empty cell)")
         text = re.sub(r"^#+\s*(@title)?|\{.*\}$|[*`]", "", text, flags=re.IGNORECASE).strip()
+        text = re.split(r"[.:] ", text)[0].rstrip(".:")
         names.append(text if len(text) <= 60 else f"{text[:57]}...")
         above = ""
     return names
