@@ -1,0 +1,158 @@
+"""What the notebook's cells show beside the kernel: each function is one cell's picture or table."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import torch
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from helpers import cells, environment, plots, reference, tables, targets, timing
+from helpers.floor import bytes_moved
+
+RESULTS = Path(__file__).resolve().parent.parent / "results"
+INK, PALE, ACCENT = "#333333", "#e8eef4", "#2b6cb0"
+PROTOCOL_SHAPES = ((8192, 2048, torch.float16), (4096, 1024, torch.bfloat16), (14336, 4096, torch.bfloat16))
+
+
+def storage_format() -> plots.Picture:
+    """The bytes of a doubly quantized tensor and the way from a code to a weight."""
+    figure = plots.Picture(figsize=(plots.WIDTH, 2.9), dpi=plots.DPI)
+    figure.alt = (
+        "A byte holds two 4-bit codes, high nibble first. 32 bytes are a block of 64 codes with one absmax byte; "
+        "256 blocks share one fp32 absmax2; the tensor has one fp32 offset."
+    )
+    panel = figure.add_axes((0, 0, 1, 1))
+    panel.set(xlim=(0, 100), ylim=(0, 38))
+    panel.set_axis_off()
+
+    def box(x, y, width, text, color=PALE, size=8):
+        panel.add_patch(Rectangle((x, y), width, 5, facecolor=color, edgecolor=INK, linewidth=0.8))
+        panel.text(x + width / 2, y + 2.5, text, ha="center", va="center", fontsize=size, color=INK)
+
+    def arrow(start, end):
+        panel.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=ACCENT))
+
+    def label(x, y, text):
+        panel.text(x, y, text, fontsize=7.5, color=INK, va="center")
+
+    for i, text in enumerate(("code 0", "code 1", "code 2", "code 3")):
+        box(4 + 9 * i, 29, 9, text, "#cfe3f5" if i % 2 == 0 else PALE)
+    box(40, 29, 14, "... code 63")
+    label(4, 36, "weight: one byte = two codes, high nibble first; 32 bytes = a block of 64")
+    box(4, 17, 14, "absmax[k]")
+    label(19.5, 19.5, "uint8, one a block")
+    box(4, 9, 14, "absmax2[k / 256]")
+    label(19.5, 11.5, "fp32, one for 256 blocks")
+    box(4, 1, 14, "offset")
+    label(19.5, 3.5, "fp32, one a tensor (on the GPU)")
+    box(42, 9, 23, "code2[absmax] * absmax2\n+ offset", "#fdebc8", 7.5)
+    box(42, 17, 23, "NF4[code]", "#cfe3f5")
+    box(76, 13, 21, "round(NF4 * scale)", "#d7efd9")
+    label(76, 10, "fp16 / bf16 / fp32")
+    arrow((18, 17.6), (42, 13))
+    arrow((37, 11.5), (42, 11.5))
+    arrow((41, 4.5), (45, 9))
+    arrow((47, 29), (52, 22))
+    arrow((65, 19.5), (76, 17))
+    arrow((65, 11.5), (76, 14))
+    label(66, 8, "scale")
+    return figure
+
+
+def floor() -> str:
+    """Bytes of each official shape and the time they take at this card's measured copy bandwidth."""
+    gb_s = None
+    if environment.has_gpu():
+        source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        found = timing.time_interleaved({"copy": lambda: target.copy_(source)}, rounds=15, inner=4)["copy"]
+        gb_s = 2 * source.nbytes / timing.percentiles(found)["p50"] / 1e9
+    lines = [f"copy bandwidth here: {gb_s:.0f} GB/s (512 MiB, read and written)"] if gb_s else []
+    for rows, columns, dtype in PROTOCOL_SHAPES:
+        moved = bytes_moved(rows * columns, torch.empty(0, dtype=dtype).element_size())
+        time = f"{moved / gb_s / 1e3:.1f} us" if gb_s else "time not measured (needs an NVIDIA GPU)"
+        name = str(dtype).removeprefix("torch.")
+        lines.append(f"{rows} x {columns} {name}: {moved / 1e6:.1f} MB -> {time}")
+    return "\n".join(lines)
+
+
+def special(dequantize) -> str:
+    """Subnormal, infinite and NaN scales against bitsandbytes, bit for bit (on the GPU).
+
+    dequantize: (weight, quant_state) -> Tensor. Returns the lines to print.
+    """
+    if not environment.has_gpu():
+        return "not measured (needs an NVIDIA GPU): bitsandbytes flushes subnormal products on CUDA, not on the CPU"
+    from bitsandbytes import functional
+
+    scales = [1e-38, 3e-39, 1.2e-38, 1e-40, 5e-45, math.inf, -math.inf, math.nan, 3e38, -1.0, -0.0, 0.0]
+    bytes_ = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(len(scales)).view(-1, 1)
+    lines = []
+    for quant_type in ("nf4", "fp4"):
+        for dtype in reference.DTYPES:
+            state = functional.QuantState(
+                torch.tensor(scales, device="cuda").repeat_interleave(8),
+                shape=torch.Size([8 * len(scales), 64]),
+                code=functional.get_4bit_type(quant_type, device="cuda"),
+                blocksize=64,
+                quant_type=quant_type,
+                dtype=dtype,
+            )
+            wrong = reference.different(dequantize(bytes_, state), functional.dequantize_4bit(bytes_, state))
+            name = str(dtype).removeprefix("torch.")
+            lines.append(f"{quant_type} {name:9}{wrong} of {bytes_.numel() * 2} elements differ")
+    return "\n".join(lines)
+
+
+def protocol(comparison) -> str:
+    """A harness.Comparison as a table: seconds (p20, p50, p80), speedups, how it passed the checks."""
+    head = f"{len(comparison.configs)} configurations, {comparison.rounds} rounds, "
+    head += f"{comparison.repeats} interleaved repeats; weights checked against {comparison.checked_against}"
+    ours = next(iter(comparison.entries))
+    rows = [["", "seconds p50", "p20 to p80", f"{ours} is", "official checks"]]
+    for name, entry in comparison.entries.items():
+        checked = (
+            entry.failure.splitlines()[0][:60]
+            if entry.failure
+            else "bit-equal"
+            if entry.identical
+            else "close"
+        )
+        if entry.reason:
+            rows.append([entry.label, "absent", "", "", entry.reason[:60]])
+        elif not entry.seconds:
+            rows.append([entry.label, "not measured", "", "needs an NVIDIA GPU", checked])
+        else:
+            spread, ratio = entry.spread, comparison.speedup(ours, name)
+            times = [f"{spread['p50']:.4f}", f"{spread['p20']:.4f} to {spread['p80']:.4f}"]
+            rows.append([entry.label, *times, "" if name == ours else f"{ratio:.2f}x as fast", checked])
+    return head + "\n\n" + tables.text(rows)
+
+
+def stored(card: str = "nvidia-h200") -> dict | None:
+    """The full benchmark's result file of a card, if it is there."""
+    path = RESULTS / card / "benchmark.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def stored_targets(card: str = "nvidia-h200") -> str:
+    """The table of targets, from one stored result file, with its card, date and kernel."""
+    result = stored(card)
+    if result is None:
+        return "no stored benchmark: python -m helpers bench on a machine with an NVIDIA GPU writes one"
+    return plots.caption(result) + "\n\n" + tables.text(targets.table(result))
+
+
+def keep_score(score) -> None:
+    """Write the score where `python -m helpers run` asked for it (NF4_BUILD), as JSON and text."""
+    folder = os.environ.get("NF4_BUILD")
+    if folder:
+        content = {
+            "environment": environment.describe(),
+            "kernel_hash": cells.kernel_hash(),
+            "data": score.to_dict(),
+        }
+        Path(folder, "score.json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+        Path(folder, "score.txt").write_text(score.to_text() + "\n")
