@@ -1,0 +1,111 @@
+"""QLoRA on several GPUs with the NF4 kernel, by accelerate: DDP, or FSDP with sharded 4-bit weights.
+
+torchrun --nproc_per_node 2 -m examples.finetune_many_gpus --model MODEL --data TEXT_FILE [--fsdp 1|2]
+    MODEL: a causal language model on the Hugging Face Hub or in a folder; left out, a tiny random one.
+    With --compare it trains without the kernel first, then with it, and shows that the losses are the same.
+`accelerate launch -m` works as well. Without GPUs it runs DDP over CPU processes, the kernel in Triton's
+interpreter: set TRITON_INTERPRET=1.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils import broadcast_object_list
+from peft import LoraConfig, get_peft_model
+from peft.utils.other import fsdp_auto_wrap_policy
+from transformers import AutoModelForCausalLM
+
+from examples.finetune_one_gpu import windows
+from helpers import tiny_models
+from helpers.integrate import use_nf4_kernel
+
+
+def finetune(accelerator, args, kernel: bool) -> dict:
+    """Losses of all processes, seconds of each step, and where this process's weights were decoded."""
+    torch.manual_seed(3407)
+    with (
+        use_nf4_kernel("peft", quiet=not accelerator.is_main_process)
+        if kernel
+        else contextlib.nullcontext() as switch
+    ):
+        # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
+        storage = torch.bfloat16 if args.fsdp else torch.uint8
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model,
+            dtype=torch.bfloat16,
+            quantization_config=tiny_models.quantization(torch.bfloat16, storage),
+            device_map={"": accelerator.device},
+        )
+        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+        if args.fsdp:
+            accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(
+            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+        )
+        losses, seconds = [], []
+        rows = args.rows * accelerator.num_processes
+        for ids in windows(args.model, args.data, args.steps, rows, args.length):
+            ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+            start = time.perf_counter()
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
+            seconds.append(time.perf_counter() - start)
+            accelerator.print(f"step {len(losses)}: losses {losses[-1]}, {seconds[-1] * 1e3:.1f} ms")
+        decoded = sum(site["kernel"] for site in switch.counts().values()) if switch else 0
+    accelerator.free_memory()
+    accelerator.wait_for_everyone()
+    return {"losses": losses, "seconds": seconds, "decoded": decoded, "device": str(accelerator.device)}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="a model on the Hub or in a folder; left out, a tiny random one")
+    parser.add_argument("--data", help="a text file; left out, a few sentences")
+    parser.add_argument("--fsdp", type=int, choices=(1, 2), help="shard the weights, by FSDP version 1 or 2")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rows", type=int, default=4, help="sequences a step on each GPU")
+    parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
+    parser.add_argument("--compare", action="store_true", help="train without the kernel first")
+    parser.add_argument("--json", help="where to write what each process found: FILE.0, FILE.1, ...")
+    args = parser.parse_args()
+    plugin = None
+    if args.fsdp:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=args.fsdp,
+            use_orig_params=False if args.fsdp == 1 else None,
+            cpu_ram_efficient_loading=False,
+            sync_module_states=False,
+        )
+    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.model:
+            made = [str(tiny_models.make(folder)) if accelerator.is_main_process else None]
+            args.model = broadcast_object_list(made)[0]
+        found = {"without": finetune(accelerator, args, kernel=False)} if args.compare else {}
+        found["with"] = finetune(accelerator, args, kernel=True)
+    for name, run in found.items():
+        accelerator.print(f"{name}: median step {statistics.median(run['seconds']) * 1e3:.1f} ms")
+    if args.compare:
+        same = found["with"]["losses"] == found["without"]["losses"]
+        accelerator.print(f"losses identical with and without the kernel: {same}")
+    if args.json:
+        Path(f"{args.json}.{accelerator.process_index}").write_text(json.dumps(found), encoding="utf-8")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
