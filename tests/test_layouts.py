@@ -38,7 +38,7 @@ def exact(result, layer):
 
 
 @pytest.mark.parametrize("name", [name for name in GOOD if name not in REFUSED])
-def test_accepted(kernel, device, way, name):
+def test_accepted(kernel, device, name):
     layer = LAYOUTS[name].make(device)
     state = layer.weight.quant_state
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_refused(kernel, device, name):
 
 @pytest.mark.parametrize("storage", [torch.uint8, *reference.DTYPES])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_quant_storage_as_bitsandbytes_makes_it(kernel, device, way, storage, nested):
+def test_quant_storage_as_bitsandbytes_makes_it(kernel, device, storage, nested):
     for dtype in reference.DTYPES:
         layer = bitsandbytes.nn.Linear4bit(
             64,
@@ -117,8 +117,8 @@ def test_experts_of_a_stack(kernel, device, way):
         assert reference.same_bits(expert, whole[i])
 
 
-@pytest.mark.parametrize("blocksize2", [2**20, 2**30, 2**31, 2**40])
-def test_huge_second_level_blocks(kernel, device, make_layer, way, blocksize2):
+@pytest.mark.parametrize("blocksize2", [2**20, 2**31, 2**40])
+def test_huge_second_level_blocks(kernel, device, make_layer, blocksize2):
     """Any power of two; one second-level scale then serves all."""
     layer = make_layer(512, 64, torch.bfloat16, blocksize=512)
     state = layer.weight.quant_state
@@ -131,7 +131,7 @@ def test_huge_second_level_blocks(kernel, device, make_layer, way, blocksize2):
 
 
 @pytest.mark.parametrize("blocksize", [8192, 2**20, 2**40])
-def test_huge_blocks(kernel, device, make_layer, way, blocksize):
+def test_huge_blocks(kernel, device, make_layer, blocksize):
     layer = make_layer(4096, 4, torch.bfloat16, nested=False, blocksize=4096)
     state = layer.weight.quant_state
     expected = copy.copy(state)
