@@ -47,10 +47,14 @@ def finetune(accelerator, args, kernel: bool) -> dict:
         model = get_peft_model(model, config, autocast_adapter_dtype=False)
         if args.fsdp:
             accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
-        model = accelerator.prepare(model)
-        optimizer = accelerator.prepare(
-            torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
-        )
+        model.train()
+        if args.fsdp == 1:  # the optimizer must see the sharded parameters
+            model = accelerator.prepare(model)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+        if args.fsdp == 1:
+            optimizer = accelerator.prepare(optimizer)
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
         losses, seconds = [], []
         rows = args.rows * accelerator.num_processes
         for ids in windows(args.model, args.data, args.steps, rows, args.length):
@@ -88,7 +92,7 @@ def main():
             fsdp_version=args.fsdp,
             use_orig_params=False if args.fsdp == 1 else None,
             cpu_ram_efficient_loading=False,
-            sync_module_states=False,
+            sync_module_states=False if args.fsdp == 1 else None,
         )
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder:

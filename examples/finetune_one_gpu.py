@@ -43,7 +43,7 @@ def finetune(args, kernel: bool):
             device_map={"": device},
         )
         config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+        model = get_peft_model(model, config, autocast_adapter_dtype=False).train()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
         losses, seconds = [], []
         for ids in windows(args.model, args.data, args.steps, args.rows, args.length).to(device):

@@ -195,7 +195,7 @@ def _cannot_run() -> str | None:
         return problem
     kernel = cells.load()
     if not kernel.INTERPRETED and not environment.has_gpu():
-        return environment.no_gpu()
+        return f"{environment.no_gpu()} To try it without, set TRITON_INTERPRET=1 before Python starts."
     from bitsandbytes import functional
 
     device = "cpu" if kernel.INTERPRETED else "cuda"
