@@ -471,9 +471,15 @@ def _was_launched(kernel, compiled):
     """Whether this very compiled kernel is among those this process launched; None if Triton hides them."""
     try:
         live = kernel.device_caches[torch.cuda.current_device()][0].values()
-        return any(found.asm["ptx"] == compiled.asm["ptx"] for found in live)
+        return any(_instructions(found.asm["ptx"]) == _instructions(compiled.asm["ptx"]) for found in live)
     except (AttributeError, KeyError, TypeError, IndexError):
         return None
+
+
+def _instructions(ptx):
+    """The PTX without debug information: Inductor's import switches Triton's line numbers off half way."""
+    lines = (re.sub(r"//.*", "", line).strip() for line in ptx.split("\t.section", 1)[0].splitlines())
+    return [line for line in lines if line and not re.match(r"\.loc|\.file|\$L__(tmp|func)", line)]
 
 
 def _in_ptx_for_t4(switch, find):

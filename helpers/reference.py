@@ -36,7 +36,7 @@ def dequantize(weight, quant_state, flush_subnormal=None):
     """
     if flush_subnormal is None:
         flush_subnormal = weight.is_cuda
-    flush = _flush if flush_subnormal else _keep
+    multiply = _multiply_flushing if flush_subnormal else torch.mul
     n, blocksize, dtype = quant_state.shape.numel(), quant_state.blocksize, quant_state.dtype
     if getattr(quant_state, "packing_format_for_cpu", False):
         raise ValueError(
@@ -51,19 +51,19 @@ def dequantize(weight, quant_state, flush_subnormal=None):
     packed = weight.detach().contiguous().reshape(-1).view(torch.uint8)
     packed = _first(packed, -(-n // 2), "weight", "bytes")
     blocks = -(-n // blocksize)
-    scale = flush(_scales(quant_state, blocks, flush))
+    scale = _scales(quant_state, blocks, multiply)
 
     table = torch.tensor(TABLES[quant_state.quant_type], dtype=torch.float32, device=packed.device)
     byte = torch.arange(256, device=packed.device)
     pairs = torch.stack([table[byte >> 4], table[byte & 15]], dim=1)
     codes = pairs.index_select(0, packed.int()).reshape(-1)
     codes = torch.nn.functional.pad(codes, (0, blocks * blocksize - codes.numel()))
-    product = flush(codes.view(blocks, blocksize) * scale[:, None])
-    out = product.reshape(-1)[:n].to(dtype).reshape(quant_state.shape)
+    out = multiply(codes.view(blocks, blocksize), scale[:, None])
+    out = out.reshape(-1)[:n].to(dtype).reshape(quant_state.shape)
     return out.t() if weight.shape[0] == 1 else out
 
 
-def _scales(quant_state, blocks, flush):
+def _scales(quant_state, blocks, multiply):
     """The fp32 scale of each block, shape (blocks,), decoded as bitsandbytes decodes it."""
     absmax = _first(quant_state.absmax, blocks, "absmax", "blocks")
     state2 = getattr(quant_state, "state2", None)
@@ -79,7 +79,7 @@ def _scales(quant_state, blocks, flush):
         raise ValueError(f"state2.code needs 256 values, got {state2.code.numel()}")
     absmax2 = _first(state2.absmax, -(-blocks // state2.blocksize), "state2.absmax", "blocks of scales")
     absmax2 = absmax2.float().repeat_interleave(state2.blocksize)[:blocks]
-    product = flush(flush(state2.code.float()).index_select(0, absmax.int()) * flush(absmax2))
+    product = multiply(state2.code.float().index_select(0, absmax.int()), absmax2)
     product = product.to(getattr(state2, "dtype", None) or torch.float32)
     product += quant_state.offset
     return product.float()
@@ -97,8 +97,13 @@ def _flush(x):
     return torch.where(x.abs() < SMALLEST_NORMAL, torch.copysign(torch.zeros_like(x), x), x)
 
 
-def _keep(x):
-    return x
+def _multiply_flushing(a, b):
+    """a * b for |a| <= 1 as `mul.rn.ftz.f32` does it: subnormal factors count as zeros, and so does a product
+    that is subnormal once rounded to 24 bits (so it is rounded here where 24 bits fit: 2**64 times as large)."""
+    a, b = _flush(a), _flush(b)
+    product = a * b
+    tiny = (a * 2.0**64 * b).abs() < SMALLEST_NORMAL * 2.0**64
+    return torch.where(tiny, torch.copysign(torch.zeros_like(product), product), product)
 
 
 def different(x, y):
