@@ -20,7 +20,8 @@ def storage_format() -> plots.Picture:
     """The bytes of a doubly quantized tensor and the way from a code to a weight."""
     figure = plots.Picture(figsize=(plots.WIDTH, 2.9), dpi=plots.DPI)
     figure.alt = (
-        "A byte holds two 4-bit codes, high nibble first. 32 bytes are a block of 64 codes with one absmax byte; "
+        "A byte holds two 4-bit codes, high nibble first. 32 bytes are a block of 64 codes "
+        "with one absmax byte; "
         "256 blocks share one fp32 absmax2; the tensor has one fp32 offset."
     )
     panel = figure.add_axes((0, 0, 1, 1))
@@ -84,7 +85,7 @@ def special(dequantize) -> str:
     dequantize: (weight, quant_state) -> Tensor. Returns the lines to print.
     """
     if not environment.has_gpu():
-        return "not measured (needs an NVIDIA GPU): bitsandbytes flushes subnormal products on CUDA, not on the CPU"
+        return "not measured (needs an NVIDIA GPU): on the CPU bitsandbytes keeps subnormal products"
     from bitsandbytes import functional
 
     scales = [1e-38, 3e-39, 1.2e-38, 1e-40, 5e-45, math.inf, -math.inf, math.nan, 3e38, -1.0, -0.0, 0.0]

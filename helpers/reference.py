@@ -99,7 +99,7 @@ def _flush(x):
 
 def _multiply_flushing(a, b):
     """a * b for |a| <= 1 as `mul.rn.ftz.f32` does it: subnormal factors count as zeros, and so does a product
-    that is subnormal once rounded to 24 bits (so it is rounded here where 24 bits fit: 2**64 times as large)."""
+    that is subnormal once rounded to 24 bits (rounded here where 24 bits fit: 2**64 times as large)."""
     a, b = _flush(a), _flush(b)
     product = a * b
     tiny = (a * 2.0**64 * b).abs() < SMALLEST_NORMAL * 2.0**64

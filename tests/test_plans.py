@@ -290,18 +290,13 @@ def shorten(x):
         x.resize_(x.numel() // 2)
 
 
-def gap(reason):
-    """A known gap of the kernel cells; strict, so that closing it asks for this mark to go."""
-    return pytest.mark.xfail(reason=reason, strict=True)
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "weight",
         "absmax",
         "state2.absmax",
-        pytest.param("state2.code", marks=gap("no size of it in the plan")),
+        "state2.code",
     ],
 )
 def test_a_tensor_that_became_too_short_is_refused(planned, kernel, layer, name):
@@ -311,8 +306,6 @@ def test_a_tensor_that_became_too_short_is_refused(planned, kernel, layer, name)
         planned(layer.weight, layer.weight.quant_state)
 
 
-# Where the gap is open the kernel would read address 0, and a GPU's context would be lost: not run there.
-@pytest.mark.xfail(reason="a freed storage is not noticed", strict=True, run=not environment.has_gpu())
 @pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_whose_storage_was_freed_is_refused(planned, kernel, layer, name):
     """FSDP frees the storage of a gathered shard; size and dtype of the tensor stay."""
