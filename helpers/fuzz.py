@@ -37,6 +37,7 @@ WAYS = {
     "integer bf16": {"int_bf16": True},
     "large tile": {"small": 0},
     "no hints, 4 words": {"hints": False, "small": 0, "words": 4},
+    "code2 not staged": {"stage": False},
 }
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 3e-39, 1.2e-38, 1e-40)
 SPECIAL += (5e-45, -3e-39, 3e38, -3e38, 1e30, 6e4, 65504.0, 1e-8, 6e-8, -1.0, 1.0)
