@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
 # compute-sanitizer over the kernel's edge cases: memcheck, racecheck, initcheck, synccheck. Exit 0: all clean.
 #   bash tests/sanitizer.sh [tool ...]
-# PYTHON: the interpreter (default: .venv's, else python3). COMPUTE_SANITIZER: the program (default: on PATH, or in
-# CUDA's folder). The summary is sanitizer.txt in this card's folder under results/.
+# PYTHON: the interpreter (default: .venv's, else python3). COMPUTE_SANITIZER: the program (default: on PATH, from
+# the package nvidia-cuda-sanitizer-api 13.5 or newer, or in CUDA's folder). The summary is sanitizer.txt in this
+# card's folder under results/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
 [ -x "$(command -v "$python")" ] || python=python3
 sanitizer="${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || true)}"
-for folder in "${CUDA_HOME:-/usr/local/cuda}/bin" "${CUDA_HOME:-/usr/local/cuda}/compute-sanitizer"; do
+packaged="$("$python" -c 'import glob, sysconfig; print(*glob.glob(sysconfig.get_paths()["purelib"] + "/nvidia/*/compute-sanitizer"))')"
+for folder in $packaged "${CUDA_HOME:-/usr/local/cuda}/bin" "${CUDA_HOME:-/usr/local/cuda}/compute-sanitizer"; do
   [ -n "$sanitizer" ] || { [ -x "$folder/compute-sanitizer" ] && sanitizer="$folder/compute-sanitizer"; } || true
 done
 if [ -z "$sanitizer" ]; then
-  echo "compute-sanitizer was not found: install the CUDA toolkit (or its cuda-sanitizer package), or set COMPUTE_SANITIZER" >&2
+  echo "compute-sanitizer was not found: pip install nvidia-cuda-sanitizer-api, or set COMPUTE_SANITIZER" >&2
   exit 2
 fi
 

@@ -400,6 +400,34 @@ def test_a_given_out_is_used_whatever_the_plan(planned, kernel, layer):
     assert planned(weight, state)[1], "the plan is still good"
 
 
+@pytest.mark.parametrize("before", [0, 1, 8], ids="out + {}".format)
+def test_outs_of_every_alignment_after_a_plan(planned, kernel, layer, before):
+    weight, state = warm(planned, layer)
+    n, nan = state.shape.numel(), float("nan")
+    for _ in range(2):
+        memory = torch.full((n + before + 8,), nan, dtype=state.dtype, device=weight.device)
+        out = memory[before : before + n].view(state.shape)
+        assert kernel._your_dequantize_nf4(weight, state, out=out).data_ptr() == out.data_ptr()
+        assert exact(out, weight, state)
+        assert memory[:before].isnan().all() and memory[before + n :].isnan().all()
+
+
+def test_an_out_that_does_not_fit_is_refused_after_a_plan(planned, kernel, layer):
+    weight, state = warm(planned, layer)
+    good = torch.zeros(state.shape, dtype=state.dtype, device=weight.device)
+    for bad in (
+        good.t(),
+        good.half(),
+        good[:-1],
+        good.view(-1),
+        good.to("meta"),
+        good.new_empty(320, 128)[:, ::2],
+    ):
+        with pytest.raises(kernel.UnsupportedState, match="out has"):
+            kernel._your_dequantize_nf4(weight, state, out=bad)
+    assert not good.any() and exact(planned(weight, state)[0], weight, state)
+
+
 def test_a_plan_keeps_no_large_tensor_alive(planned, layer):
     """The packed weight and its absmax are freed with the layer's last reference, plan or no plan."""
     weight, state = warm(planned, layer)
