@@ -2,9 +2,9 @@
 
     python tests/bitsandbytes_own.py FOLDER [pytest arguments]
 
-FOLDER holds bitsandbytes' `tests` package. Its tests run twice, at the same time: as they are, and with the
-kernel substituted; what fails in both is not this kernel's doing. Also a pytest plugin: in the second run it
-substitutes, and counts the launches.
+FOLDER holds bitsandbytes' `tests` package. Its tests run twice, at the same time and in several processes: as
+they are, and with the kernel substituted; what fails in both is not this kernel's doing. Also the plugin
+of these processes: it takes a share of the tests, substitutes in the second run, and counts the launches.
 """
 
 import json
@@ -14,10 +14,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
-SELECTION = "(4bit or Quantize4Bit or parametrize) and not bench"
+SELECTION = "(4bit or test_parametrize.py) and not bench"
 launches = {"functional": 0, "operator": 0}
 outcomes = {"passed": 0, "failed": [], "skipped": 0}
 
@@ -67,6 +69,13 @@ def pytest_configure(config):
         substitute()
 
 
+@pytest.hookimpl(trylast=True)  # after -k
+def pytest_collection_modifyitems(config, items):
+    share, shares = map(int, os.environ["NF4_SHARE"].split("/"))
+    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != share])
+    items[:] = items[share::shares]
+
+
 def pytest_runtest_logreport(report):
     if report.failed:
         outcomes["failed"].append(report.nodeid)
@@ -81,14 +90,15 @@ def pytest_sessionfinish(session):
     Path(os.environ["NF4_OWN_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
 
 
-def start(folder, arguments, substituted, report):
-    """A pytest process over bitsandbytes' tests; its output goes beside the report."""
+def start(folder, arguments, substituted, share, report):
+    """A pytest process over a share ("0/4") of bitsandbytes' tests; its output goes beside the report."""
     from helpers import environment
 
     device = "cuda" if environment.has_gpu() else "cpu"
     variables = {
         **os.environ,
         "NF4_SUBSTITUTE": str(int(substituted)),
+        "NF4_SHARE": share,
         "NF4_OWN_REPORT": str(report),
         "BNB_TEST_DEVICE": device,
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")]),
@@ -102,6 +112,15 @@ def start(folder, arguments, substituted, report):
         )
 
 
+def merged(reports):
+    """The sum of several processes' reports."""
+    rows = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
+    total = {name: sum(row[name] for row in rows) for name in ("passed", "skipped")}
+    total["failed"] = sorted(name for row in rows for name in row["failed"])
+    total["launches"] = {name: sum(row["launches"][name] for row in rows) for name in launches}
+    return total
+
+
 def main(argv: list[str]) -> int:
     from helpers import environment, results
 
@@ -109,25 +128,41 @@ def main(argv: list[str]) -> int:
     if not (folder / "tests" / "test_functional.py").exists():
         print(f"{folder}/tests/test_functional.py is missing: give the folder that holds bitsandbytes' tests")
         return 2
+    shares = max(1, (os.cpu_count() or 1) // 3)
     with tempfile.TemporaryDirectory() as scratch:
-        reports = {name: Path(scratch) / f"{name}.json" for name in ("original", "substituted")}
-        running = [start(folder, argv[1:], name == "substituted", report) for name, report in reports.items()]
+        reports = {
+            run: [Path(scratch) / f"{run}{i}.json" for i in range(shares)]
+            for run in ("original", "substituted")
+        }
+        running = [
+            start(folder, argv[1:], run == "substituted", f"{i}/{shares}", report)
+            for run in reports
+            for i, report in enumerate(reports[run])
+        ]
         for process in running:
             process.wait()
-        logs = {name: Path(f"{report}.log").read_text(encoding="utf-8") for name, report in reports.items()}
-        if not all(report.exists() for report in reports.values()):
-            print("\n".join(log[-3000:] for log in logs.values()))
+        logs = {
+            run: [Path(f"{report}.log").read_text(encoding="utf-8") for report in reports[run]]
+            for run in reports
+        }
+        if not all(report.exists() for run in reports for report in reports[run]):
+            print("\n".join(log[-3000:] for run in logs for log in logs[run]))
             return 1
-        found = {name: json.loads(report.read_text()) for name, report in reports.items()}
+        found = {run: merged(reports[run]) for run in reports}
     mine, theirs = found["substituted"], found["original"]
     new = sorted(set(mine["failed"]) - set(theirs["failed"]))
-    data = {"bitsandbytes": environment.version_of("bitsandbytes"), "selection": SELECTION, **found}
+    data = {
+        "bitsandbytes": environment.version_of("bitsandbytes"),
+        "tests": folder.name,
+        "selection": SELECTION,
+        **found,
+    }
     data["failed_only_with_this_kernel"] = new
     for name, found in (("as they are", theirs), ("with this kernel", mine)):
         print(f"{name}: {found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped")
     print(f"launches of this kernel: {mine['launches']}")
     if new:
-        print(f"failed only with this kernel: {new}\n{logs['substituted'][-6000:]}")
+        print(f"failed only with this kernel: {new}\n{''.join(log[-4000:] for log in logs['substituted'])}")
     print(f"written: {results.write('bitsandbytes_own', data)}")
     return 1 if new or not sum(mine["launches"].values()) or not mine["passed"] else 0
 

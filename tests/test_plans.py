@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 
-from helpers import environment, reference
+from helpers import reference
 
 pytest.importorskip("bitsandbytes")
 
