@@ -41,11 +41,18 @@ class Site:
     name: str
     original: object
     replacement: object = None
+    watched: bool = False  # the replacement only counts
     places: list = field(default_factory=list)  # (module, attribute) that hold the replacement now
     kernel: int = 0
     library: int = 0
     fused: int = 0
     reasons: collections.Counter = field(default_factory=collections.Counter)
+
+    def tally(self) -> dict:
+        """What was counted so far."""
+        with _lock:
+            reasons = collections.Counter(self.reasons)
+        return {"kernel": self.kernel, "library": self.library, "fused": self.fused, "reasons": reasons}
 
     def left(self, reason) -> None:
         """Count a call that the library decodes itself."""

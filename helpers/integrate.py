@@ -36,7 +36,8 @@ KNOWN = {
     "_dequant_linear_fallback": "4e5f00cbe3fb",
 }
 _lock = threading.RLock()
-_installed: dict[str, "_Installed"] = {}
+_installed: dict[str, "_Installed"] = {}  # switched on now
+_built: dict[str, "_Installed"] = {}  # made earlier in this process: taken again, so nothing compiles anew
 
 
 class UnknownInternals(RuntimeError):
@@ -58,6 +59,8 @@ class Switch:
     def __init__(self, taken: list[str], routes: dict[str, str], refused: dict[str, str]):
         self.libraries, self.routes, self.refused = tuple(taken), routes, refused
         self.sites = [site for name in taken for site in _installed[name].sites]
+        self._before = [site.tally() for site in self.sites]
+        self._text = self._describe()
 
     def off(self) -> None:
         """Put the libraries' own functions back, except where another open switch still wants the kernel."""
@@ -75,20 +78,19 @@ class Switch:
         self.off()
 
     def counts(self) -> dict:
-        """Eager calls by call site: decoded by the kernel, left to the library and why, fused products."""
+        """Eager calls by call site since this switch: decoded by the kernel, left to the library and why,
+        products fused by bitsandbytes."""
         return {
-            site.name: {
-                "kernel": site.kernel,
-                "library": site.library,
-                "fused": site.fused,
-                "reasons": dict(site.reasons),
-            }
-            for site in self.sites
+            site.name: {kind: now - before[kind] for kind, now in site.tally().items()}
+            for site, before in zip(self.sites, self._before, strict=True)
         }
 
     def __str__(self):
+        return self._text
+
+    def _describe(self) -> str:
         lines = ["The NF4 kernel decodes in:" if self.sites else "The NF4 kernel is not used."]
-        for site in self.sites:
+        for site in (site for site in self.sites if not site.watched):
             where = ", ".join(sorted({module.__name__ for module, _ in site.places}))
             lines.append(f"  {site.name}" + (f" (held by {where})" if where else ""))
         lines += [f"  {name}, {how}" for name, how in self.routes.items()]
@@ -158,6 +160,10 @@ def _install(name: str) -> None:
             raise RuntimeError(problem)
         library = Library(name)
         installed = _Installed(library, _SITES[name](library))  # refuses before anything changes
+        built = _built.get(name)
+        if built and [site.original for site in built.sites] == [site.original for site in installed.sites]:
+            installed = built
+        _built[name] = installed
     try:
         _swap(installed.sites)  # also again: modules imported since the last call may hold the old functions
         installed.library.on = True
@@ -180,6 +186,7 @@ def _swap(sites: list[Site]) -> None:
 
 
 def _restore(installed: _Installed) -> None:
+    installed.holders.clear()
     installed.library.on = False  # every call site at once; what someone else copied stays a mere detour
     for site in installed.sites:
         while site.places:
@@ -277,7 +284,7 @@ def _bitsandbytes(library: Library) -> list[Site]:
     if cuda:
         inside = Site("bitsandbytes.backends.cuda.ops._dequant_linear_fallback", fallback)
         inside.replacement = call_sites.gemm_fallback(inside, library, kernel)
-        counted = Site("bitsandbytes.backends.cuda.ops._dequantize_4bit_impl", last)
+        counted = Site("bitsandbytes.backends.cuda.ops._dequantize_4bit_impl", last, watched=True)
         counted.replacement = call_sites.watch(counted)
         sites += [inside, counted]
     return sites

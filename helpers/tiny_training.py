@@ -8,9 +8,13 @@ import contextlib
 import gc
 import hashlib
 import json
+import os
 import struct
+import subprocess
 import sys
+import tempfile
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,6 +23,12 @@ DEQUANTIZERS = {  # what the profiler calls the kernels that dequantize, by who 
     "ours": "_your_dequantize_nf4_kernel",
     "bitsandbytes": "kDequantizeBlockwise",
     "unsloth": "_nf4_dequant_kernel",
+}
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 
 
@@ -37,13 +47,14 @@ class Setup:
     rows: int = 4
     length: int = 64
     rank: int = 8
+    context: int = 512  # the longest sequence, for Unsloth
     new_tokens: int = 16  # generated after training, 0: none
     merge: bool = True
 
 
 @dataclass
 class Record:
-    """What a run produced. Everything but the last four fields must not depend on the kernel."""
+    """What a run produced. The fields up to `dequantized` must not depend on the kernel."""
 
     losses: list[str] = field(default_factory=list)  # fp32 bits of each step's loss, in hex
     gradients: list[str] = field(default_factory=list)  # digest of all LoRA gradients of each step
@@ -55,6 +66,7 @@ class Record:
     step_seconds: list[float] = field(default_factory=list)
     counts: dict = field(default_factory=dict)  # Switch.counts()
     launches: dict = field(default_factory=dict)  # of dequantizing kernels in one more step, by the profiler
+    error: str = ""  # why there is no run
 
     def losses_as_floats(self) -> list[float]:
         return [struct.unpack(">f", bytes.fromhex(bits))[0] for bits in self.losses]
@@ -85,8 +97,10 @@ def digest(tensors) -> str:
     return total.hexdigest()[:16]
 
 
-def adapted(setup: Setup):
-    """The model of a setup, loaded in 4 bit from disk, with fresh LoRA adapters; in training mode."""
+def adapted(setup: Setup, attention: str = "eager"):
+    """The model of a setup, loaded in 4 bit from disk, with fresh LoRA adapters; in training mode.
+
+    `attention` is for PEFT: "eager" repeats bit for bit on every card. Unsloth has its own."""
     import torch
 
     from helpers import tiny_models
@@ -98,12 +112,11 @@ def adapted(setup: Setup):
 
         model, _ = FastLanguageModel.from_pretrained(
             model_name=setup.folder,
-            max_seq_length=512,
+            max_seq_length=setup.context,
             dtype=dtype,
             load_in_4bit=True,
             use_exact_model_name=True,
             fix_tokenizer=False,
-            local_files_only=True,
             use_gradient_checkpointing=setup.checkpointing,
         )
         return FastLanguageModel.get_peft_model(
@@ -118,7 +131,7 @@ def adapted(setup: Setup):
         )
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_models.load(setup.folder, dtype, attention="eager")
+    model = tiny_models.load(setup.folder, dtype, attention=attention)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -137,57 +150,69 @@ def train(setup: Setup, kernel: bool) -> Record:
     """Run a setup once, with the kernel or without."""
     import torch
 
-    from helpers import tiny_models
     from helpers.integrate import use_nf4_kernel
 
     gpu = torch.cuda.is_available()
-    if setup.library == "unsloth":
-        import unsloth  # noqa: F401  before the switch, which takes what is imported
-
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch warns that cuBLAS may vary
     torch.use_deterministic_algorithms(True, warn_only=True)
-    record = Record()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
     switch = use_nf4_kernel(setup.library, "bitsandbytes", quiet=True) if kernel else None
-    with switch or contextlib.nullcontext():
-        model = adapted(setup)
-        adapters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(adapters, lr=1e-3)
-        call = torch.compile(model) if setup.compiled else model
-        device = adapters[0].device
-        batches = tiny_models.batches(setup.folder, setup.steps, setup.rows, setup.length)
-        amp = getattr(torch, setup.autocast or setup.dtype)
+    try:
+        with switch or contextlib.nullcontext():
+            return _train(setup, switch, gpu)
+    finally:
+        gc.collect()
+        if gpu:
+            torch.cuda.empty_cache()
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
-        def step(ids):
-            ids = ids.to(device)
-            with torch.autocast(device.type, amp, enabled=setup.autocast is not None):
-                loss = call(input_ids=ids, labels=ids).loss
-            loss.backward()
-            return loss
 
+def _train(setup: Setup, switch, gpu: bool) -> Record:
+    import torch
+
+    from helpers import tiny_models
+
+    record, model = Record(), adapted(setup)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-3)
+    call = torch.compile(model) if setup.compiled else model
+    device = adapters[0].device
+    batches = tiny_models.batches(setup.folder, setup.steps, setup.rows, setup.length)
+    amp = getattr(torch, setup.autocast or setup.dtype)
+
+    def step(ids):
+        ids = ids.to(device)
+        with torch.autocast(device.type, amp, enabled=setup.autocast is not None):
+            loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    for ids in batches:
+        start = time.perf_counter()
+        loss = step(ids).item()  # waits for the GPU
+        forward_and_backward = time.perf_counter() - start
+        record.losses.append(struct.pack(">f", loss).hex())
+        record.gradients.append(digest(p.grad for p in adapters))
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if gpu:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        for ids in batches:
-            start = time.perf_counter()
-            loss = step(ids)
-            record.losses.append(struct.pack(">f", loss.item()).hex())
-            record.gradients.append(digest(p.grad for p in adapters))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            record.step_seconds.append(time.perf_counter() - start)
-        if gpu:
-            record.peak_bytes = torch.cuda.max_memory_allocated()
-        if switch:
-            record.counts = switch.counts()
-        record.adapters = digest(adapters)
-        if gpu:
-            record.launches = launches(lambda: step(batches[0]))
-            optimizer.zero_grad(set_to_none=True)
-        _use(setup, model, batches[0][:1, :7].to(device), record)
-    del model, adapters, optimizer, call, step
-    gc.collect()
+        record.step_seconds.append(forward_and_backward + time.perf_counter() - start)
     if gpu:
-        torch.cuda.empty_cache()
-    torch.use_deterministic_algorithms(False)
+        record.peak_bytes = torch.cuda.max_memory_allocated()
+    if switch:
+        record.counts = switch.counts()
+    record.adapters = digest(adapters)
+    if gpu:
+        record.launches = launches(lambda: step(batches[0]))
+        optimizer.zero_grad(set_to_none=True)
+    _use(setup, model, batches[0][:1, :7].to(device), record)
     return record
 
 
@@ -229,8 +254,21 @@ def launches(step) -> dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    rows = [row for row in seen.key_averages() if row.device_type == torch.autograd.DeviceType.CUDA]
+    rows = gpu_rows(seen)
     return {who: sum(row.count for row in rows if name in row.key) for who, name in DEQUANTIZERS.items()}
+
+
+def gpu_rows(seen) -> list:
+    """What ran on the GPU under a torch.profiler.profile: kernels and copies, without annotated ranges."""
+    import torch
+
+    return [
+        row
+        for row in seen.key_averages()
+        if row.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(row, "is_user_annotation", False)
+        and not row.key.startswith("Optimizer.")
+    ]
 
 
 def compare(setup: Setup) -> dict[str, Record]:
@@ -241,6 +279,29 @@ def compare(setup: Setup) -> dict[str, Record]:
     return runs
 
 
+def in_new_process(setups: list[Setup], timeout: float = 900) -> list[dict[str, Record]]:
+    """`compare` for each setup, all in one new process without network. Raises RuntimeError with its text."""
+    from helpers import environment
+
+    path = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", "helpers.tiny_training", "setups.json", "found.json"]
+    with tempfile.TemporaryDirectory() as folder:  # Unsloth writes generated modules where it runs
+        Path(folder, "setups.json").write_text(json.dumps([asdict(one) for one in setups]), encoding="utf-8")
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=os.environ | OFFLINE | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        found = Path(folder, "found.json")
+        if done.returncode or not found.exists():
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+        found = json.loads(found.read_text(encoding="utf-8"))
+    return [{name: Record(**run) for name, run in runs.items()} for runs in found]
+
+
 def main(argv: list[str]) -> int:
     setups = [Setup(**one) for one in json.loads(Path(argv[0]).read_text(encoding="utf-8"))]
     if any(setup.library == "unsloth" for setup in setups):
@@ -248,14 +309,11 @@ def main(argv: list[str]) -> int:
     found = []
     for setup in setups:
         try:
-            runs = {name: asdict(record) for name, record in compare(setup).items()}
-        except Exception as error:
-            import traceback
-
-            traceback.print_exc()
-            runs = {"error": f"{type(error).__name__}: {error}"}
-        found.append({"setup": asdict(setup), "runs": runs})
-        Path(argv[1]).write_text(json.dumps(found), encoding="utf-8")
+            runs = compare(setup)
+        except Exception:  # the others may do better
+            runs = {"failed": Record(error=traceback.format_exc())}
+        found.append({name: asdict(record) for name, record in runs.items()})
+    Path(argv[1]).write_text(json.dumps(found), encoding="utf-8")
     return 0
 
 

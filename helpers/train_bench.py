@@ -1,0 +1,337 @@
+"""python -m helpers train-bench: QLoRA steps with the kernel and without, on real layer sizes.
+
+Llama-3 8B's layers, four of them, with a 32k-vocabulary head: forward, backward and optimizer step, for PEFT
+with bitsandbytes and for Unsloth, each in a process of its own (Unsloth changes the others for good). With
+and without alternate round by round. A full run is written to results/<gpu>/training.json.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from helpers import environment, tiny_models, tiny_training
+
+NAME = "training"  # of the result file
+LIBRARIES = ("peft", "unsloth")
+LAYERS, RANK = 4, 16
+SIZES = ((1, 128), (1, 512), (1, 2048), (4, 2048))  # sequences, tokens each
+QUICK_SIZES = ((1, 128), (1, 2048))
+ARMS = ("without", "with")
+
+
+def steps_a_sample(tokens: int) -> int:
+    """Short steps are timed several at once, so that one sample is some 50 ms at least."""
+    return 4 if tokens <= 512 else 2 if tokens <= 2048 else 1
+
+
+def worker(library: str, folder: str, quick: bool) -> dict:
+    """All measurements of one library, in this process."""
+    if library == "unsloth":
+        import unsloth  # noqa: F401  it asks to come first
+    import torch
+
+    from helpers.integrate import use_nf4_kernel
+
+    def arm(name):
+        if name == "without":
+            return contextlib.nullcontext()
+        return use_nf4_kernel(library, "bitsandbytes", quiet=True)
+
+    start = time.perf_counter()
+    with arm("with") as switch:
+        print(switch, flush=True)
+    setup = tiny_training.Setup(folder, library, dtype="bfloat16", rank=RANK, context=2048)
+    model = tiny_training.adapted(setup, attention="sdpa")
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-5, fused=True)
+    # PEFT as trl sets QLoRA up: adapters in bf16. Unsloth keeps them in fp32 and trains under autocast.
+    amp = library == "unsloth"
+    vocabulary = model.config.vocab_size
+    data = {"load_seconds": time.perf_counter() - start, "autocast": amp, "sizes": []}
+    for rows, length in QUICK_SIZES if quick else SIZES:
+        generator = torch.Generator().manual_seed(length)
+        ids = torch.randint(3, vocabulary, (rows, length), generator=generator).cuda()
+
+        def backward(ids=ids):
+            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            return loss
+
+        def step(backward=backward):
+            backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        found = {"rows": rows, "length": length, "tokens": rows * length}
+        found |= _sameness(arm, backward, optimizer, adapters)
+        found |= _times(arm, step, rows * length, rounds=6 if quick else 15)
+        for name in ARMS:
+            with arm(name) as switch:
+                found[name]["peak_bytes"] = _peak(step)
+                found[name] |= _profile(step)
+                if switch:
+                    found["calls"] = _calls(switch, step)
+        data["sizes"].append(found)
+        print(line(library, found), flush=True)
+    if library == "peft":
+        data["host"] = host_costs()
+    return data
+
+
+def _sameness(arm, backward, optimizer, adapters) -> dict:
+    """Do loss and LoRA gradients of a step have the same bits with and without (deterministic algorithms)?"""
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    seen = []
+    for name in (*ARMS, "without"):
+        with arm(name):
+            loss = backward()
+            seen.append(tiny_training.digest([loss.float(), *(p.grad for p in adapters)]))
+            optimizer.zero_grad(set_to_none=True)
+    torch.use_deterministic_algorithms(False)
+    return {"same_bits": seen[0] == seen[1], "repeatable": seen[0] == seen[2]}
+
+
+def _times(arm, step, tokens: int, rounds: int) -> dict:
+    """Milliseconds a step of both arms, alternating which comes first; the ratio is of the same round."""
+    import torch
+
+    from helpers.timing import paired_ratio, percentiles
+
+    count, seconds = steps_a_sample(tokens), {name: [] for name in ARMS}
+    for turn in tqdm(range(-2, rounds), desc=f"{tokens} tokens", leave=False):  # two rounds to warm up
+        for name in ARMS if turn % 2 else ARMS[::-1]:
+            with arm(name):
+                step()  # untimed: what the other arm left in caches is not this one's
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(count):
+                    step()
+                torch.cuda.synchronize()
+                if turn >= 0:
+                    seconds[name].append((time.perf_counter() - start) / count)
+    ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
+    found = {name: {"ms": {k: v * 1e3 for k, v in percentiles(seconds[name]).items()}} for name in ARMS}
+    speedup = percentiles(ratios) | {"p50": paired_ratio(seconds["without"], seconds["with"])}
+    return found | {"speedup": speedup, "rounds": rounds, "steps_a_round": count}
+
+
+def _peak(step) -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def _profile(step, steps: int = 2) -> dict:
+    """GPU milliseconds of a step, those of dequantizing kernels, their launches, the largest other kernels.
+
+    bitsandbytes adds the nested offset with a plain elementwise kernel, which is not counted as dequantizing.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = tiny_training.gpu_rows(seen)
+    names = tiny_training.DEQUANTIZERS
+
+    def milliseconds(some):
+        return sum(row.self_device_time_total for row in some) / 1e3 / steps
+
+    mine = {who: [row for row in rows if name in row.key] for who, name in names.items()}
+    others = [row for row in rows if not any(name in row.key for name in names.values())]
+    others.sort(key=lambda row: -row.self_device_time_total)
+    return {
+        "gpu_ms": milliseconds(rows),
+        "dequantize_ms": sum(milliseconds(some) for some in mine.values()),
+        "dequantize_launches": {who: sum(row.count for row in some) / steps for who, some in mine.items()},
+        "remains": [
+            {"kernel": row.key[:100], "ms": milliseconds([row]), "launches": row.count / steps}
+            for row in others[:6]
+        ],
+    }
+
+
+def _calls(switch, step) -> dict:
+    """Per step: dequantizations the kernel did, those left to the library, products fused by bitsandbytes."""
+    before = switch.counts()
+    step()
+    after = switch.counts()
+    return {
+        kind: sum(after[name][kind] - before[name][kind] for name in after)
+        for kind in ("kernel", "library", "fused")
+    }
+
+
+def host_costs() -> dict[str, dict]:
+    """Host microseconds of each piece between packed weight and product: 4096 x 4096 in bf16, 128 tokens."""
+    import bitsandbytes as bnb
+    import torch
+    from torch.nn.functional import linear
+
+    from helpers import cells
+    from helpers.integrate import use_nf4_kernel
+    from helpers.layers import quantized_layer
+    from helpers.timing import row, time_interleaved
+
+    layer = quantized_layer(4096, 4096, torch.bfloat16, device="cuda")
+    weight, state = layer.weight, layer.weight.quant_state
+    x = torch.randn(1, 128, 4096, device="cuda", dtype=torch.bfloat16)
+    graded, g = x.clone().requires_grad_(), torch.randn_like(x)
+    dense, decode = bnb.functional.dequantize_4bit(weight, state), cells.load()._your_dequantize_nf4
+
+    class Identity(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a + 0
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    base_apply = super(torch.autograd.Function, Identity).apply
+
+    def plain_view():
+        with torch._C.DisableTorchFunctionSubclass():
+            return weight.view(-1, 1)
+
+    def both_ways():
+        torch.autograd.grad(bnb.matmul_4bit(graded, weight, quant_state=state), graded, g)
+
+    pieces = {
+        "the product alone": lambda: linear(x, dense),
+        "the kernel alone": lambda: decode(weight, state),
+        "view of a Params4bit": lambda: weight.view(-1, 1),
+        "view as a plain tensor": plain_view,
+        "autograd Function.apply": lambda: Identity.apply(graded),
+        "its base apply": lambda: base_apply(graded),
+        "PEFT's clone of the result": graded.clone,
+    }
+    calls = {
+        "dequantize_4bit": lambda: bnb.functional.dequantize_4bit(weight, state),
+        "matmul_4bit": lambda: bnb.matmul_4bit(graded, weight, quant_state=state),
+        "matmul_4bit and its backward": both_ways,
+        "Linear4bit.forward": lambda: layer(graded),
+    }
+    found = {name: row(s) for name, s in time_interleaved(pieces, rounds=11, inner=50).items()}
+    times = {arm: {name: [] for name in calls} for arm in ARMS}
+    for _ in range(11):
+        for arm in ARMS:
+            switch = use_nf4_kernel("bitsandbytes", quiet=True) if arm == "with" else contextlib.nullcontext()
+            with switch:
+                for name, s in time_interleaved(calls, rounds=1, inner=50).items():
+                    times[arm][name] += s
+    for name in calls:
+        found |= {f"{name}, {arm} the kernel": row(times[arm][name]) for arm in ARMS}
+    return found
+
+
+def line(library: str, found: dict) -> str:
+    """One row of the table."""
+    ms = {arm: found[arm]["ms"]["p50"] for arm in ARMS}
+    speed, calls = found["speedup"], found["calls"]
+    share = {arm: found[arm]["dequantize_ms"] / found[arm]["gpu_ms"] for arm in ARMS}
+    total = calls["kernel"] + calls["library"]
+    return (
+        f"{library:8} {found['tokens']:5} tokens  {ms['without']:8.2f} -> {ms['with']:8.2f} ms  "
+        f"{speed['p50']:.3f}x ({speed['p20']:.3f} to {speed['p80']:.3f})  "
+        f"dequantizing {share['without']:.0%} -> {share['with']:.0%} of GPU time  "
+        f"GPU {found['without']['gpu_ms']:.2f} -> {found['with']['gpu_ms']:.2f} ms  "
+        f"caught {calls['kernel']} of {total}  same bits: {found['same_bits']}"
+        + ("" if found["repeatable"] else " (not repeatable without the kernel either)")
+    )
+
+
+def table(data: dict) -> str:
+    """The whole result as text."""
+    if "not_measured" in data:
+        return f"not measured ({data['not_measured']})"
+    lines = []
+    for library, found in data["libraries"].items():
+        if "failed" in found:
+            lines.append(f"{library}: failed: {found['failed']}")
+            continue
+        lines += [line(library, size) for size in found["sizes"]]
+        for name, piece in found.get("host", {}).items():
+            lines.append(f"  host {piece['p50']:7.2f} us  {name}")
+    return "\n".join(lines)
+
+
+def measure(only=LIBRARIES, quick: bool = False) -> dict:
+    """Both libraries (or `only` those), each in a new process on the same model."""
+    if problem := environment.no_gpu() or environment.old_gpu():
+        return {"not_measured": problem}
+    data = {"quick": quick, "layers": LAYERS, "rank": RANK, "model": tiny_models.LLAMA3_8B, "libraries": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        _run(["--make", folder], folder)
+        data["make_seconds"] = time.perf_counter() - start
+        for library in only:
+            out = Path(folder, f"{library}.json")
+            start = time.perf_counter()
+            command = ["--worker", library, "--folder", folder, "--json", str(out)]
+            try:
+                _run(command + ["--quick"] * quick, folder)
+                data["libraries"][library] = json.loads(out.read_text(encoding="utf-8"))
+            except (subprocess.SubprocessError, OSError) as error:
+                data["libraries"][library] = {"failed": str(error)}
+            data["libraries"][library]["seconds"] = time.perf_counter() - start
+    return data
+
+
+def _run(arguments: list[str], folder: str) -> None:
+    """This module in a new process, working in `folder` (Unsloth writes generated modules there)."""
+    path = os.pathsep.join(filter(None, (str(environment.ROOT), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | tiny_training.OFFLINE | {"PYTHONPATH": path}
+    command = [sys.executable, "-m", "helpers.train_bench", *arguments]
+    subprocess.run(command, cwd=folder, env=variables, check=True, timeout=400)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two sizes, fewer rounds; no result file")
+    parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=LIBRARIES)
+    parser.add_argument("--json", help="write the result here, not to results/<gpu>/training.json")
+    parser.add_argument("--worker", choices=LIBRARIES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--make", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.make:
+        tiny_models.make(args.make, device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
+        return 0
+    if args.worker:
+        data = worker(args.worker, args.folder, args.quick)
+        Path(args.json).write_text(json.dumps(data), encoding="utf-8")
+        return 0
+    from helpers import results
+
+    data = measure(args.only, args.quick)
+    print(table(data))
+    if args.json or not (args.quick or "not_measured" in data):
+        target = Path(args.json).resolve() if args.json else None
+        written = results.write(target.stem if target else NAME, data, target.parent if target else None)
+        print(f"written to {written}")
+    return int(any("failed" in found for found in data.get("libraries", {}).values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
