@@ -31,10 +31,10 @@ QUICK = (
     "tests/test_kernel_bits.py::test_every_byte_with_every_scale_code",
     "tests/test_layouts.py::test_accepted",
     "tests/test_layouts.py::test_refused",
-    "tests/test_kernel_bits.py",
-    "tests/test_plans.py",
-    "tests/test_bad_input.py",
     "tests/test_callers.py::TestOperator",
+    "tests/test_bad_input.py",
+    "tests/test_plans.py",
+    "tests/test_kernel_bits.py",
     "tests/test_faults.py",
     "tests/test_fuzz.py::test_random_cases",
 )
