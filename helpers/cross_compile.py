@@ -121,7 +121,13 @@ def decisions(module, arch: int) -> dict:
     if arch == 75:
         return {"card": "t4", "asm": True}
     native = arch >= 80
-    return {"asm": True, "int_bf16": not native, "hint_loads": not native, "capability": divmod(arch, 10)}
+    return {
+        "asm": True,
+        "int_bf16": not native,
+        "hint_loads": not native,
+        "stage": native,
+        "capability": divmod(arch, 10),
+    }
 
 
 class _Recorder:

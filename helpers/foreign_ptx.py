@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 CASES = ("all codes and scales", "random layer", "odd tail", "tail in the last block")
 _SIZES = {"random layer": (1000, 4160), "odd tail": (1, 4099), "tail in the last block": (3, 1365)}
+# What those need of the kernel, compiled together: one child process instead of many.
+_VARIANTS = ({"tail": False, "small": True}, {"tail": False, "small": False}, {"tail": True, "small": True})
 _GUARD = 256  # elements on either side of the output that must stay untouched
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)")
@@ -194,17 +196,17 @@ def _case(module, what: str, dtype, nested: bool, device, arch: int) -> dict:
     }
 
 
-def prove(device="cuda", arch: int = 75) -> dict:
+def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
     """Run the kernel's sm_`arch` PTX on `device` and compare every bit with bitsandbytes.
 
-    All packed bytes under all absmax codes, a random layer, odd tails; fp16, bf16 and fp32; nested and flat;
-    outputs filled with NaN first and guarded on both sides. Returns {"passed", "arch", "device",
-    "capability", "triton", "bitsandbytes", "elements", "differing", "cases"}; without a GPU or bitsandbytes
+    All packed bytes under all absmax codes, a random layer, odd tails; `dtypes` (fp16, bf16 and fp32 unless
+    named); nested and flat; outputs filled with NaN first and guarded on both sides. Returns {"passed", "arch",
+    "device", "capability", "triton", "bitsandbytes", "elements", "differing", "cases"}; without a GPU or bitsandbytes
     "passed" is None and "needs" says what is missing.
     """
     import torch
 
-    from helpers import cells, environment
+    from helpers import cells, environment, sass
 
     if not environment.has_gpu():
         return {"passed": None, "arch": arch, "needs": "an NVIDIA GPU", "cases": []}
@@ -213,12 +215,13 @@ def prove(device="cuda", arch: int = 75) -> dict:
     module, device = cells.load(), torch.device(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)
-    cases = [
-        _case(module, what, dtype, nested, device, arch)
-        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    kinds = [
+        (dtype, nested)
+        for dtype in dtypes or (torch.float16, torch.bfloat16, torch.float32)
         for nested in (True, False)
-        for what in CASES
     ]
+    sass.compile_kernels([(*kind, arch, variant) for kind in kinds for variant in _VARIANTS])
+    cases = [_case(module, what, *kind, device, arch) for kind in kinds for what in CASES]
     wrong = [c for c in cases if c["differing"] or c["written_outside"] or c["target"] != f"sm_{arch}"]
     return {
         "passed": not wrong,

@@ -278,14 +278,18 @@ def _steps(module, numel: int, dtype_name: str) -> dict[str, dict]:
         "no hints on loads": {"hint_loads": False},
         **{f"{count} words a thread": {words: count} for count in (1, 2, 4, 8)},
         **{f"{warps} warps": {"num_warps": warps} for warps in (2, 4, 8)},
-        **{f"{limit or 'any number of'} programs an SM": {"resident": limit} for limit in (0, 4, 6, 8)},
+        "code2 not staged in shared memory": {"stage": False},
+        **{
+            f"{limit or 'any number of'} programs an SM": {"resident": limit, "resident_huge": limit}
+            for limit in (0, 4, 6, 8)
+        },
     }
     if dtype_name == "bfloat16":
         steps["bf16 rounded in integers"] = {"int_bf16": True}
     changes = {
         name: override
         for name, override in steps.items()
-        if all(field in chosen and chosen[field] != value for field, value in override.items())
+        if override.keys() <= chosen.keys() and not override.items() <= chosen.items()
     }
     return {"as chosen": {}} | changes
 

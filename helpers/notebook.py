@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from helpers import cells, environment, plots, reference, tables, targets, timing
+from helpers import cells, environment, plots, reference, sass, tables, targets, timing
 from helpers.floor import bytes_moved
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -144,6 +144,21 @@ def stored_targets(card: str = "nvidia-h200") -> str:
     if result is None:
         return "no stored benchmark: python -m helpers bench on a machine with an NVIDIA GPU writes one"
     return plots.caption(result) + "\n\n" + tables.text(targets.table(result))
+
+
+def machine_code() -> str:
+    """This kernel's sm_75 machine code, cross-compiled now: instructions an element, widths, budget."""
+    return "\n".join(sass.count_lines(sass.ours(75), 75))
+
+
+def stored_t4() -> str:
+    """Everyone's machine code for a T4 and the predicted times, as `python -m helpers sass` stored them."""
+    path = RESULTS / "t4-predicted" / "machine_code.json"
+    if not path.exists():
+        return "not stored: python -m helpers sass --json results/t4-predicted/machine_code.json"
+    found = json.loads(path.read_text())
+    stamp = f"kernel {found['kernel_hash']}, {found['environment']['date'][:10]}"
+    return "\n".join([stamp, *found["data"]["text"]])
 
 
 def keep_score(score) -> None:

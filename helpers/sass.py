@@ -6,9 +6,7 @@ Triton; bitsandbytes' code is taken from its library. Nothing is written but the
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
-import json
 import re
 import sys
 import textwrap
@@ -16,7 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from helpers import cross_compile, environment, forecast, machine_code, turing
+from helpers import cross_compile, environment, forecast, machine_code, results, turing
 from helpers.cross_compile import CompileError
 from helpers.forecast import find
 from helpers.machine_code import Counted, ToolMissing
@@ -125,9 +123,18 @@ def _request(out_dtype, nested, arch, overrides) -> dict:
     } | spec
 
 
-@functools.cache
-def _kernel(out_dtype, nested, arch, overrides) -> Compiled:
-    return _compiled(cross_compile.build([_request(out_dtype, nested, arch, dict(overrides))])[0])
+_kernels: dict[tuple, Compiled] = {}
+
+
+def _key(out_dtype, nested, arch, overrides) -> tuple:
+    return _name(out_dtype), nested, arch, tuple(sorted(overrides.items()))
+
+
+def compile_kernels(kinds: list[tuple]) -> None:
+    """Compile many in one child process: (out_dtype, nested, arch, overrides) each, as compile_kernel."""
+    missing = [kind for kind in {_key(*kind): kind for kind in kinds}.values() if _key(*kind) not in _kernels]
+    for kind, built in zip(missing, cross_compile.build([_request(*kind) for kind in missing]), strict=True):
+        _kernels[_key(*kind)] = _compiled(built)
 
 
 def compile_kernel(out_dtype, nested: bool = True, arch: int = 75, **overrides) -> Compiled:
@@ -137,7 +144,10 @@ def compile_kernel(out_dtype, nested: bool = True, arch: int = 75, **overrides) 
     compile_spec takes them; everything else as `force` takes it (hints=False, asm=False). Needs no GPU; takes
     seconds, then is remembered. Raises CompileError, ToolMissing, or ValueError for an unknown dtype.
     """
-    return _kernel(_name(out_dtype), nested, arch, tuple(sorted(overrides.items())))
+    kind = (out_dtype, nested, arch, overrides)
+    if _key(*kind) not in _kernels:
+        compile_kernels([kind])
+    return _kernels[_key(*kind)]
 
 
 def ptx(out_dtype, arch: int = 75, **overrides) -> str:
@@ -332,7 +342,7 @@ def _wrap(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
 
 
-def _count_lines(rows, arch) -> list[str]:
+def count_lines(rows, arch) -> list[str]:
     card = turing.CARDS[arch]
     versions = next((row.facts["versions"] for row in rows if row.facts and row.who == "ours"), {})
     names = " ".join(f"{name:>5}" for name in ("int", "fp", "ld/st", "conv", "unif", "ctrl"))
@@ -456,7 +466,7 @@ def _source_lines(card) -> list[str]:
 def render(rows: list[Row], rows90: list[Row], data: dict | None, where: str, arch: int) -> str:
     """The report, at most 60 lines of WIDTH columns."""
     card = turing.CARDS[arch]
-    blocks = [_count_lines(rows, arch), _time_lines(rows, card), _error_lines(rows90, data, where)]
+    blocks = [count_lines(rows, arch), _time_lines(rows, card), _error_lines(rows90, data, where)]
     if card is turing.T4:
         blocks.append(_total_lines(rows, data))
     blocks.append(_source_lines(card))
@@ -518,8 +528,9 @@ def main(argv: list[str] | None = None) -> int:
     data, where = forecast.stored_run()
     print(render(rows, rows90, data, where, options.arch))
     if options.json:
-        options.json.write_text(json.dumps(to_dict(rows, rows90, data, where, options.arch), indent=1) + "\n")
-        print("written:", options.json)
+        found = to_dict(rows, rows90, data, where, options.arch)
+        found["text"] = render(rows, rows90, data, where, options.arch).splitlines()
+        print("written:", results.write(options.json.name, found, options.json.parent))
     failed = any(row.who == "ours" and row.counted is None for row in rows)
     return int(failed or (options.arch == 75 and not budget(rows).endswith("met")))
 

@@ -148,7 +148,7 @@ def report(tmp_path_factory):
     path, text = tmp_path_factory.mktemp("sass") / "sass.json", io.StringIO()
     with contextlib.redirect_stdout(text):
         status = sass.main(["--json", str(path)])
-    return status, text.getvalue(), json.loads(path.read_text())
+    return status, text.getvalue(), json.loads(path.read_text())["data"]
 
 
 def kernels(report, who):
