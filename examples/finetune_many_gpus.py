@@ -23,18 +23,15 @@ from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import AutoModelForCausalLM
 
 from examples.finetune_one_gpu import windows
-from helpers import tiny_models
+from helpers import tiny_models, tiny_training
 from helpers.integrate import use_nf4_kernel
 
 
 def finetune(accelerator, args, kernel: bool) -> dict:
     """Losses of all processes, seconds of each step, and where this process's weights were decoded."""
     torch.manual_seed(3407)
-    with (
-        use_nf4_kernel("peft", quiet=not accelerator.is_main_process)
-        if kernel
-        else contextlib.nullcontext() as switch
-    ):
+    quiet = not accelerator.is_main_process
+    with use_nf4_kernel("peft", quiet=quiet) if kernel else contextlib.nullcontext() as switch:
         # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
         storage = torch.bfloat16 if args.fsdp else torch.uint8
         model = AutoModelForCausalLM.from_pretrained(
@@ -99,8 +96,11 @@ def main():
         if not args.model:
             made = [str(tiny_models.make(folder)) if accelerator.is_main_process else None]
             args.model = broadcast_object_list(made)[0]
-        found = {"without": finetune(accelerator, args, kernel=False)} if args.compare else {}
-        found["with"] = finetune(accelerator, args, kernel=True)
+        found = {}
+        with tiny_training.deterministic() if args.compare else contextlib.nullcontext():
+            if args.compare:
+                found["without"] = finetune(accelerator, args, kernel=False)
+            found["with"] = finetune(accelerator, args, kernel=True)
     for name, run in found.items():
         accelerator.print(f"{name}: median step {statistics.median(run['seconds']) * 1e3:.1f} ms")
     if args.compare:

@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import tiny_models
+from helpers import tiny_models, tiny_training
 from helpers.integrate import use_nf4_kernel
 
 
@@ -73,9 +73,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         args.model = args.model or str(tiny_models.make(folder))
         found = {}
-        if args.compare:
-            found["without"] = finetune(args, kernel=False)
-        found["with"] = finetune(args, kernel=True)
+        with tiny_training.deterministic() if args.compare else contextlib.nullcontext():
+            if args.compare:
+                found["without"] = finetune(args, kernel=False)
+            found["with"] = finetune(args, kernel=True)
     if args.compare:
         print(f"losses identical with and without the kernel: {found['with'][0] == found['without'][0]}")
     if args.json:

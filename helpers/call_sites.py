@@ -242,14 +242,18 @@ def matmul_4bit(site: Site, library: Library, kernel, functional, cuda_ops):
                             site.fused += 1
                             return original(A, B, quant_state, out, bias)
                     with _plain_tensors():
-                        B = B.view(-1, 1)  # keeps the storage it had now, as bitsandbytes does
+                        B = (
+                            B.data
+                        )  # keeps the storage of this moment, as bitsandbytes' view does, at half the cost
+                        if B.size(0) == 1:
+                            B = B.view(-1, 1)
                     if A.requires_grad and torch.is_grad_enabled():
                         result = apply(A, B, bias, quant_state)
                     else:
                         result = linear(A, decode(B, in_dtype(quant_state, A.dtype)), bias)
                     site.kernel += 1
                     return result
-            except (unsupported, AttributeError, TypeError, ValueError) as error:
+            except (unsupported, AttributeError, IndexError, TypeError, ValueError) as error:
                 # Whatever is wrong with these arguments, bitsandbytes' own text says it best.
                 site.left(error)
         return original(A, B, quant_state, out, bias)

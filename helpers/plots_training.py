@@ -3,6 +3,7 @@
 import statistics
 
 import matplotlib
+from matplotlib.ticker import MaxNLocator
 
 from helpers.plots import COLORS, DPI, STYLE, WIDTH, Picture, caption
 from helpers.tiny_training import Record, differences
@@ -27,12 +28,14 @@ def comparison(without: Record, with_kernel: Record, timed: bool = True) -> Pict
             steps, with_kernel.losses_as_floats(), color=WITH, linestyle="--", label="with the kernel"
         )
         curves.set(xlabel="step", ylabel="loss", title=f"Losses and LoRA gradients: {verdict}")
+        curves.xaxis.set_major_locator(MaxNLocator(integer=True))
         curves.legend()
         figure.alt = f"Losses over {len(without.losses)} steps with and without the kernel: {verdict}."
         if timed:
             times = [statistics.median(run.step_seconds) * 1e3 for run in (without, with_kernel)]
             drawn = bars.bar(("without", "with"), times, color=(WITHOUT, WITH), width=0.6)
             bars.bar_label(drawn, fmt="%.1f")
+            bars.margins(y=0.12)
             bars.set(ylabel="ms a step, median", title=f"{times[0] / times[1]:.2f}x")
             figure.alt += f" Median step {times[0]:.1f} ms without, {times[1]:.1f} ms with."
         else:

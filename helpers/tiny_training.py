@@ -30,6 +30,8 @@ OFFLINE = {
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
+# Unsloth cuts its loss into as many chunks as the memory that is free allows: one, so that runs compare.
+ONE_LOSS = {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -153,20 +155,31 @@ def train(setup: Setup, kernel: bool) -> Record:
     from helpers.integrate import use_nf4_kernel
 
     gpu = torch.cuda.is_available()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch warns that cuBLAS may vary
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
     switch = use_nf4_kernel(setup.library, "bitsandbytes", quiet=True) if kernel else None
     try:
-        with switch or contextlib.nullcontext():
+        with switch or contextlib.nullcontext(), deterministic():
             return _train(setup, switch, gpu)
     finally:
         gc.collect()
         if gpu:
             torch.cuda.empty_cache()
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Deterministic algorithms, so that runs can be compared bit for bit: attention's backward may otherwise
+    vary from run to run."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch warns that cuBLAS may vary
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def _train(setup: Setup, switch, gpu: bool) -> Record:
@@ -248,20 +261,20 @@ def _use(setup: Setup, model, prompt, record: Record) -> None:
 
 def launches(step) -> dict[str, int]:
     """How many dequantizing kernels one call of `step` launches, by who launches them."""
+    rows = gpu_rows(step)
+    return {who: sum(row.count for row in rows if name in row.key) for who, name in DEQUANTIZERS.items()}
+
+
+def gpu_rows(step, steps: int = 1) -> list:
+    """What `steps` calls of `step` ran on the GPU: the profiler's rows of kernels and copies, no ranges."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        step()
-        torch.cuda.synchronize()
-    rows = gpu_rows(seen)
-    return {who: sum(row.count for row in rows if name in row.key) for who, name in DEQUANTIZERS.items()}
-
-
-def gpu_rows(seen) -> list:
-    """What ran on the GPU under a torch.profiler.profile: kernels and copies, without annotated ranges."""
-    import torch
-
+        for _ in range(steps):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     return [
         row
         for row in seen.key_averages()
@@ -290,7 +303,7 @@ def in_new_process(setups: list[Setup], timeout: float = 900) -> list[dict[str, 
         done = subprocess.run(
             command,
             cwd=folder,
-            env=os.environ | OFFLINE | {"PYTHONPATH": path},
+            env=os.environ | OFFLINE | ONE_LOSS | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=timeout,

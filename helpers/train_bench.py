@@ -32,8 +32,8 @@ def steps_a_sample(tokens: int) -> int:
     return 4 if tokens <= 512 else 2 if tokens <= 2048 else 1
 
 
-def worker(library: str, folder: str, quick: bool) -> dict:
-    """All measurements of one library, in this process."""
+def worker(library: str, folder: str, sizes=SIZES, rounds: int = 15) -> dict:
+    """All measurements of one library, in this process. Without a GPU the times mean nothing."""
     if library == "unsloth":
         import unsloth  # noqa: F401  it asks to come first
     import torch
@@ -51,17 +51,17 @@ def worker(library: str, folder: str, quick: bool) -> dict:
     setup = tiny_training.Setup(folder, library, dtype="bfloat16", rank=RANK, context=2048)
     model = tiny_training.adapted(setup, attention="sdpa")
     adapters = [p for p in model.parameters() if p.requires_grad]
+    device = adapters[0].device
     optimizer = torch.optim.AdamW(adapters, lr=1e-5, fused=True)
     # PEFT as trl sets QLoRA up: adapters in bf16. Unsloth keeps them in fp32 and trains under autocast.
     amp = library == "unsloth"
-    vocabulary = model.config.vocab_size
     data = {"load_seconds": time.perf_counter() - start, "autocast": amp, "sizes": []}
-    for rows, length in QUICK_SIZES if quick else SIZES:
+    for rows, length in sizes:
         generator = torch.Generator().manual_seed(length)
-        ids = torch.randint(3, vocabulary, (rows, length), generator=generator).cuda()
+        ids = torch.randint(3, model.config.vocab_size, (rows, length), generator=generator).to(device)
 
         def backward(ids=ids):
-            with torch.autocast("cuda", torch.bfloat16, enabled=amp):
+            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             return loss
@@ -73,7 +73,7 @@ def worker(library: str, folder: str, quick: bool) -> dict:
 
         found = {"rows": rows, "length": length, "tokens": rows * length}
         found |= _sameness(arm, backward, optimizer, adapters)
-        found |= _times(arm, step, rows * length, rounds=6 if quick else 15)
+        found |= _times(arm, step, rows * length, rounds)
         for name in ARMS:
             with arm(name) as switch:
                 found[name]["peak_bytes"] = _peak(step)
@@ -83,30 +83,30 @@ def worker(library: str, folder: str, quick: bool) -> dict:
         data["sizes"].append(found)
         print(line(library, found), flush=True)
     if library == "peft":
-        data["host"] = host_costs()
+        data["host"] = host_costs(device, 4096 if device.type == "cuda" else 64, rounds)
     return data
+
+
+def _wait() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _sameness(arm, backward, optimizer, adapters) -> dict:
     """Do loss and LoRA gradients of a step have the same bits with and without (deterministic algorithms)?"""
-    import torch
-
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     seen = []
     for name in (*ARMS, "without"):
-        with arm(name):
+        with arm(name), tiny_training.deterministic():
             loss = backward()
             seen.append(tiny_training.digest([loss.float(), *(p.grad for p in adapters)]))
             optimizer.zero_grad(set_to_none=True)
-    torch.use_deterministic_algorithms(False)
     return {"same_bits": seen[0] == seen[1], "repeatable": seen[0] == seen[2]}
 
 
 def _times(arm, step, tokens: int, rounds: int) -> dict:
     """Milliseconds a step of both arms, alternating which comes first; the ratio is of the same round."""
-    import torch
-
     from helpers.timing import paired_ratio, percentiles
 
     count, seconds = steps_a_sample(tokens), {name: [] for name in ARMS}
@@ -114,11 +114,11 @@ def _times(arm, step, tokens: int, rounds: int) -> dict:
         for name in ARMS if turn % 2 else ARMS[::-1]:
             with arm(name):
                 step()  # untimed: what the other arm left in caches is not this one's
-                torch.cuda.synchronize()
+                _wait()
                 start = time.perf_counter()
                 for _ in range(count):
                     step()
-                torch.cuda.synchronize()
+                _wait()
                 if turn >= 0:
                     seconds[name].append((time.perf_counter() - start) / count)
     ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
@@ -127,9 +127,11 @@ def _times(arm, step, tokens: int, rounds: int) -> dict:
     return found | {"speedup": speedup, "rounds": rounds, "steps_a_round": count}
 
 
-def _peak(step) -> int:
+def _peak(step) -> int | None:
     import torch
 
+    if not torch.cuda.is_available():
+        return None
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
@@ -142,15 +144,7 @@ def _profile(step, steps: int = 2) -> dict:
 
     bitsandbytes adds the nested offset with a plain elementwise kernel, which is not counted as dequantizing.
     """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    rows = tiny_training.gpu_rows(seen)
-    names = tiny_training.DEQUANTIZERS
+    rows, names = tiny_training.gpu_rows(step, steps), tiny_training.DEQUANTIZERS
 
     def milliseconds(some):
         return sum(row.self_device_time_total for row in some) / 1e3 / steps
@@ -180,8 +174,8 @@ def _calls(switch, step) -> dict:
     }
 
 
-def host_costs() -> dict[str, dict]:
-    """Host microseconds of each piece between packed weight and product: 4096 x 4096 in bf16, 128 tokens."""
+def host_costs(device, size: int, rounds: int) -> dict[str, dict]:
+    """Host microseconds of each piece between a packed weight (size x size, bf16) and a product, 128 rows."""
     import bitsandbytes as bnb
     import torch
     from torch.nn.functional import linear
@@ -191,9 +185,10 @@ def host_costs() -> dict[str, dict]:
     from helpers.layers import quantized_layer
     from helpers.timing import row, time_interleaved
 
-    layer = quantized_layer(4096, 4096, torch.bfloat16, device="cuda")
+    inner = 50 if torch.cuda.is_available() else 1
+    layer = quantized_layer(size, size, torch.bfloat16, device=device)
     weight, state = layer.weight, layer.weight.quant_state
-    x = torch.randn(1, 128, 4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, 128, size, device=device, dtype=torch.bfloat16)
     graded, g = x.clone().requires_grad_(), torch.randn_like(x)
     dense, decode = bnb.functional.dequantize_4bit(weight, state), cells.load()._your_dequantize_nf4
 
@@ -208,9 +203,9 @@ def host_costs() -> dict[str, dict]:
 
     base_apply = super(torch.autograd.Function, Identity).apply
 
-    def plain_view():
+    def plain():
         with torch._C.DisableTorchFunctionSubclass():
-            return weight.view(-1, 1)
+            return weight.data
 
     def both_ways():
         torch.autograd.grad(bnb.matmul_4bit(graded, weight, quant_state=state), graded, g)
@@ -219,7 +214,7 @@ def host_costs() -> dict[str, dict]:
         "the product alone": lambda: linear(x, dense),
         "the kernel alone": lambda: decode(weight, state),
         "view of a Params4bit": lambda: weight.view(-1, 1),
-        "view as a plain tensor": plain_view,
+        "the same bytes as a plain tensor": plain,
         "autograd Function.apply": lambda: Identity.apply(graded),
         "its base apply": lambda: base_apply(graded),
         "PEFT's clone of the result": graded.clone,
@@ -230,13 +225,13 @@ def host_costs() -> dict[str, dict]:
         "matmul_4bit and its backward": both_ways,
         "Linear4bit.forward": lambda: layer(graded),
     }
-    found = {name: row(s) for name, s in time_interleaved(pieces, rounds=11, inner=50).items()}
+    found = {name: row(s) for name, s in time_interleaved(pieces, rounds=rounds, inner=inner).items()}
     times = {arm: {name: [] for name in calls} for arm in ARMS}
-    for _ in range(11):
+    for _ in range(rounds):
         for arm in ARMS:
             switch = use_nf4_kernel("bitsandbytes", quiet=True) if arm == "with" else contextlib.nullcontext()
             with switch:
-                for name, s in time_interleaved(calls, rounds=1, inner=50).items():
+                for name, s in time_interleaved(calls, rounds=1, inner=inner).items():
                     times[arm][name] += s
     for name in calls:
         found |= {f"{name}, {arm} the kernel": row(times[arm][name]) for arm in ARMS}
@@ -247,7 +242,7 @@ def line(library: str, found: dict) -> str:
     """One row of the table."""
     ms = {arm: found[arm]["ms"]["p50"] for arm in ARMS}
     speed, calls = found["speedup"], found["calls"]
-    share = {arm: found[arm]["dequantize_ms"] / found[arm]["gpu_ms"] for arm in ARMS}
+    share = {arm: found[arm]["dequantize_ms"] / (found[arm]["gpu_ms"] or 1) for arm in ARMS}
     total = calls["kernel"] + calls["library"]
     return (
         f"{library:8} {found['tokens']:5} tokens  {ms['without']:8.2f} -> {ms['with']:8.2f} ms  "
@@ -319,7 +314,7 @@ def main(argv: list[str]) -> int:
         tiny_models.make(args.make, device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
         return 0
     if args.worker:
-        data = worker(args.worker, args.folder, args.quick)
+        data = worker(args.worker, args.folder, *((QUICK_SIZES, 6) if args.quick else (SIZES, 15)))
         Path(args.json).write_text(json.dumps(data), encoding="utf-8")
         return 0
     from helpers import results

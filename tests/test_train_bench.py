@@ -1,0 +1,50 @@
+import json
+
+import pytest
+
+from helpers import environment, tiny_models, train_bench
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The worker on a toy: the real thing in miniature, whose times mean nothing."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    folder = tiny_models.make(tmp_path_factory.mktemp("model"), **sizes)
+    return train_bench.worker("peft", str(folder), sizes=((1, 16),), rounds=1)
+
+
+def test_worker(measured):
+    [size] = measured["sizes"]
+    assert size["same_bits"] and size["repeatable"] and size["tokens"] == 16
+    # seven forward, and backward all but the first layer's q, k and v, whose input needs no gradient
+    assert size["calls"]["library"] == 0
+    assert size["calls"]["kernel"] + size["calls"]["fused"] == 7 + 4
+    assert {"p20", "p50", "p80"} <= size["speedup"].keys() and size["with"]["ms"]["p50"] > 0
+    assert "matmul_4bit, with the kernel" in measured["host"]
+    json.dumps(measured)
+
+
+def test_table(measured):
+    text = train_bench.table({"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}})
+    assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
+    assert "unsloth: failed: no such thing" in text and "the kernel alone" in text
+
+
+def test_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    assert train_bench.main(["--json", str(tmp_path / "found.json")]) == 0
+    assert "not measured (No CUDA GPU" in capsys.readouterr().out
+    assert "not_measured" in json.loads((tmp_path / "found.json").read_text())["data"]
+
+
+@pytest.mark.gpu
+def test_a_worker_that_fails_is_reported(monkeypatch):
+    def fail(arguments, folder):
+        if arguments[0] == "--worker":
+            raise OSError("no memory")
+
+    monkeypatch.setattr(train_bench, "_run", fail)
+    assert train_bench.measure(["peft"])["libraries"]["peft"]["failed"] == "no memory"
