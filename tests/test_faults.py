@@ -51,6 +51,18 @@ class TestValues:
         for _ in range(2):
             assert exact(kernel.your_dequantize_nf4(layer), layer)
 
+    @pytest.mark.parametrize("int_bf16", [True, False])
+    @pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF])
+    def test_every_nan_stays_one(self, kernel, make_layer, bits, int_bf16):
+        """Rounding in integers must not carry a NaN's payload over into a number."""
+        if not int_bf16 and kernel.settings().int_bf16:
+            pytest.skip("no exact bf16 conversion here: always rounded in integers")
+        layer = make_layer(64, 64, torch.bfloat16, nested=False)
+        layer.weight.quant_state.absmax.view(torch.int32)[1::2] = bits
+        with kernel.force(int_bf16=int_bf16):
+            result = kernel.your_dequantize_nf4(layer)
+        assert result[1::2].isnan().all() and not result[::2].isnan().any()
+
     def test_against_bitsandbytes(self, kernel, make_layer):
         """The same values through bitsandbytes itself."""
         layer = make_layer(64, 64, torch.float32, nested=False)
@@ -72,6 +84,16 @@ class TestValues:
         state2 = layer.weight.quant_state.state2
         state2.code = state2.code[:length].clone()
         with pytest.raises(kernel.UnsupportedState, match=f"state2.code has {length} elements"):
+            kernel.your_dequantize_nf4(layer)
+
+    @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+    def test_the_scale_of_a_last_partial_block_must_be_there(self, kernel, make_layer, nested):
+        """65 elements are two blocks of 64."""
+        layer = make_layer(65, 1, torch.float16, nested=nested)
+        state = layer.weight.quant_state
+        assert state.absmax.numel() == 2 and exact(kernel.your_dequantize_nf4(layer), layer)
+        state.absmax = state.absmax[:1].clone()
+        with pytest.raises(kernel.UnsupportedState, match="absmax has 1 elements, expected 2"):
             kernel.your_dequantize_nf4(layer)
 
     @gap("an offset for each block is accepted, and the first one used for all")
