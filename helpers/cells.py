@@ -22,9 +22,7 @@ def source() -> str:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     tagged = ["".join(cell["source"]) for cell in cells if TAG in cell["metadata"].get("tags", ())]
     if not tagged:
-        raise ValueError(
-            f"{NOTEBOOK.name} has no cell tagged '{TAG}': the kernel lives there; restore the notebook from git"
-        )
+        raise ValueError(f"{NOTEBOOK.name} has no cell tagged '{TAG}', where the kernel lives: restore it")
     return "\n\n".join(tagged) + "\n"
 
 

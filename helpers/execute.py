@@ -1,6 +1,7 @@
 """`python -m helpers run`: execute the notebook with this very Python and keep what it showed."""
 
 import argparse
+import importlib.util
 import os
 import re
 import sys
@@ -8,16 +9,16 @@ import sysconfig
 import time
 from pathlib import Path
 
-from helpers import environment
+from helpers import cells, environment
 
 NAME = "Unsloth_Puzzles_A"
 SOURCE = environment.ROOT / f"{NAME}.ipynb"
 
 
-def titles(cells) -> list[str]:
+def titles(notebook_cells) -> list[str]:
     """What each cell is called: its #@title, else how the text above it begins, else its first line."""
     names, above = [], ""
-    for cell in cells:
+    for cell in notebook_cells:
         lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
         if cell.cell_type != "code":
             above = next((line for line in lines if line.startswith("#")), lines[0] if lines else "")
@@ -109,12 +110,16 @@ def execute(notebook, folder: Path, timeout: int) -> None:
         client.execute()
 
 
-def write_html(notebook, path: Path) -> None:
-    """The notebook as one HTML page."""
+def write_html(notebook, path: Path) -> bool:
+    """The notebook as one HTML page; without nbconvert a line says so."""
+    if importlib.util.find_spec("nbconvert") is None:
+        print("no HTML page: nbconvert is not installed (pip install nbconvert)", file=sys.stderr)
+        return False
     from nbconvert import HTMLExporter
 
     body, _ = HTMLExporter(template_name="lab").from_notebook_node(notebook)
     path.write_text(body, encoding="utf-8")
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,22 +164,25 @@ def main(argv: list[str] | None = None) -> int:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = nbformat.from_dict(scrub(cell.outputs, folders(out)))
+    # First of all what cannot be had again: a missing converter must not cost the run.
     nbformat.write(notebook, copy)
-    write_html(notebook, page)
+    if options.in_place and not failure:
+        notebook.metadata["nf4"] = {"kernel_hash": cells.kernel_hash(), "environment": environment.describe()}
+        nbformat.write(notebook, options.notebook)
+        print(f"outputs written into {options.notebook.name}")
+    paged = write_html(notebook, page)
     print(f"\n{time.monotonic() - start:.0f} s\n")
     if failure:
         text = re.sub(r"\x1b\[[0-9;]*m", "", failure)[-4000:]
         print(f"A cell failed; what ran until then is in {copy}\n\n{text}", file=sys.stderr)
         return 1
-    if options.in_place:
-        nbformat.write(notebook, options.notebook)
-        print(f"outputs written into {options.notebook}")
     if not score.exists():
         print(f"The notebook ran, but wrote no {score.name}: there is no score to show.", file=sys.stderr)
         return 1
     print(score.read_text().rstrip(), "\n")
     print(f"executed notebook  {copy}")
-    print(f"as a page          {page}")
+    if paged:
+        print(f"as a page          {page}")
     print(f"score              {score.with_suffix('.json')}")
     return 0
 

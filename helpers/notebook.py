@@ -143,7 +143,32 @@ def stored_targets(card: str = "nvidia-h200") -> str:
     result = stored(card)
     if result is None:
         return "no stored benchmark: python -m helpers bench on a machine with an NVIDIA GPU writes one"
-    return plots.caption(result) + "\n\n" + tables.text(targets.table(result))
+    return "\n".join([plots.caption(result), "", tables.text(targets.table(result)), "", *limits(result)])
+
+
+def limits(result: dict) -> list[str]:
+    """What bounds the targets that depend on the host, from the same result file: one line each."""
+    data, lines = result["data"], []
+    calls = [case["synchronized"] for case in data.get("host", {}).get("cases", [])]
+    if calls:
+        sums = {name: sum(case[name]["p50"] for case in calls) for name in calls[0]}
+        bound = [sums[f"unsloth_{which}"] / sums["empty_strided + fill_"] for which in ("today", "classic")]
+        lines.append(
+            "Protocol: allocating and filling the same outputs, with no decoding at all, would reach "
+            f"{bound[0]:.2f} over Unsloth today and {bound[1]:.2f} over classic on this host."
+        )
+    cold = data.get("cold", {})
+    if cold.get("trivial"):
+        first = {
+            job: [cold[job][state]["median"]["first_call"] for state in ("empty", "warm")]
+            for job in ("trivial", "kernel")
+        }
+        lines.append(
+            f"First call: a Triton kernel that does nothing takes {first['trivial'][0]:.2f} s with empty "
+            f"caches and {first['trivial'][1]:.2f} s with warm ones; ours {first['kernel'][0]:.2f} and "
+            f"{first['kernel'][1]:.2f} s."
+        )
+    return lines
 
 
 def machine_code() -> str:

@@ -1,0 +1,68 @@
+"""What is stored must belong to the kernel that the notebook shows now."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from helpers import cells, environment, results
+
+ROOT = environment.ROOT
+STORED = sorted((ROOT / "results").glob("*/*.json"))
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(cells.NOTEBOOK, as_version=4)
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_stored_result_is_stale(path):
+    stored = json.loads(path.read_text())
+    assert stored["environment"]["date"] and stored["data"]
+    assert not results.stale(path), f"measured with kernel {stored['kernel_hash']}: run what wrote it again"
+
+
+def test_an_edited_kernel_makes_results_stale(tmp_path, monkeypatch):
+    path = results.write("some", {"x": 1}, tmp_path)
+    assert not results.stale(path)
+    monkeypatch.setattr(cells, "kernel_hash", lambda: "another kernel")
+    assert results.stale(path)
+
+
+def test_the_outputs_are_those_of_one_complete_run_of_these_cells(notebook):
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
+    stamp = notebook.metadata["nf4"]
+    assert stamp["kernel_hash"] == cells.kernel_hash(), "run: python -m helpers run --in-place"
+
+
+def test_the_notebook_is_laid_out_for_colab(notebook):
+    assert notebook.metadata.accelerator == "GPU" and notebook.metadata.colab.gpuType == "T4"
+    ids = [cell.id for cell in notebook.cells]
+    assert len(set(ids)) == len(ids)
+    text = json.dumps(notebook)
+    assert len(text) < 2_000_000
+    assert not re.search(r"(/root/|/home/\w+/|/tmp/\w)", text), "paths of a machine in the outputs"
+
+
+def test_readme_and_notebook_name_the_same_repository(notebook):
+    setup = next(cell.source for cell in notebook.cells if "REPO_URL" in cell.source)
+    url = re.search(r'^REPO_URL = "(.*?)"', setup, re.M).group(1)
+    badge = r"\[!\[Open In Colab\]\([^)]*\)\]\(([^)]*)\)"
+    for text in ((ROOT / "README.md").read_text(), notebook.cells[0].source):
+        link = re.search(badge, text).group(1)
+        if url:
+            name = url.removeprefix("https://github.com/").removesuffix(".git")
+            assert link == f"https://colab.research.google.com/github/{name}/blob/main/{cells.NOTEBOOK.name}"
+        else:
+            assert link.startswith("#"), "no public address yet: the badge must not point anywhere else"
+
+
+def test_the_readme_shows_the_stored_targets():
+    from helpers import tables, targets
+
+    stored = json.loads((ROOT / "results" / "nvidia-h200" / "benchmark.json").read_text())
+    assert tables.markdown(targets.table(stored)) in (ROOT / "README.md").read_text()
