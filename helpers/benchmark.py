@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from helpers import baselines, cells, cold, environment, harness, results, tables
 from helpers.contest import DTYPES, Bench, why

@@ -201,8 +201,8 @@ def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
 
     All packed bytes under all absmax codes, a random layer, odd tails; `dtypes` (fp16, bf16 and fp32 unless
     named); nested and flat; outputs filled with NaN first and guarded on both sides. Returns "passed",
-    "arch", "device", "capability", "triton", "bitsandbytes", "elements", "differing" and "cases"; without a GPU or
-    bitsandbytes "passed" is None and "needs" says what is missing.
+    "arch", "device", "capability", "triton", "bitsandbytes", "elements", "differing", "cases"; without a
+    GPU or bitsandbytes "passed" is None and "needs" says what is missing.
     """
     import torch
 

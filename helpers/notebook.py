@@ -1,5 +1,6 @@
 """What the notebook's cells show beside the kernel: each function is one cell's picture or table."""
 
+import html
 import json
 import math
 import os
@@ -11,9 +12,53 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from helpers import cells, environment, plots, reference, sass, tables, targets, timing
 from helpers.floor import bytes_moved
 
+# What is changed in the stored ablation, and why the notebook's kernel decides otherwise.
+STEPS = {
+    "no inline assembly": "table of finished results in 16 lanes, one shuffle a code, one 128-bit store a word",
+    "code2 not staged in shared memory": "code2 is fetched beside absmax: one memory latency instead of two",
+    "2 words a thread": "8 words a thread: their loads are all under way before the first is used",
+    "4 words a thread": "... and 16.8M elements fit the card in one wave of programs",
+    "no cache hints": "results are written to leave the cache first",
+    "hints on loads": "off for large tensors here: the policy costs more than it saves at 16.8M",
+    "any number of programs an SM": "beyond one wave, fewer programs at a time: longer runs of reads and writes",
+    "bf16 rounded in integers": "what a T4 needs costs next to nothing even where hardware converts",
+}
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INK, PALE, ACCENT = "#333333", "#e8eef4", "#2b6cb0"
 PROTOCOL_SHAPES = ((8192, 2048, torch.float16), (4096, 1024, torch.bfloat16), (14336, 4096, torch.bfloat16))
+
+
+class Table:
+    """Rows of cells, the head first: HTML in a notebook, text elsewhere; lines above and below."""
+
+    def __init__(self, rows: list[list[str]], above: str = "", below: tuple[str, ...] = ()):
+        self.rows, self.above, self.below = rows, above, tuple(below)
+
+    def __repr__(self) -> str:
+        return "\n".join([self.above, "", tables.text(self.rows), "", *self.below]).strip()
+
+    def _repr_html_(self) -> str:
+        style = 'style="text-align:left;padding:3px 10px;border-bottom:1px solid rgba(128,128,128,.4)"'
+        body = ""
+        for i, row in enumerate(self.rows):
+            tag = "td" if i else "th"
+            body += "<tr>" + "".join(f"<{tag} {style}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in self.below)
+        table = f'<table style="border-collapse:collapse;color:inherit">{body}</table>'
+        return f'<div style="color:inherit"><p>{html.escape(self.above)}</p>{table}{lines}</div>'
+
+
+def steps(card: str = "nvidia-h200") -> Table:
+    """The stored ablation, one row a clever step: why it is there, and the time without it (bf16)."""
+    result = stored(card)
+    if result is None:
+        return Table([["no stored benchmark"]])
+    cases = [c for c in result["data"]["ablation"]["cases"] if c["dtype"] == "bfloat16"]
+    rows = [["changed", "why it is as it is", *(targets.size_text(case["numel"]) for case in cases)]]
+    for name, why in STEPS.items():
+        found = [case["rows"].get(name, {}).get("vs_chosen") for case in cases]
+        rows.append([name, why, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in found)])
+    return Table(rows, f"GPU time over the time as chosen. {plots.caption(result)}")
 
 
 def storage_format() -> plots.Picture:
@@ -107,7 +152,7 @@ def special(dequantize) -> str:
     return "\n".join(lines)
 
 
-def protocol(comparison) -> str:
+def protocol(comparison) -> Table:
     """A harness.Comparison as a table: seconds (p20, p50, p80), speedups, how it passed the checks."""
     head = f"{len(comparison.configs)} configurations, {comparison.rounds} rounds, "
     head += f"{comparison.repeats} interleaved repeats; weights checked against {comparison.checked_against}"
@@ -129,7 +174,7 @@ def protocol(comparison) -> str:
             spread, ratio = entry.spread, comparison.speedup(ours, name)
             times = [f"{spread['p50']:.4f}", f"{spread['p20']:.4f} to {spread['p80']:.4f}"]
             rows.append([entry.label, *times, "" if name == ours else f"{ratio:.2f}x as fast", checked])
-    return head + "\n\n" + tables.text(rows)
+    return Table(rows, head)
 
 
 def stored(card: str = "nvidia-h200") -> dict | None:
@@ -138,12 +183,14 @@ def stored(card: str = "nvidia-h200") -> dict | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def stored_targets(card: str = "nvidia-h200") -> str:
+def stored_targets(card: str = "nvidia-h200") -> Table:
     """The table of targets, from one stored result file, with its card, date and kernel."""
     result = stored(card)
     if result is None:
-        return "no stored benchmark: python -m helpers bench on a machine with an NVIDIA GPU writes one"
-    return "\n".join([plots.caption(result), "", tables.text(targets.table(result)), "", *limits(result)])
+        return Table(
+            [["no stored benchmark: python -m helpers bench on a machine with an NVIDIA GPU writes one"]]
+        )
+    return Table(targets.table(result), plots.caption(result), limits(result))
 
 
 def limits(result: dict) -> list[str]:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from helpers import environment, tiny_models, tiny_training
 
