@@ -14,13 +14,13 @@ from helpers.floor import bytes_moved
 
 # What is changed in the stored ablation, and why the notebook's kernel decides otherwise.
 STEPS = {
-    "no inline assembly": "table of finished results in 16 lanes, one shuffle a code, one 128-bit store a word",
+    "no inline assembly": "finished results in 16 lanes, one shuffle a code, one 128-bit store a word",
     "code2 not staged in shared memory": "code2 is fetched beside absmax: one memory latency instead of two",
     "2 words a thread": "8 words a thread: their loads are all under way before the first is used",
     "4 words a thread": "... and 16.8M elements fit the card in one wave of programs",
     "no cache hints": "results are written to leave the cache first",
     "hints on loads": "off for large tensors here: the policy costs more than it saves at 16.8M",
-    "any number of programs an SM": "beyond one wave, fewer programs at a time: longer runs of reads and writes",
+    "any number of programs an SM": "beyond one wave fewer programs at a time: longer runs of reads and writes",
     "bf16 rounded in integers": "what a T4 needs costs next to nothing even where hardware converts",
 }
 RESULTS = Path(__file__).resolve().parent.parent / "results"
