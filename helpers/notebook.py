@@ -20,7 +20,7 @@ STEPS = {
     "4 words a thread": "... and 16.8M elements fit the card in one wave of programs",
     "no cache hints": "results are written to leave the cache first",
     "hints on loads": "off for large tensors here: the policy costs more than it saves at 16.8M",
-    "any number of programs an SM": "beyond one wave fewer programs at a time: longer runs of reads and writes",
+    "any number of programs an SM": "beyond one wave, fewer programs at a time: fewer streams in memory",
     "bf16 rounded in integers": "what a T4 needs costs next to nothing even where hardware converts",
 }
 RESULTS = Path(__file__).resolve().parent.parent / "results"
