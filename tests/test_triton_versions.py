@@ -1,4 +1,4 @@
-"""The kernel compiles as expected with the oldest and the newest Triton; all others are opt-in (-m optin)."""
+"""The kernel compiles as expected with the oldest Triton, Colab's and the newest; others are opt-in (-m optin)."""
 
 import os
 import subprocess
@@ -12,7 +12,8 @@ import triton_versions  # noqa: E402
 
 from helpers import environment  # noqa: E402
 
-IN_CI = (triton_versions.OLDEST, triton_versions.NEWEST_SEEN)
+COLAB = "3.6.0"
+IN_CI = (triton_versions.OLDEST, COLAB, triton_versions.NEWEST_SEEN)
 
 
 def check(version):
@@ -28,7 +29,7 @@ def check(version):
 
 
 @pytest.mark.parametrize("version", IN_CI)
-def test_oldest_and_newest(version):
+def test_oldest_colab_and_newest(version):
     check(version)
 
 
