@@ -1,4 +1,4 @@
-"""The kernel compiles as expected with the oldest Triton, Colab's and the newest; others are opt-in (-m optin)."""
+"""The kernel compiles as expected with the oldest Triton, Colab's and the newest; others with -m optin."""
 
 import os
 import subprocess
