@@ -1,8 +1,14 @@
+import contextlib
+import importlib
+
 import pytest
 
 from helpers import environment
 
 environment.prepare()  # before anything imports triton
+# Inductor imports setuptools, which refuses to come after the standard library's distutils.
+with contextlib.suppress(ImportError):
+    importlib.import_module("setuptools")
 
 
 def pytest_collection_modifyitems(items):
