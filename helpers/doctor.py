@@ -82,14 +82,14 @@ def _equal(device: str, dtype: str) -> tuple[bool, str]:
     import bitsandbytes
     import torch
 
-    from helpers import cells, reference
+    from helpers import cells, checks, reference
     from helpers.layers import quantized_layer
 
     layer = quantized_layer(*LAYER, getattr(torch, dtype), device=device)
     weight, state = layer.weight.data, layer.weight.quant_state
     ours = cells.load().your_dequantize_nf4(layer)
     others = {
-        f"bitsandbytes {bitsandbytes.__version__}": bitsandbytes.functional.dequantize_4bit(weight, state),
+        f"bitsandbytes {bitsandbytes.__version__}": checks.expected(layer),  # past its AVX512 faults
         "the oracle": reference.dequantize(weight, state),
     }
     wrong = {name: reference.different(ours, other) for name, other in others.items()}
