@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from helpers import baselines, cells, cold, environment, harness, results, tables
+from helpers import baselines, cells, cold, environment, harness, plots, results, tables
 from helpers.contest import DTYPES, Bench, why
 from helpers.gpu_time import ablation, gemm, gpu
 from helpers.host_time import host
@@ -160,7 +160,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         print("written:", results.write(options.json.name, data, options.json.parent))
     elif measured and not options.quick and not options.only:
-        print("written:", results.write(NAME, data))
+        path = results.write(NAME, data)
+        plots.save_all(results.read(NAME, path.parent), path.parent / "figures")
+        print("written:", path)
     problems = _failures(data)
     if measured:
         print(tables.summary(data), tables.text(table(data)), sep="\n\n")

@@ -193,6 +193,17 @@ def stored_targets(card: str = "nvidia-h200") -> Table:
     return Table(targets.table(result), plots.caption(result), limits(result))
 
 
+def stored_gemm(card: str = "nvidia-h200") -> Table:
+    """Dequantize and multiply as one unit under each store policy, from one stored result file."""
+    result = stored(card)
+    if result is None:
+        return Table([["no stored benchmark"]])
+    rows = [case["rows"] for case in result["data"].get("gemm", {}).get("cases", [])]
+    plain = [r["kernel, plain stores, no hints"]["p50"] / r["kernel"]["p50"] for r in rows]
+    below = [f"Plain stores over streaming ones: {min(plain):.3f} to {max(plain):.3f}."] if plain else []
+    return Table(tables.gemm(result), plots.caption(result), below)
+
+
 def limits(result: dict) -> list[str]:
     """What bounds the targets that depend on the host, from the same result file: one line each."""
     data, lines = result["data"], []

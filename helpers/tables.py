@@ -103,6 +103,22 @@ def gemm(result: dict) -> list[list[str]]:
     return [header, *rows] if rows else []
 
 
+def protocol(result: dict) -> list[list[str]]:
+    """Median seconds of the official protocol, how many times as fast ours is, and the checks' verdict."""
+    entries = _data(result).get("protocol", {}).get("entries", {})
+    ours = entries.get("kernel", {}).get("spread")
+    rows = [
+        ["official protocol", "seconds", "this kernel is faster by", "official checks, default tolerances"]
+    ]
+    for name, entry in entries.items() if ours else ():
+        if entry.get("spread"):
+            median = entry["spread"]["p50"]
+            verdict = "every bit equal" if entry["identical"] else "within tolerance"
+            label = "this kernel" if name == "kernel" else entry["label"]
+            rows.append([label, f"{median:.3f}", f"{median / ours['p50']:.2f}", verdict])
+    return rows if len(rows) > 1 else []
+
+
 def cold(result: dict) -> list[list[str]]:
     """Seconds of each step of a fresh process, medians."""
     rows = []

@@ -288,11 +288,19 @@ def test_only_a_full_run_is_stored_by_itself(bench, monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
     monkeypatch.setattr(benchmark, "SECTIONS", {"gpu": lambda _: {"sizes": []}})
     monkeypatch.setattr(benchmark, "QUICK", ("gpu",))
-    monkeypatch.setattr(
-        benchmark.results, "write", lambda name, data, folder=None: written.append((name, folder)) or name
-    )
+
+    def write(name, data, folder=None):
+        written.append((name, folder))
+        path = tmp_path / "card" / f"{name.removesuffix('.json')}.json"
+        path.parent.mkdir(exist_ok=True)
+        found = {"environment": {"gpu": "some card", "date": "2026-01-01"}, "kernel_hash": "0", "data": data}
+        path.write_text(json.dumps(found))
+        return path
+
+    monkeypatch.setattr(benchmark.results, "write", write)
     assert benchmark.main([]) == 0
     assert written == [("benchmark", None)]
+    assert (tmp_path / "card" / "figures" / "speedup_by_size.png").exists(), "figures are drawn from the file"
     assert benchmark.main(["--quick"]) == 0
     assert benchmark.main(["--only", "gpu"]) == 0
     assert len(written) == 1
