@@ -47,6 +47,9 @@ QUICK_GPU = (
     "tests/test_faults.py::test_hints_are_on_what_is_read_or_written_once",
     "tests/test_kernel_bits.py::test_unaligned_weight_and_output",
     "tests/test_plans.py::test_every_call_returns_memory_of_its_own",
+    "tests/test_plans.py::test_a_weight_that_moves_keeps_its_plan",
+    "tests/test_plans.py::test_a_weight_that_moves_to_another_alignment",
+    "tests/test_plans.py::test_a_weight_left_on_the_cpu_is_refused",
     "tests/test_callers.py::TestOperator::test_repeated_launches_are_not_stale",
     "tests/test_callers.py::TestStreams::test_launched_on_the_current_stream",
     "tests/test_layouts.py::test_more_than_2_to_the_31_elements",
@@ -108,7 +111,10 @@ CHECKS = (
 )  # fmt: skip
 PLANS = (
     Mutant("plan: forced settings ignored", "self.epoch == _epoch", "True"),
-    Mutant("plan: weight's address ignored", "and weight.data_ptr() == self.address", ""),
+    Mutant("plan: weight's first address kept", "def launch_in_c(stream, address, out_address):", "def launch_in_c(stream, _, out_address, address=arguments[0].data_ptr()):", gpu=True),
+    Mutant("plan: a freed weight accepted", "and address != 0", ""),
+    Mutant("plan: weight's device ignored", "            and weight.get_device() == self.index\n", "", gpu=True),
+    Mutant("plan: weight's alignment ignored", "and (address % 4 == 0) is self.aligned", "", gpu=True),
     Mutant("plan: weight's size ignored", "and weight.nbytes == self.nbytes", ""),
     Mutant("plan: absmax's identity and address ignored", "            and absmax is self.absmax()\n            and absmax.data_ptr() == self.absmax_address\n", ""),
     Mutant("plan: absmax's size ignored", "and absmax.nbytes == self.absmax_nbytes", ""),
@@ -153,8 +159,8 @@ ASSEMBLY = (
     Mutant("asm: used for any alignment", "weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0", "True", gpu=True),
     Mutant("asm: 32-bit offsets", "first = pid.to(tl.int64) * TILE", "first = pid * TILE * 8 // 8", gpu=True),
     Mutant("plan: one output for all calls", "        out = _empty_cuda(plan.size, plan.stride, plan.dtype)", "        out = _operator_launches.setdefault(plan, _empty_cuda(plan.size, plan.stride, plan.dtype))", gpu=True),
-    Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), out.data_ptr())", "plan.launch(0, out.data_ptr())", gpu=True),
-    Mutant("operator: absmax's address not in the key", "for x in tensors])  # fmt: skip", "for x in tensors[:1]])  # fmt: skip", gpu=True),
+    Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
+    Mutant("operator: absmax's address not in the key", "for x in (absmax, code2, absmax2, offset)])", "for x in (code2, absmax2, offset)])", gpu=True),
 )  # fmt: skip
 MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + ASSEMBLY}
 

@@ -37,11 +37,6 @@ def refused_by_inductor(dtype, options):
     return dtype == torch.bfloat16 and "mode" in options and not environment.native_bf16()
 
 
-def gap(reason):
-    """A known gap of the kernel cells; strict, so that closing it asks for this mark to go."""
-    return pytest.mark.xfail(reason=reason, strict=True)
-
-
 def arguments(layer):
     """What the operator nf4_triton::dequantize takes for a layer."""
     state = layer.weight.quant_state
@@ -275,9 +270,7 @@ def projection(kernel, device):
 
 
 class TestExport:
-    @pytest.mark.parametrize(
-        "strict", [True, pytest.param(False, marks=gap("a lifted weight has lost its quant_state"))]
-    )
+    @pytest.mark.parametrize("strict", [True, False])
     def test_export_of_a_small_module(self, kernel, device, strict):
         """The exported graph holds the operator once and runs exactly."""
         module, x = projection(kernel, device)
@@ -379,7 +372,6 @@ class TestModes:
         finally:
             torch.use_deterministic_algorithms(False)
 
-    @gap("inside a transform new tensors have no address")
     @pytest.mark.parametrize("planned", [False, True])
     def test_inside_torch_func_transforms(self, kernel, make_layer, planned):
         """grad and vmap over the activations, vmap over stacked weights: the operator answers, exactly."""

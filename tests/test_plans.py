@@ -1,11 +1,13 @@
 """A launch plan is never stale: whatever changes between two calls is honoured by the next one.
 
 The first call on a state leaves a plan, later calls compare identities and addresses, then repeat it.
-Without a GPU no plan is made, so the interpreter stands in for the repeated launch here: it reads the tensors
-that the plan was made with, as the GPU would read their addresses. A stale plan gives stale bits in both.
+Without a GPU no plan is made, so the interpreter stands in for the repeated launch here: it reads and writes
+at the addresses given, and reads the other tensors that the plan was made with, as the GPU would read their
+addresses. A stale plan gives stale bits in both.
 """
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
@@ -52,12 +54,14 @@ def planned(kernel, device, monkeypatch):
 
 def interpret(kernel, monkeypatch):
     """Give the interpreter what the fast path takes from CUDA: an allocator, a stream, a launch."""
-    outputs, launch_once = weakref.WeakValueDictionary(), kernel._launch
+    launch_once = kernel._launch
 
     def empty(shape, stride, dtype):
-        out = torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
-        outputs[out.data_ptr()] = out
-        return out
+        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
+
+    def memory(address, like):
+        content = (ctypes.c_uint8 * like.nbytes).from_address(address)
+        return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
 
     def launch(weight, state, out):
         launch_once(weight, state, out)
@@ -66,10 +70,11 @@ def interpret(kernel, monkeypatch):
             return None
         seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
-        def again(stream, address):
+        def again(stream, address, out_address):
+            tensors = memory(address, seen[0]), memory(out_address, seen[1]), *seen[2:]
             options = kernel._options(kernel.settings())
             jit = kernel._your_dequantize_nf4_kernel
-            jit[(grid,)](seen[0], outputs[address], *seen[2:], **constexprs, **options)
+            jit[(grid,)](*tensors, **constexprs, **options)
 
         return again
 
@@ -285,6 +290,37 @@ def test_another_weight_with_the_same_state(planned, layer):
             assert exact(result, other, state)
 
 
+def test_a_weight_that_moves_keeps_its_plan(planned, layer):
+    """FSDP gathers a weight into other memory for each use; the state stays."""
+    weight, state = warm(planned, layer)
+    kept = []
+    for _ in range(4):
+        kept.append(noise(weight.data))
+        result, by_plan = planned(kept[-1], state)
+        assert by_plan and exact(result, kept[-1], state)
+        weight.data = kept[-1].clone()
+        result, by_plan = planned(weight, state)
+        assert by_plan and exact(result, weight, state)
+
+
+@pytest.mark.parametrize("start", [1, 2, 4, 8])
+def test_a_weight_that_moves_to_another_alignment(planned, layer, start):
+    weight, state = warm(planned, layer)
+    memory = torch.cat([weight.data.view(-1)[:start], weight.data.view(-1)])
+    for _ in range(2):
+        moved = memory[start:].view(weight.shape)
+        assert exact(planned(moved, state)[0], moved, state)
+        assert exact(planned(weight, state)[0], weight, state)
+
+
+@pytest.mark.gpu
+def test_a_weight_left_on_the_cpu_is_refused(planned, kernel, layer):
+    weight, state = warm(planned, layer)
+    with pytest.raises(kernel.UnsupportedState, match="on cpu"):
+        planned(weight.data.cpu(), state)
+    assert exact(planned(weight, state)[0], weight, state)
+
+
 def shorten(x):
     with torch.no_grad():
         x.resize_(x.numel() // 2)
@@ -412,7 +448,7 @@ def test_outs_of_every_alignment_after_a_plan(planned, kernel, layer, before):
         assert memory[:before].isnan().all() and memory[before + n :].isnan().all()
 
 
-def test_an_out_that_does_not_fit_is_refused_after_a_plan(planned, kernel, layer):
+def test_an_out_that_does_not_fit_is_refused_after_a_plan(planned, kernel, device, layer):
     weight, state = warm(planned, layer)
     good = torch.zeros(state.shape, dtype=state.dtype, device=weight.device)
     for bad in (
@@ -420,7 +456,7 @@ def test_an_out_that_does_not_fit_is_refused_after_a_plan(planned, kernel, layer
         good.half(),
         good[:-1],
         good.view(-1),
-        good.to("meta"),
+        good.to("meta" if device == "cuda" else torch.float64),  # the stand-in's index, -1, is meta's too
         good.new_empty(320, 128)[:, ::2],
     ):
         with pytest.raises(kernel.UnsupportedState, match="out has"):
