@@ -110,9 +110,9 @@ CHECKS = (
     Mutant("out unchecked", "_require(found == expected,", "_require(True,"),
 )  # fmt: skip
 PLANS = (
-    Mutant("plan: forced settings ignored", "self.epoch == _epoch", "True"),
+    Mutant("plan: forced settings ignored", "plan.epoch is _epoch and ", ""),
     Mutant("plan: weight's first address kept", "def launch_in_c(stream, address, out_address):", "def launch_in_c(stream, _, out_address, address=arguments[0].data_ptr()):", gpu=True),
-    Mutant("plan: a freed weight accepted", "and address != 0", ""),
+    Mutant("plan: a freed weight accepted", "            address != 0\n            and ", "            "),
     Mutant("plan: weight's device ignored", "            and weight.get_device() == self.index\n", "", gpu=True),
     Mutant("plan: weight's alignment ignored", "and (address % 4 == 0) is self.aligned", "", gpu=True),
     Mutant("plan: weight's size ignored", "and weight.nbytes == self.nbytes", ""),

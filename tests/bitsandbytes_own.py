@@ -101,7 +101,7 @@ def start(folder, arguments, substituted, share, report):
         "NF4_SHARE": share,
         "NF4_OWN_REPORT": str(report),
         "BNB_TEST_DEVICE": device,
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), *sys.path]),
     }
     files = [str(folder / "tests" / name) for name in FILES if (folder / "tests" / name).exists()]
     options = ["-q", "-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "--tb=short"]

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from packaging import version
 
 from helpers import environment, reference
 
@@ -259,6 +260,18 @@ class Projection(torch.nn.Module):
         return x @ self.dequantize(self.layer).t()
 
 
+class PlainProjection(torch.nn.Module):
+    """The same with the packed codes in a plain buffer, as for a deployment."""
+
+    def __init__(self, kernel, layer):
+        super().__init__()
+        self.register_buffer("codes", layer.weight.data.as_subclass(torch.Tensor).clone())
+        self.state, self.dequantize = layer.weight.quant_state, kernel._your_dequantize_nf4
+
+    def forward(self, x):
+        return x @ self.dequantize(self.codes, self.state).t()
+
+
 def projection(kernel, device):
     """A small module around a Linear4bit made by its own constructor."""
     import bitsandbytes
@@ -281,8 +294,13 @@ class TestExport:
 
     @ON_GPU
     @pytest.mark.slow  # a C++ compiler runs
-    def test_aot_inductor(self, kernel, tmp_path):
+    @pytest.mark.parametrize("weights", ["plain", "Params4bit"])
+    def test_aot_inductor(self, kernel, tmp_path, weights):
         module, x = projection(kernel, "cuda")
+        if weights == "plain":
+            module = PlainProjection(kernel, module.layer)
+        elif version.parse(torch.__version__) < version.parse("2.13"):
+            pytest.skip("torch 2.11 refuses Params4bit in AOTInductor; 2.13 takes it")
         with torch.no_grad():
             expected = module(x)
             exported = torch.export.export(module, (x,), strict=True)
@@ -473,12 +491,13 @@ def run_script(code, **variables):
         path = os.path.join(folder, "script.py")
         with open(path, "w") as file:
             file.write(textwrap.dedent(code))
+        variables["PYTHONPATH"] = os.pathsep.join([str(environment.ROOT), *sys.path])
         return subprocess.run(
             [sys.executable, path],
             capture_output=True,
             text=True,
             cwd=environment.ROOT,
-            env={**os.environ, "PYTHONPATH": str(environment.ROOT), **variables},
+            env={**os.environ, **variables},
         )
 
 
