@@ -180,7 +180,7 @@ def gemm_fallback(site: Site, library: Library, kernel):
             try:
                 weight = operator(
                     B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None,
-                    absmax_offset, list(shapeB), A.dtype, quant_type, blocksize, 256 if nested else 0,
+                    absmax_offset, list(shapeB), str(A.dtype), quant_type, blocksize, 256 if nested else 0,
                 )  # fmt: skip
             except unsupported as error:
                 site.left(error)

@@ -1,13 +1,16 @@
 """What am I running on, and what does that allow: GPU, versions, Colab or Kaggle, Triton's interpreter."""
 
+import atexit
 import datetime
 import functools
 import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +19,7 @@ MIN_TRITON = (3, 3)  # 3.1 and 3.2 cannot compile a bf16 cast for sm_75
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 # Other KAGGLE_ variables (KAGGLE_USERNAME, KAGGLE_KEY) also exist on machines that only use Kaggle's API.
 KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "KAGGLE_DATA_PROXY_TOKEN")
+REPEATS, REPEATS_SM75 = 3, 1  # how often the notebook times each contender's 1000 rounds
 
 
 def colab() -> bool:
@@ -43,6 +47,7 @@ def interpreter() -> bool:
 def prepare() -> bool:
     """Choose Triton's interpreter where there is no GPU; call it before triton is imported.
 
+    With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4: call it before torch.compile.
     Returns True when kernels will run in the interpreter. Raises RuntimeError when triton was imported
     too early for the choice to take effect.
     """
@@ -54,7 +59,37 @@ def prepare() -> bool:
                 "notebook restart the runtime and run from the top."
             )
         os.environ["TRITON_INTERPRET"] = "1"
+    if forced() == "t4" and native_bf16():
+        _hide_native_bf16()
     return interpreter()
+
+
+def forced() -> str | None:
+    """The card whose decisions are forced on the one at hand (NF4_FORCE), such as "t4"; None without."""
+    return os.environ.get("NF4_FORCE") or None
+
+
+def forced_text(card: str | None) -> str:
+    """How a run with the decisions of `card` ("t4") forced is labelled; it is never called a run on it."""
+    return f"{card.upper()}'s decisions forced" if card else ""
+
+
+def _hide_native_bf16():
+    """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
+    import torch
+
+    supported = torch.cuda.is_bf16_supported
+
+    def is_bf16_supported(including_emulation: bool = True):
+        return including_emulation and supported(including_emulation=True)
+
+    torch.cuda.is_bf16_supported = is_bf16_supported
+    dynamo = sys.modules.get("torch._dynamo.device_interface")
+    if dynamo:  # what Inductor asks: a reference taken when the module was imported
+        dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
+    # The key of Inductor's disk cache does not hold the answer: a run without NF4_FORCE must not lend graphs.
+    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-forced-t4-")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
 
 
 def capability(device=None) -> tuple[int, int] | None:
@@ -69,6 +104,12 @@ def native_bf16() -> bool:
     import torch
 
     return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def protocol_repeats() -> int:
+    """How often the notebook times each contender: 3; once on sm_75 (a T4, or its decisions forced), where
+    "Run all" is to end in five minutes and one run of 1000 rounds is what the puzzle asks for."""
+    return REPEATS_SM75 if forced() == "t4" or capability() == (7, 5) else REPEATS
 
 
 def is_t4() -> bool:
@@ -129,7 +170,7 @@ def describe() -> dict:
         "colab": colab(),
         "kaggle": kaggle(),
         "interpreter": interpreter(),
-        "forced": os.environ.get("NF4_FORCE") or None,
+        "forced": forced(),
     }
 
 
@@ -141,8 +182,7 @@ def result_folder() -> Path:
     """
     root = Path(os.environ.get("NF4_RESULTS") or ROOT / "results")
     slug = re.sub(r"[^a-z0-9]+", "-", (gpu_name() or "cpu-interpreter").lower()).strip("-")
-    forced = os.environ.get("NF4_FORCE")
-    return root / (f"{slug}-forced-{forced}" if forced else slug)
+    return root / (f"{slug}-forced-{forced()}" if forced() else slug)
 
 
 def switch_on_gpu() -> str:

@@ -4,15 +4,20 @@ import argparse
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from helpers import cells, environment
+from helpers import cells, environment, results
 
 NAME = "Unsloth_Puzzles_A"
 SOURCE = environment.ROOT / f"{NAME}.ipynb"
+# Ids of cells: two that the stored times tell apart, and the one that shows these times.
+PROTOCOL, SETUP, SHOWS_TIMES = "protocol", "setup", "t4-estimate"
+LARGEST_COPY = 1_500_000  # bytes of a stored copy of the executed notebook
 
 
 def titles(notebook_cells) -> list[str]:
@@ -74,16 +79,20 @@ def kernel_manager():
     return AsyncKernelManager(kernel_name="python3", kernel_spec_manager=ThisPython())
 
 
-def execute(notebook, folder: Path, timeout: int) -> None:
+def execute(
+    notebook, folder: Path, timeout: int, keep_times: Callable[[list[dict]], object] | None = None
+) -> None:
     """Run every cell in `folder`, outputs into `notebook`, one line of progress a cell.
 
-    Raises nbclient's CellExecutionError when a cell raised; the outputs until then are kept.
+    keep_times: given [{"title", "seconds", "protocol", "setup"}] of the code cells once all have run; the
+    cell that shows stored times then runs once more. Raises nbclient's CellExecutionError when a cell
+    raised; the outputs until then are kept.
     """
     from nbclient import NotebookClient
     from tqdm import tqdm
 
     total = sum(cell.cell_type == "code" for cell in notebook.cells)
-    names, started = titles(notebook.cells), {}
+    names, started, times = titles(notebook.cells), {}, {}
     # disable=None: no bar where the output is a file or a log, the lines alone are readable there
     with tqdm(total=total, unit="cell", file=sys.stdout, dynamic_ncols=True, disable=None) as bar:
 
@@ -93,7 +102,9 @@ def execute(notebook, folder: Path, timeout: int) -> None:
                 bar.set_description(names[cell_index])
 
         def done(cell, cell_index, execute_reply):
-            seconds = time.monotonic() - started[cell_index]
+            if cell_index in times:  # the second run of one cell is not counted
+                return
+            times[cell_index] = seconds = time.monotonic() - started[cell_index]
             tqdm.write(f"[{len(started):2}/{total}] {seconds:6.1f} s  {names[cell_index]}", file=sys.stdout)
             sys.stdout.flush()
             bar.update()
@@ -107,7 +118,77 @@ def execute(notebook, folder: Path, timeout: int) -> None:
             on_cell_start=start,
             on_cell_executed=done,
         )
-        client.execute()
+        if keep_times is None:
+            client.execute()
+            return
+        client.reset_execution_trackers()
+        with client.setup_kernel():
+            for index, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
+            keep_times([_time(notebook.cells[index], names[index], times[index]) for index in sorted(times)])
+            for index, cell in enumerate(notebook.cells):
+                if cell.get("id") == SHOWS_TIMES:
+                    client.execute_cell(cell, index, execution_count=cell.execution_count)
+
+
+def _time(cell, title: str, seconds: float) -> dict:
+    """One row of notebook.json."""
+    name = cell.get("id")
+    return {
+        "title": title,
+        "seconds": round(seconds, 3),
+        "protocol": name == PROTOCOL,
+        "setup": name == SETUP,
+    }
+
+
+def stamp(notebook) -> None:
+    """Write into the notebook's metadata of which kernel, and of which machine, its outputs are."""
+    notebook.metadata["nf4"] = {"kernel_hash": cells.kernel_hash(), "environment": environment.describe()}
+
+
+def store_forced(notebook, score: Path) -> Path:
+    """Store a run with a card's decisions forced apart from the notebook, labelled, with its score.
+
+    notebook: executed; it gets a first cell that says what it is, and loses pictures where it would be larger
+    than 1.5 MB. Returns the file's path, in this card's result folder for forced runs.
+    """
+    import nbformat
+
+    stamp(notebook)
+    facts = notebook.metadata["nf4"]["environment"]
+    label = environment.forced_text(environment.forced())
+    text = (
+        f"> **{facts['gpu']}, {label}** (`NF4_FORCE={environment.forced()}`), {facts['date'][:10]}, kernel "
+        f"`{cells.kernel_hash()}`. Not a run on a T4: it shows that a T4's decisions give the right bits; "
+        "each time below is this card's."
+    )
+    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="forced"))
+    while len(nbformat.writes(notebook).encode()) > LARGEST_COPY and drop_largest_picture(notebook):
+        pass
+    folder = environment.result_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{NAME}.executed.ipynb"
+    nbformat.write(notebook, path)
+    if score.exists():
+        shutil.copyfile(score, folder / score.name)
+    return path
+
+
+def drop_largest_picture(notebook) -> bool:
+    """Leave the largest picture out of the outputs; its text stays. False when there is none."""
+    found = [
+        (len(output.data[kind]), output.data, kind)
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+        for kind in output.get("data", ())
+        if kind.startswith("image/")
+    ]
+    if not found:
+        return False
+    _, data, kind = max(found, key=lambda item: item[0])
+    del data[kind]
+    return True
 
 
 def write_html(notebook, path: Path) -> bool:
@@ -129,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=environment.ROOT / "build", help="folder for what it writes"
     )
     parser.add_argument("--quick", action="store_true", help="fewer timed rounds (NF4_QUICK=1)")
-    in_place = "outputs also into the repository's notebook, measurements into results/"
+    in_place = "outputs also into the repository's notebook, measurements into results/; with NF4_FORCE into "
+    in_place += "results/<gpu>-forced-<card>/ alone"
     parser.add_argument("--in-place", action="store_true", help=in_place)
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a cell may take (default 1800)")
     options = parser.parse_args(argv)
@@ -157,8 +239,11 @@ def main(argv: list[str] | None = None) -> int:
         f"executing {options.notebook.name} on {environment.gpu_name() or 'the CPU, in Triton’s interpreter'}"
     )
     failure, start = None, time.monotonic()
+    # Like a benchmark's: a CPU's times and those of a quick run are not stored.
+    measured = environment.has_gpu() and not os.environ.get("NF4_QUICK")
+    keep_times = (lambda found: results.write("notebook", {"cells": found})) if measured else None
     try:
-        execute(notebook, options.notebook.resolve().parent, options.timeout)
+        execute(notebook, options.notebook.resolve().parent, options.timeout, keep_times)
     except CellExecutionError as error:
         failure = str(error)
     for cell in notebook.cells:
@@ -166,11 +251,16 @@ def main(argv: list[str] | None = None) -> int:
             cell.outputs = nbformat.from_dict(scrub(cell.outputs, folders(out)))
     # First of all what cannot be had again: a missing converter must not cost the run.
     nbformat.write(notebook, copy)
-    if options.in_place and not failure:
-        notebook.metadata["nf4"] = {"kernel_hash": cells.kernel_hash(), "environment": environment.describe()}
-        nbformat.write(notebook, options.notebook)
-        print(f"outputs written into {options.notebook.name}")
     paged = write_html(notebook, page)
+    if options.in_place and not failure:
+        if not environment.forced():
+            stamp(notebook)
+            nbformat.write(notebook, options.notebook)
+            print(f"outputs written into {options.notebook.name}")
+        elif environment.has_gpu():
+            print(f"stored as {store_forced(notebook, score.with_suffix('.json'))}")
+        else:
+            print("nothing stored: a run with forced decisions shows something on a GPU only")
     print(f"\n{time.monotonic() - start:.0f} s\n")
     if failure:
         text = re.sub(r"\x1b\[[0-9;]*m", "", failure)[-4000:]

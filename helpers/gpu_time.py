@@ -12,6 +12,8 @@ import torch
 from helpers import floor, harness, timing, workload
 from helpers.contest import BASELINES_ON_GPU, DEQUANTIZERS, DTYPES, Bench, why, wrong_bits
 
+QUICK_SIZES = (2**16, *workload.TARGET_SIZES)  # elements; the full sweep is workload.SIZES
+ROUNDS = 21, 7  # of the sweep: full, quick
 SMALL = 2**20  # elements of a tensor that does not fill a large card, for the ablation
 SAME_AS_BITSANDBYTES = "calls bitsandbytes' kernels: its GPU time is the row of bitsandbytes"
 
@@ -157,8 +159,8 @@ def _floor_gate(device: str) -> dict[str, str]:
 
 def gpu(bench: Bench) -> dict:
     """GPU time by graph replay over rotated buffers: sizes from 64K to 1G elements, and real layer shapes."""
-    sizes = (2**16, *workload.TARGET_SIZES) if bench.quick else workload.SIZES
-    rounds = bench.rounds(21, 7)
+    sizes = QUICK_SIZES if bench.quick else workload.SIZES
+    rounds = bench.rounds(*ROUNDS)
     layers = {} if bench.quick else _layer_sizes()
     with bench.bar(2 * (len(sizes) + len(layers)) + 1, "gpu") as bar:
         wrong = _floor_gate(bench.device)

@@ -129,7 +129,7 @@ PLANS = (
     Mutant("plan: absmax kept alive", "self.absmax = weakref.ref(quant_state.absmax)", "self.absmax = lambda kept=quant_state.absmax: kept"),
     Mutant("plan: hooks ignored", "return bool(replaced or _enter_calls or _exit_calls)", "return False"),
     Mutant("plan: transposed results forgotten", "transposed = holds and weight.size(0) == 1", "transposed = False"),
-    Mutant("operator: fake of the wrong dtype", "    return torch.empty(shape, dtype=dtype, device=weight.device)\n\n\n_operator_launches", "    return torch.empty(shape, device=weight.device)\n\n\n_operator_launches"),
+    Mutant("operator: fake of the wrong dtype", "    return torch.empty(shape, dtype=_dtype(dtype), device=weight.device)\n\n\n_operator_launches", "    return torch.empty(shape, device=weight.device)\n\n\n_operator_launches"),
     Mutant("operator: fp4 taken for nf4", "dtype=dtype, quant_type=quant_type,\n", 'dtype=dtype, quant_type="nf4",\n'),
 )  # fmt: skip
 ASSEMBLY = (

@@ -4,12 +4,13 @@ import html
 import json
 import math
 import os
+import textwrap
 from pathlib import Path
 
 import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from helpers import cells, environment, plots, reference, sass, tables, targets, timing
+from helpers import cells, environment, estimate, plots, reference, sass, scoring, tables, targets, timing
 from helpers.floor import bytes_moved
 
 # What is changed in the stored ablation, and why the notebook's kernel decides otherwise.
@@ -155,7 +156,9 @@ def special(dequantize) -> str:
 def protocol(comparison) -> Table:
     """A harness.Comparison as a table: seconds (p20, p50, p80), speedups, how it passed the checks."""
     head = f"{len(comparison.configs)} configurations, {comparison.rounds} rounds, "
-    head += f"{comparison.repeats} interleaved repeats; weights checked against {comparison.checked_against}"
+    once = "timed once (a T4 has five minutes for the whole notebook)"
+    head += once if comparison.repeats == 1 else f"{comparison.repeats} interleaved repeats"
+    head += f"; weights checked against {comparison.checked_against}"
     ours = next(iter(comparison.entries))
     rows = [["", "seconds p50", "p20 to p80", f"{ours} is", "official checks"]]
     for name, entry in comparison.entries.items():
@@ -242,6 +245,55 @@ def stored_t4() -> str:
     found = json.loads(path.read_text())
     stamp = f"kernel {found['kernel_hash']}, {found['environment']['date'][:10]}"
     return "\n".join([stamp, *found["data"]["text"]])
+
+
+def run_all_estimate(card: str = "nvidia-h200") -> str:
+    """How long "Run all" takes on a T4 Colab: from the model and a card's stored result files, each named."""
+    files, found = [], {}
+    for name in ("benchmark", "notebook"):
+        path = RESULTS / card / f"{name}.json"
+        if path.exists():
+            result = json.loads(path.read_text())
+            found[name] = result["data"]
+            files.append(
+                f"{name}.json of {result['environment']['date'][:10]}, kernel {result['kernel_hash']}"
+            )
+        else:
+            files.append(f"{name}.json not stored")
+    text = estimate.render_estimate(estimate.estimate_run_all(found, environment.REPEATS_SM75))
+    return f"{text}\n  from results/{card}: {'; '.join(files)}"
+
+
+def stored_forced(card: str = "nvidia-h200", forced: str = "t4") -> str:
+    """What a stored run of this notebook with another card's decisions forced found, a line a criterion.
+
+    The lines of speed are left out: their times are the card's own.
+    """
+    path = RESULTS / f"{card}-forced-{forced}" / "score.json"
+    if not path.exists():
+        return (
+            f"not stored: NF4_FORCE={forced} python -m helpers run --in-place on a machine with an NVIDIA GPU"
+        )
+    result = json.loads(path.read_text())
+    facts, data = result["environment"], result["data"]
+    names = {name for _, name, *_ in scoring.CRITERIA}
+    lines = [line for line in data["lines"] if line["name"] in names]
+    points, best = sum(line["points"]["today"] or 0 for line in lines), sum(line["best"] for line in lines)
+    label = environment.forced_text(facts["forced"])
+    shown = [f"{facts['gpu']}, {label}, {facts['date'][:10]}, kernel {result['kernel_hash']}"]
+    shown.append(
+        f"{points} of the {best} points that do not depend on speed (times are the {facts['gpu']}'s)"
+    )
+    shown += [f"{name}: {text}" for name, text in _criteria(lines, data["also"])]
+    return "\n".join(line for text in shown for line in textwrap.wrap(text, 110, subsequent_indent="    "))
+
+
+def _criteria(lines, also):
+    """(name with its points, evidence) of each line, then what counts no points."""
+    for line in lines:
+        points = line["points"]["today"]
+        yield f"{'-' if points is None else f'{points:+d}'} {line['name']}", line["evidence"]
+    yield from also.items()
 
 
 def keep_score(score) -> None:

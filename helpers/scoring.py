@@ -237,7 +237,7 @@ def score(candidate: Callable, comparison: harness.Comparison | None = None, **o
     """Collect the evidence for `candidate` on this machine and compute the table; options as in `collect`."""
     facts = environment.describe()
     where = facts["gpu"] or "this CPU (Triton's interpreter)"
-    where += f", decisions of a {facts['forced']} forced" if facts.get("forced") else ""
+    where += f", {environment.forced_text(facts['forced'])}" if facts.get("forced") else ""
     return table(collect(candidate, comparison, **options), f"{where}, {facts['date'][:10]}")
 
 

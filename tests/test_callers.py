@@ -49,7 +49,7 @@ def arguments(layer):
         state2.absmax if state2 else None,
         state.offset,
         list(state.shape),
-        state.dtype,
+        str(state.dtype),
         state.quant_type,
         state.blocksize,
         state2.blocksize if state2 else 0,
@@ -104,7 +104,7 @@ class TestOperator:
             (1, good[1].int()),
             (8, 96),
             (7, "int8"),
-            (6, torch.float64),
+            (6, "torch.float64"),
         ):
             with pytest.raises(kernel.UnsupportedState):
                 torch.ops.nf4_triton.dequantize(*good[:position], bad, *good[position + 1 :])

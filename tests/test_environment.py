@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +88,80 @@ def test_forced_decisions_never_land_in_the_folder_of_a_card(card, plain, tmp_pa
     plain.setenv("NF4_RESULTS", str(tmp_path))
     assert environment.result_folder() == tmp_path / "nvidia-h200-forced-t4"
     assert environment.describe()["forced"] == "t4"
+
+
+def test_forced_decisions_are_named_and_never_called_a_t4(card, plain):
+    card("NVIDIA H200", (9, 0))
+    assert environment.forced() is None and environment.forced_text(None) == ""
+    assert environment.protocol_repeats() == environment.REPEATS == 3
+    plain.setenv("NF4_FORCE", "t4")
+    assert environment.forced_text(environment.forced()) == "T4's decisions forced"
+    assert environment.protocol_repeats() == environment.REPEATS_SM75 == 1
+    plain.delenv("NF4_FORCE")
+    card("Tesla T4", (7, 5))
+    assert environment.protocol_repeats() == 1
+
+
+@pytest.fixture
+def with_bf16(card, plain):
+    """An H200 whose torch reports native bf16, wherever Inductor asks."""
+    from torch._dynamo.device_interface import CudaInterface
+
+    def is_bf16_supported(including_emulation=True):
+        return True
+
+    card("NVIDIA H200", (9, 0))
+    plain.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    plain.setattr(CudaInterface, "is_bf16_supported", staticmethod(is_bf16_supported))
+    plain.setattr(
+        CudaInterface, "get_device_properties", staticmethod(lambda device: SimpleNamespace(name="H"))
+    )
+    plain.setenv("TORCHINDUCTOR_CACHE_DIR", "shared with runs without NF4_FORCE")
+    return plain
+
+
+def test_a_forced_t4_reports_no_native_bf16_but_emulation(with_bf16):
+    environment.prepare()
+    assert environment.native_bf16() and os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith("shared")
+    with_bf16.setenv("NF4_FORCE", "t4")
+    for _ in range(2):  # importing some of the helpers prepares again
+        environment.prepare()
+        assert not environment.native_bf16() and torch.cuda.is_bf16_supported()
+    assert not os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith("shared")
+
+
+def test_a_forced_t4_survives_what_unsloth_does_to_the_question(with_bf16):
+    with_bf16.setenv("NF4_FORCE", "t4")
+    environment.prepare()
+    ours = torch.cuda.is_bf16_supported
+    torch.cuda.is_bf16_supported = lambda including_emulation=False: ours(including_emulation)
+    environment.prepare()
+    assert not environment.native_bf16() and not torch.cuda.is_bf16_supported()
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_inductor_refuses_bf16_graphs_on_a_forced_t4(with_bf16, forced):
+    """Inductor's own decision, taken before it generates code."""
+    from torch._dynamo.exc import SkipFrame
+    from torch._inductor import compile_fx, ir
+
+    if forced:
+        with_bf16.setenv("NF4_FORCE", "t4")
+    environment.prepare()
+    layouts = {
+        dtype: ir.FixedLayout(torch.device("cuda"), dtype, [4], [1])
+        for dtype in (torch.float16, torch.bfloat16)
+    }
+    graphs = {
+        dtype: SimpleNamespace(graph_inputs={}, graph_outputs=[ir.InputBuffer(name="x", layout=layout)])
+        for dtype, layout in layouts.items()
+    }
+    compile_fx._check_triton_bf16_support(graphs[torch.float16])
+    if not forced:
+        compile_fx._check_triton_bf16_support(graphs[torch.bfloat16])
+        return
+    with pytest.warns(UserWarning, match="bfloat16 compilation"), pytest.raises(SkipFrame):
+        compile_fx._check_triton_bf16_support(graphs[torch.bfloat16])
 
 
 def test_a_t4_is_new_enough_and_a_p100_is_not(card):

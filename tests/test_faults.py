@@ -145,7 +145,7 @@ class TestMemory:
         try:
             with pytest.raises(torch.OutOfMemoryError):  # what is free within the memory held already
                 while True:
-                    hoard.append(torch.empty(2**20, dtype=torch.uint8, device="cuda"))
+                    hoard.append(torch.empty(2**22, dtype=torch.uint8, device="cuda"))
             for _ in range(2):
                 with pytest.raises(torch.OutOfMemoryError):
                     kernel.your_dequantize_nf4(layer)
@@ -161,7 +161,8 @@ class TestMemory:
 def operator_arguments(layer):
     state = layer.weight.quant_state
     first = (layer.weight.data, state.absmax, state.state2.code, state.state2.absmax, state.offset)
-    return *first, list(state.shape), state.dtype, state.quant_type, state.blocksize, state.state2.blocksize
+    blocksizes = state.blocksize, state.state2.blocksize
+    return *first, list(state.shape), str(state.dtype), state.quant_type, *blocksizes
 
 
 class TestCompilation:

@@ -10,6 +10,8 @@ from helpers import cells, environment, results
 
 ROOT = environment.ROOT
 STORED = sorted((ROOT / "results").glob("*/*.json"))
+COPIES = sorted((ROOT / "results").glob("*/*.ipynb"))
+PLACES = r"(?<![\w.])/(root|home/\w+|tmp)/"
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,47 @@ def test_no_stored_result_is_stale(path):
     stored = json.loads(path.read_text())
     assert stored["environment"]["date"] and stored["data"]
     assert not results.stale(path), f"measured with kernel {stored['kernel_hash']}: run what wrote it again"
+
+
+@pytest.mark.parametrize("path", COPIES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_stored_copy_of_the_notebook_says_what_it_is(path):
+    """Of a run with forced decisions: of this kernel, complete, labelled, small, and beside its score."""
+    copy = nbformat.read(path, as_version=4)
+    facts = copy.metadata["nf4"]["environment"]
+    assert copy.metadata["nf4"]["kernel_hash"] == cells.kernel_hash(), "run it again with NF4_FORCE"
+    assert facts["gpu"] and facts["forced"] and path.parent.name.endswith(f"-forced-{facts['forced']}")
+    assert environment.forced_text(facts["forced"]) in copy.cells[0].source
+    code = [cell for cell in copy.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
+    assert path.stat().st_size <= 1_500_000 and not re.search(PLACES, path.read_text())
+    for name in ("score", "notebook"):
+        assert results.read(name, path.parent)["environment"]["forced"] == facts["forced"]
+
+
+def shown(notebook, cell_id):
+    """What a cell of the stored notebook printed."""
+    cell = next(cell for cell in notebook.cells if cell.id == cell_id)
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream").strip()
+
+
+def test_the_notebook_shows_the_estimate_and_the_forced_run_of_the_stored_files(notebook):
+    from helpers import estimate
+    from helpers import notebook as shows
+
+    total = next(line for line in shows.run_all_estimate().splitlines() if line.startswith("  in all"))
+    assert total in shown(notebook, "t4-estimate"), (
+        "run again after the last benchmark: helpers run --in-place"
+    )
+    read = {p.stem: json.loads(p.read_text())["data"] for p in STORED if p.parent.name == "nvidia-h200"}
+    low, high = estimate.estimate_run_all(read, environment.REPEATS_SM75)["total_s"]
+    assert 0 < low < high and f"{low:.0f} to {high:.0f}" in total
+    assert shown(notebook, "t4-forced") == shows.stored_forced(), "run --in-place after the forced run"
+
+
+def test_the_notebook_times_the_protocol_as_often_as_the_estimate_says(notebook):
+    cell = next(cell for cell in notebook.cells if cell.id == "protocol")
+    assert "repeats=environment.protocol_repeats()" in cell.source and "else 1000" in cell.source
 
 
 def test_an_edited_kernel_makes_results_stale(tmp_path, monkeypatch):
@@ -45,7 +88,7 @@ def test_the_notebook_is_laid_out_for_colab(notebook):
     assert len(set(ids)) == len(ids)
     text = json.dumps(notebook)
     assert len(text) < 2_000_000
-    assert not re.search(r"(?<![\w.])/(root|home/\w+|tmp)/", text), "paths of a machine in the outputs"
+    assert not re.search(PLACES, text), "paths of a machine in the outputs"
 
 
 def test_readme_and_notebook_name_the_same_repository(notebook):

@@ -108,22 +108,26 @@ class TestRunAll:
         spread = {"unsloth_classic": 0.5, "bitsandbytes": 0.6, "peft": 0.7}
         entries = {name: {"spread": {"p50": seconds}} for name, seconds in spread.items()}
         cold = {"kernel": {"empty": {"median": {"first_call": 1.0}}}}
-        cells = [{"seconds": 100.0, "protocol": True}, {"seconds": 10.0}]
+        cells = [
+            {"seconds": 100.0, "protocol": True, "setup": False},
+            {"seconds": 50.0, "protocol": False, "setup": True},  # has a line of its own
+            {"seconds": 10.0, "protocol": False, "setup": False},
+        ]
         return {"benchmark": {"protocol": {"entries": entries}, "cold": cold}, "notebook": {"cells": cells}}
 
     def test_without_results(self):
         found = estimate.estimate_run_all()
         unknown = [line["what"] for line in found["lines"] if line["low_s"] is None]
         assert len(unknown) == len(found["missing"]) == 4
-        assert "protocol, peft" in unknown and "all cells but the protocol" in unknown
-        assert "not measured" in estimate.render_estimate(found)
+        assert "protocol, peft" in unknown and "all other cells" in unknown
+        assert "not measured" in estimate.render_estimate(found) and found["fits"] is None
 
     def test_with_results(self):
         found = estimate.estimate_run_all(self.stored())
         lines = {line["what"]: (line["low_s"], line["high_s"]) for line in found["lines"]}
         low, high = turing.PUBLISHED_TOTALS["Unsloth classic"]
         assert lines["protocol, peft"] == pytest.approx((low * 1.4, high * 1.4))
-        assert lines["all cells but the protocol"] == (20.0, 30.0)
+        assert lines["all other cells"] == (20.0, 30.0)
         assert not found["missing"]
         assert found["total_s"] == pytest.approx(
             tuple(sum(ends) for ends in zip(*lines.values(), strict=True))
@@ -134,8 +138,42 @@ class TestRunAll:
         once, twice = (estimate.estimate_run_all(repeats=n)["total_s"] for n in (1, 2))
         assert twice[0] > once[0] and twice[1] > once[1]
 
+    def test_the_checks_before_the_clock_do_not_repeat(self):
+        once, twice = (
+            {line["what"]: line["high_s"] for line in estimate.estimate_run_all(self.stored(), n)["lines"]}
+            for n in (1, 2)
+        )
+        repeated = {what for what in once if twice[what] != once[what]}
+        assert repeated == {f"protocol, {who}" for who in self.WHO}
+
+    WHO = ("ours", "Unsloth today", "Unsloth classic", "bitsandbytes", "peft")
+
+    @pytest.mark.parametrize("seconds, fits", [(0.5, True), (60.0, None), (1000.0, False)])
+    def test_the_verdict_is_that_of_the_ends(self, seconds, fits):
+        stored = self.stored()
+        stored["notebook"]["cells"][2]["seconds"] = seconds
+        found = estimate.estimate_run_all(stored)
+        low, high = found["total_s"]
+        assert found["fits"] is fits and low < found["middle_s"] < high
+        assert (high <= 300, low > 300) == (fits is True, fits is False)
+        text = estimate.render_estimate(found)
+        assert ("upper end is above 300" in text) is (
+            fits is None
+        ) and f"middle is {(low + high) / 2:.0f}" in text
+
+    def test_the_sweep_is_the_notebooks(self):
+        """What its cell measures with `quick`: the same sizes and rounds, and every graph counted."""
+        from helpers import contest, gpu_time
+
+        assert gpu_time.QUICK_SIZES[-1] > 2e8 and gpu_time.ROUNDS[1] < gpu_time.ROUNDS[0]
+        assert set(gpu_time.DTYPES) == set(contest.DTYPES)
+        line = next(x for x in estimate.estimate_run_all()["lines"] if x["what"].startswith("sweep"))
+        assert 10 < line["low_s"] < line["high_s"] < 40
+
     def test_memory_fits_and_counts_the_largest_configuration(self):
         found = estimate.estimate_run_all()
         assert found["fits_15_gb"] is (found["peak_gb"][1] < 15)
+        most = max(line["high_gb"] for line in found["memory"])
+        assert most < found["peak_gb"][1] < sum(line["high_gb"] for line in found["memory"])
         weights = {line["what"]: line["low_gb"] for line in found["memory"]}["packed weights"]
         assert weights == pytest.approx(3 * 4096 * 14336 * 0.516 / 1e9, rel=1e-3)
