@@ -1,16 +1,13 @@
 """What am I running on, and what does that allow: GPU, versions, Colab or Kaggle, Triton's interpreter."""
 
-import atexit
 import datetime
 import functools
 import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -87,9 +84,11 @@ def _hide_native_bf16():
     dynamo = sys.modules.get("torch._dynamo.device_interface")
     if dynamo:  # what Inductor asks: a reference taken when the module was imported
         dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
-    # The key of Inductor's disk cache does not hold the answer: a run without NF4_FORCE must not lend graphs.
-    cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torchinductor-forced-t4-")
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    # Inductor's disk cache asks nobody: a run without NF4_FORCE would lend its bf16 graphs.
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+    config = sys.modules.get("torch.compiler.config")
+    if config:  # already read from the environment
+        config.force_disable_caches = True
 
 
 def capability(device=None) -> tuple[int, int] | None:

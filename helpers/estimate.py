@@ -18,10 +18,10 @@ ALLOWED_S = 300.0
 def estimate_run_all(results: dict | None = None, repeats: int = 1) -> dict:
     """How long "Run all" takes on a T4 Colab and what memory: a range a line, each with its assumption.
 
-    results: {name: data} of stored result files; read are "benchmark" and "notebook" ({"cells": [{"title",
-    "seconds", "protocol": bool, "setup": bool}]}). repeats: how often the notebook runs the protocol. A line
-    without its data has low_s None and counts nothing; `missing` says what it needs. `fits` is True or False
-    where both ends say so, None where only one does or a line is missing. Seconds, and 1e9 bytes a GB.
+    results: {name: data} of stored result files; read are "benchmark" and "notebook" (as helpers.execute
+    stores the seconds of its cells). repeats: how often the notebook runs the protocol. A line without its
+    data has low_s None and counts nothing; `missing` says what it needs. `fits` is True or False where both
+    ends say so, None where only one does or a line is missing. Seconds, and 1e9 bytes a GB.
     """
     results = results or {}
     benchmark = results.get("benchmark")
@@ -34,8 +34,8 @@ def estimate_run_all(results: dict | None = None, repeats: int = 1) -> dict:
         _scaled("first compile of the kernel", cold.get("first_call"), "benchmark.json, section cold")
     )
     cells = (results.get("notebook") or {}).get("cells")
-    own_line = ("protocol", "setup")
-    other = sum(c["seconds"] for c in cells if not any(map(c.get, own_line))) if cells else None
+    elsewhere = ("protocol", "setup", "not_on_a_t4")
+    other = sum(c["seconds"] for c in cells if not any(map(c.get, elsewhere))) if cells else None
     lines.append(_scaled("all other cells", other, "notebook.json"))
     found = [line for line in lines if line["low_s"] is not None]
     missing = [line["needs"] for line in lines if line["low_s"] is None]
@@ -121,7 +121,8 @@ def _sweep_seconds() -> dict:
     """
     from helpers import floor, gpu_time, workload  # imports triton
 
-    graphs = len(gpu_time.DEQUANTIZERS) + 2 + sum(len(floor.variants(kind)) for kind in ("cuda", "triton"))
+    ceilings = 2 + sum(len(floor.variants(kind, quick=True)) for kind in ("cuda", "triton"))
+    graphs = len(gpu_time.DEQUANTIZERS) + ceilings
     replays = 2 * gpu_time.ROUNDS[1] + 2
     moved = sum(workload.rotation(n) * floor.bytes_moved(n) for n in gpu_time.QUICK_SIZES)
     nbytes = len(gpu_time.DTYPES) * graphs * replays * moved

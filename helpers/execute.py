@@ -15,8 +15,8 @@ from helpers import cells, environment, results
 
 NAME = "Unsloth_Puzzles_A"
 SOURCE = environment.ROOT / f"{NAME}.ipynb"
-# Ids of cells: two that the stored times tell apart, and the one that shows these times.
-PROTOCOL, SETUP, SHOWS_TIMES = "protocol", "setup", "t4-estimate"
+# Ids of cells: those that the stored times tell apart, and the one that shows these times.
+PROTOCOL, SETUP, FOREIGN, SHOWS_TIMES = "protocol", "setup", "t4-ptx", "t4-estimate"
 LARGEST_COPY = 1_500_000  # bytes of a stored copy of the executed notebook
 
 
@@ -84,9 +84,9 @@ def execute(
 ) -> None:
     """Run every cell in `folder`, outputs into `notebook`, one line of progress a cell.
 
-    keep_times: given [{"title", "seconds", "protocol", "setup"}] of the code cells once all have run; the
-    cell that shows stored times then runs once more. Raises nbclient's CellExecutionError when a cell
-    raised; the outputs until then are kept.
+    keep_times: given the rows of `_time` of the code cells once all have run; the cell that shows stored
+    times then runs once more. Raises nbclient's CellExecutionError when a cell raised; the outputs until
+    then are kept.
     """
     from nbclient import NotebookClient
     from tqdm import tqdm
@@ -139,6 +139,7 @@ def _time(cell, title: str, seconds: float) -> dict:
         "seconds": round(seconds, 3),
         "protocol": name == PROTOCOL,
         "setup": name == SETUP,
+        "not_on_a_t4": name == FOREIGN,
     }
 
 

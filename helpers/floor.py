@@ -169,12 +169,14 @@ def oracle(weight, absmax, absmax2, numel, words, threads):
     return (packed ^ mix ^ second)[:, None].expand(-1, 4)
 
 
-def variants(kind: str) -> list[dict]:
-    """Launch choices tried for a ceiling: the fastest one is the floor. kind is "cuda" or "triton"."""
-    choices = {"cuda": ((1, 2, 4, 8), (128, 256)), "triton": ((1, 2, 4, 8), (128,))}[kind]
+def variants(kind: str, quick: bool = False) -> list[dict]:
+    """Launch choices tried for a ceiling: the fastest one is the floor. kind is "cuda" or "triton"; `quick`
+    tries those alone that have been the fastest at some size."""
+    threads = {"cuda": (128, 256), "triton": (128,)}[kind]
+    choices = ((1, 4), threads, (".cs",)) if quick else ((1, 2, 4, 8), threads, (".cs", ""))
     return [
-        {"words": words, "threads": threads, "store": store}
-        for words, threads, store in itertools.product(*choices, (".cs", ""))
+        {"words": words, "threads": count, "store": store}
+        for words, count, store in itertools.product(*choices)
     ]
 
 

@@ -202,7 +202,7 @@ def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
     All packed bytes under all absmax codes, a random layer, odd tails; `dtypes` (fp16, bf16 and fp32 unless
     named); nested and flat; outputs filled with NaN first and guarded on both sides. Returns "passed",
     "arch", "device", "capability", "triton", "bitsandbytes", "elements", "differing", "cases"; without a
-    GPU or bitsandbytes "passed" is None and "needs" says what is missing.
+    GPU or bitsandbytes, or on an sm_`arch` itself, "passed" is None and "needs" says what is missing.
     """
     import torch
 
@@ -212,6 +212,9 @@ def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
         return {"passed": None, "arch": arch, "needs": "an NVIDIA GPU", "cases": []}
     if environment.version_of("bitsandbytes") is None:
         return {"passed": None, "arch": arch, "needs": "bitsandbytes", "cases": []}
+    if environment.capability(device) == divmod(arch, 10):
+        needs = f"a card of another kind: this one is an sm_{arch}, and runs that very code anyway"
+        return {"passed": None, "arch": arch, "needs": needs, "cases": []}
     module, device = cells.load(), torch.device(device)
     index = torch.cuda.current_device() if device.index is None else device.index
     device = torch.device("cuda", index)

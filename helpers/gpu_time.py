@@ -18,7 +18,7 @@ SMALL = 2**20  # elements of a tensor that does not fill a large card, for the a
 SAME_AS_BITSANDBYTES = "calls bitsandbytes' kernels: its GPU time is the row of bitsandbytes"
 
 
-def _ceilings(buffers: workload.Buffers) -> tuple[dict[str, Callable], dict[str, str]]:
+def _ceilings(buffers: workload.Buffers, quick: bool) -> tuple[dict[str, Callable], dict[str, str]]:
     """Calls of every floor variant and of plain copy and fill, and what is missing with its reason."""
     weights, states, outs = buffers.weights, buffers.states, buffers.outs
     count = len(outs)
@@ -30,7 +30,7 @@ def _ceilings(buffers: workload.Buffers) -> tuple[dict[str, Callable], dict[str,
     for kind, kernel in (("cuda", floor.cuda_floor), ("triton", floor.triton_floor)):
         if kind == "cuda" and missing:
             continue
-        for choice in floor.variants(kind):
+        for choice in floor.variants(kind, quick):
 
             def call(i, kernel=kernel, choice=choice):
                 state = states[i]
@@ -102,7 +102,7 @@ def _gpu_case(bench: Bench, shape, dtype_name: str, rounds: int, ceilings: bool)
             failures[name] = wrong
         else:
             calls[name] = call
-    movers, absent = _ceilings(buffers) if ceilings else ({}, {})
+    movers, absent = _ceilings(buffers, bench.quick) if ceilings else ({}, {})
     times, ways, reasons = _gpu_times(calls, movers, buffers, rounds)
     own_bytes = {"copy": 2 * numel * dtype.itemsize, "fill": numel * dtype.itemsize}
     rows = {

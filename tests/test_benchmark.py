@@ -84,7 +84,7 @@ def bench(monkeypatch, kernel):
     monkeypatch.setattr(workload, "TARGET_SIZES", (4096, 8192))
     monkeypatch.setattr(workload, "LAYERS", {"A": ((64, 64), (64, 128)), "B": ((128, 64),)})
     monkeypatch.setattr(workload, "rotation", lambda numel: 3)
-    monkeypatch.setattr(floor, "variants", lambda kind: [{"words": 2, "threads": 128, "store": ".cs"}])
+    monkeypatch.setattr(floor, "variants", lambda *_: [{"words": 2, "threads": 128, "store": ".cs"}])
     monkeypatch.setattr(harness, "OFFICIAL", harness.SMALL[:1])
     return Bench(kernel, baselines.available(), device="cpu")
 

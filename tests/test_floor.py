@@ -94,6 +94,7 @@ def test_variants_cover_the_launch_choices():
     assert {v["words"] for v in cuda} == {1, 2, 4, 8} and {v["threads"] for v in cuda} == {128, 256}
     assert len(cuda) == 16 and len({tuple(v.items()) for v in cuda}) == 16
     assert all(v in cuda for v in floor.variants("triton"))
+    assert all(v in floor.variants(kind) for kind in ("cuda", "triton") for v in floor.variants(kind, True))
 
 
 def test_why_cuda_is_missing_is_said_without_a_gpu():

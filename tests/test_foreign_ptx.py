@@ -100,8 +100,18 @@ def test_the_summary_of_a_failure_names_the_case():
     assert "every bit equal" in foreign_ptx.summary(evidence(case(), passed=True))
 
 
+def test_on_a_card_of_that_kind_there_is_nothing_foreign(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(environment, "capability", lambda device: (7, 5))
+    found = foreign_ptx.prove()
+    assert found["passed"] is None and "this one is an sm_75" in foreign_ptx.summary(found)
+
+
 @pytest.mark.gpu
 def test_sm_75_ptx_is_exact_on_the_gpu_at_hand():
+    if environment.capability() == (7, 5):
+        pytest.skip("needs a card that is no sm_75")
     pytest.importorskip("bitsandbytes")
     found = foreign_ptx.prove("cuda")
     print(foreign_ptx.summary(found))
