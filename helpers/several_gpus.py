@@ -1,0 +1,112 @@
+"""python -m helpers.several_gpus: QLoRA under DDP and FSDP with the kernel and without, on every GPU here.
+
+Runs examples/finetune_many_gpus.py with --compare for each engine, on a small random Llama, and stores what
+the processes found in results/<gpu>/several_gpus.json.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers import environment, results, tiny_models, tiny_training
+
+ENGINES = {"DDP": (), "FSDP 1": ("--fsdp", "1"), "FSDP 2": ("--fsdp", "2")}
+MODEL = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+WARM_UP = 5  # steps that are not counted in a step's time
+
+
+def train(model: str, processes: int, options, folder: Path) -> list[dict]:
+    """One engine in processes of its own; what each of them found. Raises RuntimeError with their output."""
+    out = folder / "found.json"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(processes),
+    ]
+    command += [
+        "-m",
+        "examples.finetune_many_gpus",
+        "--model",
+        model,
+        "--compare",
+        "--json",
+        str(out),
+        *options,
+    ]
+    path = os.pathsep.join([str(environment.ROOT), *sys.path])
+    variables = os.environ | tiny_training.OFFLINE | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        raise RuntimeError((done.stdout + done.stderr)[-3000:])
+    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(processes)]
+
+
+def summary(found: list[dict]) -> dict:
+    """Step times in ms (the slowest process's median), and whether every process had the same losses."""
+
+    def step(arm):
+        return max(1e3 * statistics.median(one[arm]["seconds"][WARM_UP:]) for one in found)
+
+    without, with_ = step("without"), step("with")
+    return {
+        "processes": len(found),
+        "devices": [one["with"]["device"] for one in found],
+        "steps": len(found[0]["with"]["losses"]),
+        "step_ms": {"without": without, "with": with_},
+        "speedup": without / with_,
+        "same_losses": all(
+            one[arm]["losses"] == found[0]["without"]["losses"] for one in found for arm in one
+        ),
+        "decoded_by_the_kernel": [one["with"]["decoded"] for one in found],
+    }
+
+
+def line(engine: str, row: dict) -> str:
+    """One engine in a sentence."""
+    if "failed" in row:
+        return f"{engine}: failed: {row['failed']}"
+    times, same = row["step_ms"], "identical" if row["same_losses"] else "DIFFER"
+    return (
+        f"{engine} on {', '.join(row['devices'])}: {times['without']:.1f} -> {times['with']:.1f} ms a step "
+        f"({row['speedup']:.2f}x), losses {same} over {row['steps']} steps, "
+        f"decoded by the kernel: {row['decoded_by_the_kernel']}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m helpers.several_gpus", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--steps", default="20", help="steps of each run (default 20)")
+    arguments = parser.parse_args(argv)
+    import torch
+
+    count = torch.cuda.device_count() if environment.has_gpu() else 0
+    if count < 2:
+        print(f"not measured (needs two GPUs, this machine has {count})")
+        return 2
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(tiny_models.make(Path(folder, "model"), **MODEL))
+        for engine, options in ENGINES.items():
+            try:
+                rows[engine] = summary(
+                    train(model, count, (*options, "--steps", arguments.steps), Path(folder))
+                )
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                rows[engine] = {"failed": str(error)}
+            print(line(engine, rows[engine]), flush=True)
+    print(f"written: {results.write('several_gpus', {'model': MODEL, 'engines': rows})}")
+    return int(any("failed" in row or not row["same_losses"] for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
