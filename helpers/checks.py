@@ -34,7 +34,7 @@ GPU = "an NVIDIA GPU"
 HALF = (torch.float16, torch.bfloat16)
 CALLS = 3  # profiled in a row: what only some of the calls launch is seen
 # Shown by torch for any compiled function; they say nothing about this one.
-UNRELATED_WARNINGS = ("TensorFloat32 tensor cores",)
+UNRELATED_WARNINGS = ("TensorFloat32 tensor cores", "dynamo_pgo force disabled")
 QUIET_CATEGORIES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 

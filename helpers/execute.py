@@ -258,6 +258,8 @@ def main(argv: list[str] | None = None) -> int:
             stamp(notebook)
             nbformat.write(notebook, options.notebook)
             print(f"outputs written into {options.notebook.name}")
+            if measured and score.with_suffix(".json").exists():
+                shutil.copyfile(score.with_suffix(".json"), environment.result_folder() / "score.json")
         elif environment.has_gpu():
             print(f"stored as {store_forced(notebook, score.with_suffix('.json'))}")
         else:
