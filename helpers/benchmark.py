@@ -124,7 +124,7 @@ def measure(only: list[str] | None = None, quick: bool = False) -> dict:
     if found["bitsandbytes"].fn is None:
         reason = f"needs bitsandbytes for the correctness gate: {found['bitsandbytes'].reason}"
         return data | {name: {"not_measured": reason} for name in chosen}
-    with tqdm(chosen, desc="bench") as bar:
+    with tqdm(chosen, desc="bench", disable=None) as bar:
         for name in bar:
             bar.set_postfix_str(name)
             began = time.perf_counter()

@@ -29,7 +29,7 @@ class Bench:
         return quick if self.quick else full
 
     def bar(self, total: int, what: str):
-        return tqdm(total=total, desc=what, leave=False)
+        return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
 
     def candidates(self) -> dict[str, Callable]:
         """layer -> weight, the kernel first."""

@@ -114,6 +114,7 @@ def execute(
             km=kernel_manager(),
             timeout=timeout,
             record_timing=False,
+            coalesce_streams=True,  # of a progress bar only its last state
             resources={"metadata": {"path": str(folder)}},
             on_cell_start=start,
             on_cell_executed=done,

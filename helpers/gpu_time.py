@@ -40,6 +40,23 @@ def _ceilings(buffers: workload.Buffers, quick: bool) -> tuple[dict[str, Callabl
     return calls, {"floor_cuda": missing} if missing else {}
 
 
+def ceiling(device: str = "cuda", side: int = 2**14) -> float:
+    """GB/s, read and written, of a Triton kernel that moves this format's bytes and computes nothing.
+
+    side: of the square weight it moves; the default is well past any cache. Graph replay, the best of the
+    launch choices.
+    """
+    buffers = workload.make_buffers((side, side), torch.float16, count=2, outputs=True, device=device)
+    movers, _ = _ceilings(buffers, quick=True)
+    graphs = {
+        name: (timing.capture(call, 2)[0], 2)
+        for name, call in movers.items()
+        if name.startswith("floor_triton")
+    }
+    times = timing.replay_interleaved(graphs, rounds=5)
+    return buffers.bytes_moved / min(timing.percentiles(found)["p50"] for found in times.values()) / 1e9
+
+
 def _gpu_times(
     calls: dict[str, Callable], movers: dict[str, Callable], buffers: workload.Buffers, rounds: int
 ) -> tuple[dict, dict, dict]:

@@ -359,3 +359,9 @@ def test_machine_code_fills_the_targets_row():
         f"{found['rows'][dtype]['ours']:.2f}" for dtype in ("float16", "bfloat16")
     )
     assert row["met"] is not any(entry["over_budget"] for entry in found["rows"].values())
+
+
+def test_the_ceiling_is_the_fastest_floor(bench, monkeypatch):
+    monkeypatch.setattr(timing, "replay_interleaved", lambda graphs, rounds: dict.fromkeys(graphs, [2e-6]))
+    nbytes = workload.make_buffers((64, 64), torch.float16, count=1, device="cpu").bytes_moved
+    assert gpu_time.ceiling("cpu", side=64) == pytest.approx(nbytes / 2e-6 / 1e9)

@@ -80,3 +80,21 @@ def test_a_protocol_timed_once_says_so(store):
         notebook.protocol(harness.Comparison({"mine": entry}, 1000, 3, "Unsloth today", "cuda", ["a"]))
     )
     assert "3 interleaved repeats" in shown
+
+
+def test_the_predicted_floor_is_of_the_cards_own_ceiling(store, monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(environment, "result_folder", lambda: notebook.RESULTS / "nvidia-h200")
+    monkeypatch.setattr(notebook.gpu_time, "ceiling", lambda: 2000.0)
+    assert (
+        "2000 GB/s on this card (measured now" in notebook.floor()
+        and "42.2 MB -> 21.1 us" in notebook.floor()
+    )
+    sizes = [
+        {"numel": n, "rows": {"floor_triton": {"gb_s": rate}}} for n, rate in ((2**20, 1.0), (2**28, 4000.0))
+    ]
+    store("nvidia-h200", "benchmark", {"gpu": {"sizes": sizes}})
+    assert "4000 GB/s on this card (stored 2026-11-21, 268M" in notebook.floor()
+    assert "42.2 MB -> 10.6 us" in notebook.floor()
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    assert notebook.floor().count("not measured (needs an NVIDIA GPU)") == 3

@@ -104,12 +104,25 @@ def test_readme_and_notebook_name_the_same_repository(notebook):
             assert link.startswith("#"), "no public address yet: the badge must not point anywhere else"
 
 
-def test_the_readme_shows_the_stored_figures():
-    from helpers import notebook, tables, targets
+def test_the_readme_shows_the_stored_figures(notebook):
+    from helpers import readme
 
-    stored = json.loads((ROOT / "results" / "nvidia-h200" / "benchmark.json").read_text())
-    readme = (ROOT / "README.md").read_text()
-    for table in (targets.table(stored), tables.protocol(stored), tables.gemm(stored)):
-        assert tables.markdown(table) in readme
-    for line in notebook.limits(stored):
-        assert line in readme
+    text = readme.README.read_text()
+    assert readme.render(text) == text, "run: python -m helpers.readme"
+    fuzz, soak = (results.read(name, ROOT / "results" / "nvidia-h200")["data"] for name in ("fuzz", "soak"))
+    assert fuzz["failed"] == 0 and f"{fuzz['cases']:,} cases, none failed" in text
+    assert not soak["grown"] and f"nothing grew, {soak['wrong']} of {soak['layers']:,} layers wrong" in text
+    sanitizer = (ROOT / "results" / "nvidia-h200" / "sanitizer.txt").read_text()
+    (launches,) = set(re.findall(r"(\d+) launches of the edge cases, 0 wrong", sanitizer))
+    assert f"over {launches} launches of the edge cases, clean" in text
+    assert sanitizer.count("exit 0;") == 4 and cells.kernel_hash() in sanitizer
+    shown = next(cell for cell in notebook.cells if cell.id == "t4-ptx").outputs[0].text
+    elements = int(re.search(r"0 of (\d+) elements differ", shown).group(1))
+    assert f"0 of {elements:,} elements differ" in text
+
+
+def test_a_table_without_its_place_in_the_readme_is_missed():
+    from helpers import readme
+
+    with pytest.raises(ValueError, match="<!-- gemm -->"):
+        readme.render(readme.README.read_text().replace("<!-- /gemm -->", ""))
