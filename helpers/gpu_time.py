@@ -23,9 +23,10 @@ def _ceilings(buffers: workload.Buffers, quick: bool) -> tuple[dict[str, Callabl
     weights, states, outs = buffers.weights, buffers.states, buffers.outs
     count = len(outs)
     calls: dict[str, Callable] = {
-        "copy": lambda i: outs[i].copy_(outs[(i + 1) % count]),
         "fill": lambda i: outs[i].fill_(0),
     }
+    if count > 1:  # not onto itself
+        calls["copy"] = lambda i: outs[i].copy_(outs[(i + 1) % count])
     missing = floor.cuda_missing()
     for kind, kernel in (("cuda", floor.cuda_floor), ("triton", floor.triton_floor)):
         if kind == "cuda" and missing:
