@@ -8,7 +8,7 @@ COMMANDS = {
     "run": ("helpers.execute", "execute the notebook, print the score and where the files are"),
     "bench": ("helpers.benchmark", "measure against the baselines"),
     "sass": ("helpers.sass", "cross-compile for a card and count its instructions"),
-    "score": ("helpers.scoring", "the marking table from stored evidence"),
+    "score": ("helpers.scoring", "the marking table from evidence on this machine"),
     "train-bench": ("helpers.train_bench", "the kernel inside a QLoRA training step"),
 }
 

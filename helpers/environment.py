@@ -111,13 +111,6 @@ def protocol_repeats() -> int:
     return REPEATS_SM75 if forced() == "t4" or capability() == (7, 5) else REPEATS
 
 
-def is_t4() -> bool:
-    """True on a Tesla T4."""
-    import torch
-
-    return has_gpu() and capability() == (7, 5) and "T4" in torch.cuda.get_device_name()
-
-
 def version_of(package: str) -> str | None:
     """Installed version of a distribution, without importing it; None when it is absent."""
     try:

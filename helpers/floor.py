@@ -18,7 +18,6 @@ environment.prepare()  # where there is no GPU: before triton is imported
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-WORDS_PER_SCALE = 8  # one uint8 scale index serves a block of 64 elements
 WORDS_PER_ABSMAX2 = 2048  # one fp32 second-level scale serves 256 blocks
 
 

@@ -22,11 +22,10 @@ def _ceilings(buffers: workload.Buffers, quick: bool) -> tuple[dict[str, Callabl
     """Calls of every floor variant and of plain copy and fill, and what is missing with its reason."""
     weights, states, outs = buffers.weights, buffers.states, buffers.outs
     count = len(outs)
-    calls: dict[str, Callable] = {
-        "fill": lambda i: outs[i].fill_(0),
-    }
-    if count > 1:  # not onto itself
+    calls: dict[str, Callable] = {}
+    if count > 1:  # never onto itself
         calls["copy"] = lambda i: outs[i].copy_(outs[(i + 1) % count])
+    calls["fill"] = lambda i: outs[i].fill_(0)
     missing = floor.cuda_missing()
     for kind, kernel in (("cuda", floor.cuda_floor), ("triton", floor.triton_floor)):
         if kind == "cuda" and missing:

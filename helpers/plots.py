@@ -212,10 +212,11 @@ def bandwidth_by_size(result: dict | None) -> Picture:
     def draw(panel, cases):
         said = []
         for name in ("kernel", "unsloth_today", "unsloth_classic", "bitsandbytes", "copy"):
-            own = [
-                case for case in cases if name != "copy" or case.get("buffers", 2) > 1
-            ]  # no copy onto itself
-            points = [(case["numel"], case["rows"][name]["gb_s"]) for case in own if name in case["rows"]]
+            points = [
+                (case["numel"], case["rows"][name]["gb_s"])
+                for case in cases
+                if name in case["rows"] and (name != "copy" or case.get("buffers") != 1)  # not onto itself
+            ]
             if points:
                 style = {"linestyle": ":"} if name == "copy" else {}
                 said.append(_line(panel, points, name, LABELS[name], **style))

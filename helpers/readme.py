@@ -73,6 +73,9 @@ def training() -> str:
 def several_gpus() -> str:
     rows = [["engine", "GPUs", "ms a step without", "with", "speedup", "losses"]]
     for engine, row in _read("several_gpus")["data"]["engines"].items():
+        if "failed" in row:
+            rows.append([engine, "failed", "", "", "", ""])
+            continue
         times, same = row["step_ms"], "identical" if row["same_losses"] else "DIFFER"
         times = [f"{times[arm]:.1f}" for arm in ("without", "with")]
         steps = f"{same}, {row['steps']} steps"

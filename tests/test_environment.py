@@ -169,7 +169,7 @@ def test_inductor_refuses_bf16_graphs_on_a_forced_t4(with_bf16, forced):
 
 def test_a_t4_is_new_enough_and_a_p100_is_not(card):
     card("Tesla T4", (7, 5))
-    assert environment.is_t4() and environment.old_gpu() is None and environment.no_gpu() is None
+    assert environment.old_gpu() is None and environment.no_gpu() is None
     card("Tesla P100-PCIE-16GB", (6, 0))
     text = environment.old_gpu()
     assert "Tesla P100" in text and "sm_60" in text and "sm_75" in text

@@ -82,19 +82,16 @@ def test_a_protocol_timed_once_says_so(store):
     assert "3 interleaved repeats" in shown
 
 
-def test_the_predicted_floor_is_of_the_cards_own_ceiling(store, monkeypatch):
+def test_the_predicted_floor_is_that_of_the_card(store, monkeypatch):
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
     monkeypatch.setattr(environment, "result_folder", lambda: notebook.RESULTS / "nvidia-h200")
     monkeypatch.setattr(notebook.gpu_time, "ceiling", lambda: 2000.0)
-    assert (
-        "2000 GB/s on this card (measured now" in notebook.floor()
-        and "42.2 MB -> 21.1 us" in notebook.floor()
-    )
+    assert "2000 GB/s measured now" in notebook.floor() and "42.2 MB -> 21.1 us" in notebook.floor()
     sizes = [
-        {"numel": n, "rows": {"floor_triton": {"gb_s": rate}}} for n, rate in ((2**20, 1.0), (2**28, 4000.0))
+        {"numel": rows * columns, "dtype": str(dtype)[6:], "rows": {"floor_triton": {"p50": us}}}
+        for (rows, columns, dtype), us in zip(notebook.PROTOCOL_SHAPES, (12.0, 4.0, 38.0), strict=True)
     ]
     store("nvidia-h200", "benchmark", {"gpu": {"sizes": sizes}})
-    assert "4000 GB/s on this card (stored 2026-11-21, 268M" in notebook.floor()
-    assert "42.2 MB -> 10.6 us" in notebook.floor()
+    assert "stored 2026-11-21" in notebook.floor() and "42.2 MB -> 12.0 us, 3517 GB/s" in notebook.floor()
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     assert notebook.floor().count("not measured (needs an NVIDIA GPU)") == 3
