@@ -1,5 +1,6 @@
 """Every way to call: compiled, exported, traced, captured, from threads, streams and other processes."""
 
+import copy
 import multiprocessing
 import os
 import shutil
@@ -37,6 +38,11 @@ def exact(result, layer):
 def refused_by_inductor(dtype, options):
     """On a card without native bf16 Inductor steps aside: fullgraph cannot be asked for there."""
     return dtype == torch.bfloat16 and "mode" in options and not environment.native_bf16()
+
+
+def gap(reason):
+    """A known gap of the kernel cells; strict, so that closing it asks for this mark to go."""
+    return pytest.mark.xfail(reason=reason, strict=True)
 
 
 def arguments(layer):
@@ -97,6 +103,22 @@ class TestOperator:
         assert exact(call(*arguments(layer)), layer)
         with kernel.force(card="t4"):
             assert exact(call(*arguments(layer)), layer)
+
+    @gap("the operator gets tensors and numbers, the rest is not looked at before")
+    @pytest.mark.parametrize("field, value", [("packing_format_for_cpu", True), ("state2", None)])
+    def test_what_only_the_state_says(self, kernel, make_layer, field, value):
+        layer = make_layer(64, 96, torch.float16)
+        state = copy.copy(layer.weight.quant_state)
+        setattr(state, field, value)
+        with pytest.raises(kernel.UnsupportedState):
+            kernel._traced(layer.weight, state, None)
+
+    @gap("out is copied into, whatever its dtype")
+    def test_an_out_of_another_dtype(self, kernel, make_layer):
+        layer = make_layer(64, 96, torch.float16)
+        out = torch.empty(96, 64, device=layer.weight.device)
+        with pytest.raises(kernel.UnsupportedState, match="out has"):
+            kernel._traced(layer.weight, layer.weight.quant_state, out)
 
     def test_malformed_input_is_refused(self, kernel, make_layer):
         good = list(arguments(make_layer(64, 96, torch.float16)))
@@ -373,8 +395,29 @@ class TestModes:
             for _ in range(2):
                 assert exact(kernel.your_dequantize_nf4(layer), layer)
 
+    @pytest.mark.parametrize(
+        "dtype",
+        [
+            pytest.param(torch.float16, marks=gap("the codebook takes torch's default dtype")),
+            pytest.param(torch.bfloat16, marks=gap("the codebook takes torch's default dtype")),
+            pytest.param(torch.float64, marks=gap("the codebook is made on torch's default device")),
+        ],
+    )
+    def test_the_first_call_under_other_defaults(self, kernel, make_layer, dtype):
+        layer = make_layer(64, 96, torch.float16)
+        kernel.codebooks.cache_clear()  # as in the first call of a process
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta" if dtype == torch.float64 else layer.weight.device):
+                result = kernel.your_dequantize_nf4(layer)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            kernel.codebooks.cache_clear()
+        assert exact(result, layer)
+
     def test_the_default_dtype_and_device_do_not_matter(self, kernel, make_layer):
         layer = make_layer(64, 96, torch.float16)
+        kernel.your_dequantize_nf4(layer)
         torch.set_default_dtype(torch.float64)
         try:
             with torch.device("meta"):
