@@ -286,7 +286,7 @@ def protocol(result: dict | None) -> Picture:
             [m - v for m, v in zip(middle, low, strict=True)],
             [v - m for m, v in zip(middle, high, strict=True)],
         ]
-        colors = [COLORS.get(name, COLORS["copy"]) for name in names]
+        colors = [COLORS.get(name, COLORS["kernel"]) for name in names]  # a candidate has a name of its own
         panel.barh(names, middle, xerr=whiskers, color=colors, height=0.62, error_kw={"elinewidth": 1})
         said = []
         for name, seconds, end in zip(names, middle, high, strict=True):
