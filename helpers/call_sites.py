@@ -242,9 +242,7 @@ def matmul_4bit(site: Site, library: Library, kernel, functional, cuda_ops):
                             site.fused += 1
                             return original(A, B, quant_state, out, bias)
                     with _plain_tensors():
-                        B = (
-                            B.data
-                        )  # keeps the storage of this moment, as bitsandbytes' view does, at half the cost
+                        B = B.data  # keeps the storage of now, as bitsandbytes' view does, at half the cost
                         if B.size(0) == 1:
                             B = B.view(-1, 1)
                     if A.requires_grad and torch.is_grad_enabled():

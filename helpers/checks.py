@@ -10,12 +10,15 @@ import copy
 import functools
 import importlib.util
 import logging
+import os
 import re
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -34,7 +37,7 @@ GPU = "an NVIDIA GPU"
 HALF = (torch.float16, torch.bfloat16)
 CALLS = 3  # profiled in a row: what only some of the calls launch is seen
 # Shown by torch for any compiled function; they say nothing about this one.
-UNRELATED_WARNINGS = ("TensorFloat32 tensor cores", "dynamo_pgo force disabled")
+UNRELATED_WARNINGS = ("TensorFloat32 tensor cores",)
 QUIET_CATEGORIES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 
 
@@ -187,7 +190,7 @@ def _compiled(candidate, layer, fullgraph):
     counters.clear()
     compiled = torch.compile(lambda layer: candidate(layer), fullgraph=fullgraph)
     try:
-        with _complaints() as complaints:
+        with _complaints() as complaints, _no_older_graphs():
             result = compiled(layer)
             torch.cuda.synchronize()
     except Exception as error:
@@ -207,6 +210,15 @@ def _compiled(candidate, layer, fullgraph):
     why = "; ".join(text for text, fault in faults.items() if fault)
     facts = {"graph_breaks": breaks, "graphs": graphs, "warnings": complaints, "kernels": kernels}
     return {"good": not why, "why": why, "exact": exact} | facts
+
+
+@contextlib.contextmanager
+def _no_older_graphs():
+    """Inductor's disk cache is new and empty inside the block. The usual one serves graphs and does not ask
+    what the card can do: a run with a T4's decisions forced would get the bf16 graph of one without."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+            yield
 
 
 @contextlib.contextmanager

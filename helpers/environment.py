@@ -84,11 +84,6 @@ def _hide_native_bf16():
     dynamo = sys.modules.get("torch._dynamo.device_interface")
     if dynamo:  # what Inductor asks: a reference taken when the module was imported
         dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
-    # Inductor's disk cache asks nobody: a run without NF4_FORCE would lend its bf16 graphs.
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-    config = sys.modules.get("torch.compiler.config")
-    if config:  # already read from the environment
-        config.force_disable_caches = True
 
 
 def capability(device=None) -> tuple[int, int] | None:

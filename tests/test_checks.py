@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import types
 import warnings
@@ -330,6 +331,14 @@ def test_inductor_refuses_bf16_where_a_t4_is_forced(pretend_gpu, candidate, monk
     assert (
         "float16 with fullgraph=True exact" in found.text and "bfloat16 not compiled, Inductor" in found.text
     )
+
+
+def test_no_graph_of_another_run_is_served(monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "shared")
+    with checks._no_older_graphs():
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        assert folder != "shared" and os.listdir(folder) == []
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "shared" and not os.path.exists(folder)
 
 
 def test_complaints_are_collected_and_unrelated_ones_are_not():
