@@ -5,9 +5,11 @@ Nothing is imported before `available()` is called: Unsloth takes many seconds, 
 patches.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +25,12 @@ class Baseline:
     version: str | None = None
     fn: Callable | None = None  # layer -> weight; None where it cannot run
     reason: str = ""  # why `fn` is None
-    note: str = ""  # what a reader of its figures must know
+    note: str = ""  # what a reader of its figures must know: which function it is
+
+    def __str__(self) -> str:
+        if self.fn is None:
+            return f"{self.label}: absent, {self.reason}"
+        return f"{self.label}: {self.version}" + (f", {self.note}" if self.note else "")
 
 
 UNSLOTH_TODAY = Baseline("unsloth_today", "Unsloth today")
@@ -38,6 +45,11 @@ def available() -> dict[str, Baseline]:
 
     The first call imports the libraries (Unsloth first, and only where there is a GPU).
     """
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.filterwarnings(
+            "ignore", message="IProgress not found"
+        )  # tqdm, in a notebook without widgets
+        import tqdm.auto  # noqa: F401
     return {baseline.name: baseline for baseline in (*_unsloth(), _bitsandbytes(), _peft())}
 
 
@@ -50,17 +62,21 @@ def _unsloth() -> tuple[Baseline, Baseline]:
     def fast_dequantize(layer, function=module.fast_dequantize):
         return function(layer.weight, layer.weight.quant_state)
 
-    if not getattr(module, "_USE_NF4_KERNELS", False):
-        note = "this Unsloth uses its classic path: both names stand for the same function"
+    fused = getattr(module, "_USE_NF4_KERNELS", None)  # private: None where this Unsloth does not say
+    if fused is not None and not fused:
+        note = "fast_dequantize, which takes its classic path here: both names are the same function"
         return replace(today, fn=fast_dequantize, note=note), replace(classic, fn=fast_dequantize, note=note)
-    today = replace(today, fn=fast_dequantize)
+    note = "fast_dequantize as installed" + (", one fused launch" if fused else "")
+    today = replace(today, fn=fast_dequantize, note=note)
     if not hasattr(module, "_fast_dequantize_ctypes"):
-        return today, replace(classic, reason=f"Unsloth {today.version} no longer has its classic path")
+        reason = f"Unsloth {today.version} has no _fast_dequantize_ctypes, the classic path's name"
+        return today, replace(classic, reason=reason)
 
     def three_launches(layer, function=module._fast_dequantize_ctypes):
         return function(layer.weight, layer.weight.quant_state, None, False)
 
-    return today, replace(classic, fn=three_launches)
+    note = "_fast_dequantize_ctypes of the same package, three launches: what the puzzle was set against"
+    return today, replace(classic, fn=three_launches, note=note)
 
 
 def _bitsandbytes() -> Baseline:

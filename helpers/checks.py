@@ -8,6 +8,7 @@ on this machine returns `passed=None` and what it needs; a check that raises has
 import contextlib
 import copy
 import functools
+import gc
 import importlib.util
 import logging
 import os
@@ -36,6 +37,12 @@ EVICTION = {
 GPU = "an NVIDIA GPU"
 HALF = (torch.float16, torch.bfloat16)
 CALLS = 3  # profiled in a row: what only some of the calls launch is seen
+SMALL = (1024, 2048)  # (in_features, out_features) of the kernel's tile for small tensors
+LARGE = {torch.float16: (2048, 8192), torch.bfloat16: (4096, 14336)}  # of the other; the protocol's shapes
+TABLES = 1024  # bytes that a first call may keep: the codebooks, rounded up by the allocator
+# Inductor on a card without native bf16: its warning, and what torch then raises under fullgraph=True.
+NO_BF16 = "bfloat16 compilation"
+REFUSALS = ("BF16 is not supported", "fullgraph=True found no compiled frames")
 # Shown by torch for any compiled function; they say nothing about this one.
 UNRELATED_WARNINGS = ("TensorFloat32 tensor cores",)
 QUIET_CATEGORIES = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
@@ -87,20 +94,19 @@ def _check(criterion: str, needs_gpu: bool = True):
 
 @_check("single kernel")
 def single_kernel(candidate: Callable):
-    """Exactly one thing runs on the GPU a call, and it is the kernel that the puzzle names."""
+    """Exactly one thing runs on the GPU per call, and it is the kernel that the puzzle names."""
     details = {}
     for dtype in HALF:
-        layer = quantized_layer(1024, 2048, dtype, device="cuda")
-        details[_name(dtype)] = _on_device(lambda layer=layer: candidate(layer), CALLS)
+        for shape in (SMALL, LARGE[dtype]):
+            layer = quantized_layer(*shape, dtype, device="cuda")
+            key = f"{_name(dtype)} {_rows_by_columns(shape)}"
+            details[key] = _on_device(lambda layer=layer: candidate(layer), CALLS)
     if all(_only_the_kernel(names) for names in details.values()):
-        return True, f"profiler: {KERNEL} and nothing else, once a call, in fp16 and bf16", details
-    seen = {name for names in details.values() for name in names}
-    most = max(len(names) for names in details.values()) / CALLS
-    return (
-        False,
-        f"profiler: {most:g} a call: {', '.join(sorted(seen))[:200] or 'nothing on the GPU'}",
-        details,
-    )
+        return True, f"profiler: {KERNEL} and nothing else, once per call: {', '.join(details)}", details
+    bad = {key: names for key, names in details.items() if not _only_the_kernel(names)}
+    key = max(bad, key=lambda key: len(bad[key]))
+    seen = ", ".join(sorted(set(bad[key])))[:200] or "nothing on the GPU"
+    return False, f"profiler: {key}: {len(bad[key]) / CALLS:g} per call: {seen}", details
 
 
 def speed(comparison: harness.Comparison, name: str, baseline: str) -> Evidence:
@@ -149,15 +155,16 @@ def torch_compile(candidate: Callable):
     """
     details, texts = {}, []
     for dtype in HALF:
-        layer = quantized_layer(1024, 2048, dtype, device="cuda")
+        layer = quantized_layer(*LARGE[dtype], dtype, device="cuda")
+        what = f"{_name(dtype)} {_rows_by_columns(LARGE[dtype])}"
         found = _compiled(candidate, layer, fullgraph=True)
         if dtype == torch.bfloat16 and not environment.native_bf16() and not found["good"]:
             found = _stepped_aside(found, _compiled(candidate, layer, fullgraph=False))
-            texts.append(f"{_name(dtype)} {found['text']}")
+            texts.append(f"{what} {found['text']}")
         elif found["good"]:
-            texts.append(f"{_name(dtype)} with fullgraph=True exact, one graph, {KERNEL} once, nothing else")
+            texts.append(f"{what} with fullgraph=True exact, one graph, {KERNEL} once per call, nothing else")
         else:
-            texts.append(f"{_name(dtype)} with fullgraph=True: {found['why']}")
+            texts.append(f"{what} with fullgraph=True: {found['why']}")
         details[_name(dtype)] = found
     return all(found["good"] for found in details.values()), "; ".join(texts), details
 
@@ -165,20 +172,22 @@ def torch_compile(candidate: Callable):
 def _stepped_aside(strict, plain):
     """What became of a bf16 function on a card without native bf16: `good`, and `text` for the table.
 
-    strict, plain: what `_compiled` found with and without `fullgraph`. Asked for fullgraph, torch 2.11 runs
-    the function uncompiled all the same, 2.13 raises an error of its own.
+    strict, plain: what `_compiled` found with and without `fullgraph`. Inductor must have complained about
+    bf16 in both. Asked for fullgraph, torch 2.11 runs the function uncompiled all the same (with Inductor's
+    cache it does, without it raises), 2.13 raises. Any other error, or reason not to compile, is a fault.
     """
     facts = {"fullgraph": strict, "plain": plain}
-    for found in (plain, strict):
-        if "error" not in found and not (found["exact"] and _only_the_kernel(found["kernels"])):
-            return facts | {"good": False, "text": f"on a card without native bf16: {found['why']}"}
-    if "error" in plain:
-        return facts | {"good": False, "text": f"on a card without native bf16: {plain['why']}"}
-    if any("bfloat16 compilation" in text for text in plain["warnings"]):
-        how = "not compiled, Inductor steps aside with a warning (no native bf16)"
-    else:
-        how = f"not in one graph ({strict['why']})"
+    for found in (strict, plain):
+        complained = any(NO_BF16 in text for text in found["warnings"])
+        if "error" in found:
+            fine = found is strict and any(text in found["error"] for text in REFUSALS)
+        else:
+            fine = found["exact"] and _only_the_kernel(found["kernels"])
+        if not (complained and fine):
+            why = found["why"] or "compiled, but only without fullgraph=True"
+            return facts | {"good": False, "text": f"on a card without native bf16: {why}"}
     same = "raises torch's own error" if "error" in strict else "does the same"
+    how = "not compiled, Inductor steps aside with a warning (no native bf16)"
     return facts | {"good": True, "text": f"{how}: exact, the kernel alone; fullgraph=True {same}"}
 
 
@@ -195,7 +204,8 @@ def _compiled(candidate, layer, fullgraph):
             torch.cuda.synchronize()
     except Exception as error:
         why = f"{type(error).__name__}: {_first_line(str(error))}"
-        return {"good": False, "why": why, "exact": False, "error": str(error)[-2000:]}
+        facts = {"warnings": complaints, "error": str(error)[-2000:]}
+        return {"good": False, "why": why, "exact": False} | facts
     exact = reference.same_bits(result, expected(layer))
     kernels = _on_device(lambda: compiled(layer), CALLS)
     breaks = dict(counters["graph_break"])
@@ -242,55 +252,73 @@ def _complaints():
             for category in QUIET_CATEGORIES:
                 warnings.simplefilter("ignore", category)
             yield found
+    finally:  # what an error came with, too
         found += [str(warning.message) for warning in caught]
         found[:] = [text for text in found if not any(known in text for known in UNRELATED_WARNINGS)]
-    finally:
         for logger in loggers:
             logger.removeHandler(handler)
 
 
 @_check("custom assembly", needs_gpu=False)
 def custom_asm(candidate: Callable):
-    """The assembly path ran, gave bitsandbytes' bits, and its mnemonics are in the PTX only when it is on."""
-    return _switch("custom assembly", candidate, "asm", HALF, _assembly)
+    """The assembly path ran with bitsandbytes' bits; all of ASSEMBLY is in its PTX, and none with it off.
+
+    In fp16 and bf16 every variant of the kernel holds all three: either tile, bf16 rounded either way.
+    """
+    return _switch("custom assembly", candidate, "asm", _assembly, lambda found: found == list(ASSEMBLY))
 
 
 @_check("cache eviction", needs_gpu=False)
 def cache_eviction(candidate: Callable):
-    """Eviction hints are in the PTX of the kernel that ran, and absent with the hints off."""
-    return _switch("cache eviction", candidate, "hints", HALF[:1], _eviction)
+    """Eviction hints are in the PTX of each kernel that ran, and absent with the hints off.
+
+    Which of EVICTION depends on the tile, hence on the size: the text says what was seen where.
+    """
+    return _switch("cache eviction", candidate, "hints", _eviction, bool)
 
 
-def _switch(criterion, candidate, switch, dtypes, find):
-    """Run, compare and read the PTX with one setting of the kernel on and off; `find` lists the mnemonics."""
+def _switch(criterion, candidate, switch, find, enough):
+    """Run, compare and read the PTX with one setting of the kernel on and off.
+
+    find(ptx) lists what belongs to the setting, and enough(list) says whether that will do with it on.
+    """
     if not environment.has_gpu():
         return Evidence(criterion, None, needs=GPU, text=_in_ptx_for_t4(switch, find))
     module = _namespace(candidate)
     settings = module["settings"]()
-    details, faults = {"settings": {name: str(value) for name, value in vars(settings).items()}}, []
+    details, faults, seen = {"settings": {name: str(value) for name, value in vars(settings).items()}}, [], {}
     if not getattr(settings, switch):
         return False, f"switched off: {settings.reason}", details
-    for dtype in dtypes:
-        layers = [every_code(dtype, "cuda"), quantized_layer(4096, 1024, dtype, device="cuda")]
-        for on in (True, False):
-            with module["force"](**asdict(settings) | {switch: on}), _launched(module[KERNEL]) as ran:
-                wrong = sum(reference.different(candidate(layer), expected(layer)) for layer in layers)
-            each = [find(ptx) for ptx in ran]
-            found = sorted({mnemonic for some in each for mnemonic in some})
-            key = f"{_name(dtype)}, {'on' if on else 'off'}"
-            details[key] = {"found": found, "wrong elements": wrong, "kernels that ran": len(ran)}
-            if wrong:
-                faults.append(f"{key}: {wrong} elements differ from bitsandbytes")
-            if not ran:
-                faults.append(f"{key}: {KERNEL} did not run")
-            if any(bool(some) != on for some in each):
-                faults.append(f"{key}: {', '.join(found) or 'nothing'} in the PTX of a kernel that ran")
-    found = details[f"{_name(dtypes[0])}, on"]["found"]
-    return (
-        not faults,
-        "; ".join(faults) or f"ran, exact; {', '.join(found)} in its PTX, none when off",
-        details,
-    )
+    for dtype in HALF:
+        for layer in (every_code(dtype, "cuda"), quantized_layer(2048, 8192, dtype, device="cuda")):
+            size = f"{layer.weight.quant_state.shape.numel():,}"
+            for on in (True, False):
+                with module["force"](**asdict(settings) | {switch: on}), _launched(module[KERNEL]) as ran:
+                    wrong = reference.different(candidate(layer), expected(layer))
+                each = [find(ptx) for ptx in ran]
+                found = list(dict.fromkeys(mnemonic for some in each for mnemonic in some))
+                key = f"{_name(dtype)}, {size} elements, {'on' if on else 'off'}"
+                details[key] = {"found": found, "wrong elements": wrong, "kernels that ran": len(ran)}
+                if wrong:
+                    faults.append(f"{key}: {wrong} elements differ from bitsandbytes")
+                if not ran:
+                    faults.append(f"{key}: {KERNEL} did not run")
+                if any(not enough(some) if on else some for some in each):
+                    faults.append(f"{key}: {', '.join(found) or 'nothing'} in the PTX of a kernel that ran")
+                if on:
+                    seen[_name(dtype), size] = ", ".join(found)
+    text = f"ran, exact; in its PTX, and gone when off: {_where_seen(seen)}"
+    return not faults, "; ".join(faults) or text, details
+
+
+def _where_seen(seen):
+    """{(dtype, size): text} in words, each text once for the dtypes and sizes that share it."""
+    dtypes, sizes = {}, {}
+    for (dtype, size), text in seen.items():
+        dtypes.setdefault((text, size), []).append(dtype)
+    for (text, size), names in dtypes.items():
+        sizes.setdefault((text, " and ".join(names)), []).append(size)
+    return "; ".join(f"{text} ({names}, {' and '.join(n)} elements)" for (text, names), n in sizes.items())
 
 
 @_check("fp16 and bf16", needs_gpu=False)
@@ -316,30 +344,49 @@ def dtypes(candidate: Callable):
 
 @_check("exact", needs_gpu=False)
 def exact(candidate: Callable):
-    """Bit equality with bitsandbytes: every code with every scale, random layers, odd and partial sizes."""
+    """Bit equality with bitsandbytes: every code with every scale, random layers, odd and partial sizes.
+
+    On a GPU the first call of a layer and the next, both into memory full of NaN.
+    """
     device = "cuda" if environment.has_gpu() else "cpu"
     sizes = [(1, 1), (3, 1), (63, 1), (65, 1), (4097, 1), (128, 96), (192, 321)]
     sizes += [(4096, 1024), (2048, 8192), (11008, 4096)] if device == "cuda" else []
-    count, faults = 0, []
-    for dtype in reference.DTYPES:
-        layers = {"every code": every_code(dtype, device)}
+
+    def layers():
+        yield "every code", every_code(torch.float16, device)
         for inner, outer in sizes:
             for nested in (True, False):
-                key = f"{outer}x{inner} {'nested' if nested else 'flat'}"
-                layers[key] = quantized_layer(inner, outer, dtype, nested=nested, device=device)
-        for key, layer in layers.items():
-            wrong = reference.different(candidate(layer), expected(layer))
-            count += 1
-            if wrong:
-                faults.append(f"{key} {_name(dtype)}: {wrong} elements differ")
-        del layers
-    text = "; ".join(faults)[:300] or f"{count} layers in fp16, bf16 and fp32, every bit as bitsandbytes'"
-    return not faults, text, {"layers": count, "faults": faults}
+                layer = quantized_layer(inner, outer, torch.float16, nested=nested, device=device)
+                yield f"{outer}x{inner} {'nested' if nested else 'flat'}", layer
+
+    count, faults = 0, []
+    for key, layer in layers():
+        count += 1
+        for dtype in reference.DTYPES:
+            layer.weight.quant_state.dtype = dtype  # quantized once for all three
+            wanted = expected(layer)
+            for call in range(2 if device == "cuda" else 1):
+                wrong = reference.different(_poisoned(candidate, layer), wanted)
+                if wrong:
+                    faults.append(f"{key} {_name(dtype)}, call {call + 1}: {wrong} elements differ")
+    text = f"{count} layers, each in fp16, bf16 and fp32: every bit equal to bitsandbytes"
+    return not faults, "; ".join(faults)[:300] or text, {"layers": count, "faults": faults}
+
+
+def _poisoned(candidate, layer):
+    """candidate(layer), after the memory that torch's allocator will hand out for it was filled with NaN.
+
+    On a GPU: the same size is served from the same place. The CPU's allocator promises nothing.
+    """
+    state = layer.weight.quant_state
+    if layer.weight.is_cuda:
+        torch.full(state.shape, float("nan"), dtype=state.dtype, device="cuda")
+    return candidate(layer)
 
 
 @_check("no synchronization")
 def no_sync(candidate: Callable):
-    """torch's sync debug mode raises nothing, for a layer seen before and for one never seen."""
+    """Nothing that torch's sync debug mode can see waits, for a layer seen before and for one never seen."""
     old, new = (quantized_layer(1024, 1024, torch.float16, device="cuda", seed=seed) for seed in (1, 2))
     candidate(old)
     torch.cuda.synchronize()
@@ -349,25 +396,32 @@ def no_sync(candidate: Callable):
         candidate(new)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return True, "a seen and an unseen layer under torch.cuda.set_sync_debug_mode('error')", {}
+    text = "no wait that torch.cuda.set_sync_debug_mode('error') can see, for a seen and an unseen layer"
+    return True, text, {}
 
 
 @_check("no large buffers")
 def no_large_buffers(candidate: Callable):
-    """The peak allocation of a call is the output's, rounded as torch's allocator rounds it."""
-    details = {}
-    for dtype in HALF:
-        layer = quantized_layer(4096, 4096, dtype, device="cuda")
+    """At a layer's first call and the next the peak allocation is the output's, and nothing is kept.
+
+    The first call may add small tables (TABLES).
+    """
+    details, texts = {}, []
+    for dtype, rows in zip(HALF, (12288, 14336), strict=True):  # more bytes than any layer before
+        layer = quantized_layer(8192, rows, dtype, device="cuda")
         state = layer.weight.quant_state
-        candidate(layer)
-        plain = _peak(lambda state=state: torch.empty(state.shape, dtype=state.dtype, device="cuda"))
-        details[_name(dtype)] = {"peak": _peak(lambda layer=layer: candidate(layer)), "output": plain}
-    passed = all(found["peak"] == found["output"] for found in details.values())
-    return (
-        passed,
-        "; ".join(f"{k}: peak {v['peak']} B, output {v['output']} B" for k, v in details.items()),
-        details,
-    )
+        output, _ = _memory(lambda state=state: torch.empty(state.shape, dtype=state.dtype, device="cuda"))
+        first, kept = _memory(lambda layer=layer: candidate(layer))
+        peak, kept_later = _memory(lambda layer=layer: candidate(layer))
+        good = first <= output + TABLES and kept <= TABLES and peak == output and kept_later <= 0
+        details[_name(dtype)] = found = {"output": output, "first peak": first, "first kept": kept}
+        found |= {"peak": peak, "kept": kept_later, "good": good}
+        what = "the output alone, at the first call and the second"
+        if not good:
+            what = f"the output; first call: peak {_mib(first)}, keeps {_mib(kept)}"
+            what += f"; second: {_mib(peak)}, keeps {_mib(kept_later)}"
+        texts.append(f"{_name(dtype)}: {_mib(output)}, {what}")
+    return all(found["good"] for found in details.values()), "; ".join(texts), details
 
 
 @_check("new output", needs_gpu=False)
@@ -377,13 +431,17 @@ def fresh_output(candidate: Callable):
     layer = quantized_layer(128, 64, torch.float16, device=device)
     wanted = expected(layer)
     *results, last = [candidate(layer) for _ in range(8)]
+    wrong = sum(not reference.same_bits(result, wanted) for result in (*results, last))
+    if wrong:
+        return False, f"{wrong} of 8 results kept differ from bitsandbytes", {}
     storages = len({result.untyped_storage().data_ptr() for result in (*results, last)})
     for result in results:
         result.fill_(float("nan"))
-    right = reference.same_bits(last, wanted) and reference.same_bits(candidate(layer), wanted)
-    passed = right and storages == 8
-    text = "8 results kept, 8 storages; overwriting 7 changes neither the last nor the next"
-    return passed, text if passed else f"results share memory: {storages} storages for 8 results", {}
+    unchanged = reference.same_bits(last, wanted) and reference.same_bits(candidate(layer), wanted)
+    if storages < 8 or not unchanged:
+        changed = "" if unchanged else ", and overwriting 7 changes the last or the next"
+        return False, f"results share memory: {storages} storages for 8 results{changed}", {}
+    return True, "8 results kept, 8 storages; overwriting 7 changes neither the last nor the next", {}
 
 
 def every_code(dtype: torch.dtype, device: str):
@@ -450,8 +508,9 @@ def _only_the_kernel(names):
     return len(names) == CALLS and all(KERNEL in name for name in names)
 
 
-def _peak(call):
-    """Bytes that one call allocates at most, from an allocator without cached blocks."""
+def _memory(call):
+    """(bytes that one call allocates at most, bytes still there without its result)."""
+    gc.collect()  # nothing older is freed meanwhile
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -459,7 +518,7 @@ def _peak(call):
     result = call()
     peak = torch.cuda.max_memory_allocated() - before
     del result
-    return peak
+    return peak, torch.cuda.memory_allocated() - before
 
 
 def _assembly(ptx):
@@ -505,7 +564,8 @@ def _in_ptx_for_t4(switch, find):
     except Exception as error:
         return f"cross-compiling for sm_75 failed: {_first_line(str(error))}"
     on, off = find(ptx["default"]), find(ptx[switch])
-    return f"its PTX for sm_75 holds {', '.join(on) or 'nothing'} (switched off: {', '.join(off) or 'none'})"
+    found = f"{', '.join(on) or 'nothing'} (switched off: {', '.join(off) or 'none'})"
+    return f"its fp16 PTX for large tensors on sm_75 holds {found}"
 
 
 @functools.cache
@@ -520,6 +580,14 @@ def _cross_compiled():
         if found.error:
             raise cross_compile.CompileError(found.error)
     return {name: found.ptx for name, found in zip(forced, built, strict=True)}
+
+
+def _rows_by_columns(shape):
+    return f"{shape[1]}x{shape[0]}"
+
+
+def _mib(size):
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _name(dtype):

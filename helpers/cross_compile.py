@@ -1,7 +1,7 @@
-"""Compile Triton kernels for a card that is not here, in a process of its own.
+"""Compile Triton kernels for a card that is not here.
 
 A process with TRITON_INTERPRET=1 cannot compile, and Unsloth's kernel file needs stand-ins for the package
-around it: so every compile happens in `python -m helpers.cross_compile`, which reads and writes JSON.
+around it: these compiles happen in `python -m helpers.cross_compile`, which reads and writes JSON.
 Requests: {"source": "ours" | "unsloth", "arch": 75, "out_dtype": "float16", "nested": true, ...}.
 """
 
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+from helpers.environment import version_of
+
 ROOT = Path(__file__).resolve().parent.parent
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "uint8": "u8"}
 # Unsloth chooses its T4 launch by Triton's version: 3.7 brought a table of its own for (7, 5).
@@ -34,7 +36,7 @@ class Built:
     cubin: bytes = b""
     name: str = ""  # of the entry point
     num_warps: int = 0
-    shared: int = 0  # bytes a block
+    shared: int = 0  # bytes per block
     constexprs: dict | None = None
     versions: dict | None = None  # triton, and unsloth's where it is the source
     error: str = ""
@@ -45,11 +47,22 @@ class CompileError(RuntimeError):
 
 
 def build(requests: list[dict], pythonpath: str | None = None) -> list[Built]:
-    """Compile each request in one child process; failures come back as Built.error.
+    """Compile each request, in one child process unless this one can; failures come back as Built.error.
 
     pythonpath: a folder searched before the installed packages (another Triton). Raises CompileError when the
     child process itself fails.
     """
+    here = not pythonpath and _can_compile() and all(request["source"] == "ours" for request in requests)
+    rows = _answers(requests) if here else _in_child(requests, pythonpath)
+    return [Built(**row | {"cubin": base64.b64decode(row["cubin"])}) for row in rows]
+
+
+def _can_compile() -> bool:
+    """Whether kernels compile in this process: Triton is here, as itself and not as its interpreter."""
+    return "TRITON_INTERPRET" not in os.environ and importlib.util.find_spec("triton") is not None
+
+
+def _in_child(requests: list[dict], pythonpath: str | None) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if pythonpath:
         environment["PYTHONPATH"] = os.pathsep.join([pythonpath, environment.get("PYTHONPATH", "")])
@@ -66,8 +79,7 @@ def build(requests: list[dict], pythonpath: str | None = None) -> list[Built]:
         )
         if not answer.exists():
             raise CompileError(f"the compile process failed:\n{done.stderr[-2000:]}")
-        rows = json.loads(answer.read_text())
-    return [Built(**row | {"cubin": base64.b64decode(row["cubin"])}) for row in rows]
+        return json.loads(answer.read_text())
 
 
 def _compile(fn, signature, constexprs, attrs, options, arch):
@@ -179,8 +191,6 @@ def _build_unsloth(request) -> dict:
     """Unsloth's fused kernel exactly as its own launcher would specialize it for these sizes."""
     import torch
 
-    from helpers.environment import version_of
-
     module = _unsloth_module(request["table"], request["arch"])
     elements, nested = request["elements"], request["nested"]
     out_dtype = getattr(torch, request["out_dtype"])
@@ -215,17 +225,22 @@ def _build_unsloth(request) -> dict:
     return _answer(request, compiled, facts, {"unsloth": version_of("unsloth")})
 
 
-def main(argv: list[str]) -> int:
-    """Read requests from standard input, write the answers to the file named in argv[0]."""
+def _answers(requests: list[dict]) -> list[dict]:
+    """The answer to each request, or the error it raised, in JSON types."""
     rows = []
-    for request in json.load(sys.stdin):
+    for request in requests:
         try:
             builder = {"ours": _build_ours, "unsloth": _build_unsloth}[request["source"]]
             rows.append(builder(request))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             rows.append({"request": request, "cubin": "", "error": text[-3000:]})
-    Path(argv[0]).write_text(json.dumps(rows))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """Read requests from standard input, write the answers to the file named in argv[0]."""
+    Path(argv[0]).write_text(json.dumps(_answers(json.load(sys.stdin))))
     return 0
 
 

@@ -45,9 +45,11 @@ def prepare() -> bool:
     """Choose Triton's interpreter where there is no GPU; call it before triton is imported.
 
     With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4: call it before torch.compile.
+    cuBLAS is told to repeat its results, which it reads once, before its first product.
     Returns True when kernels will run in the interpreter. Raises RuntimeError when triton was imported
     too early for the choice to take effect.
     """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if not has_gpu() and not interpreter():
         if "triton" in sys.modules:
             raise RuntimeError(

@@ -5,13 +5,16 @@ from helpers.forecast import host_ratios
 
 # A T4 Colab has two slow cores: its Python takes this many times a server's (published rule of thumb).
 COLAB_HOST = (2.0, 3.0)
-SETUP_S = (60.0, 150.0)  # assumed: download and install of bitsandbytes, Unsloth and what they need
+# In tests/colab_rehearsal.sh, with Colab's packages on two slow cores: bitsandbytes 9 s, Unsloth 23 s more.
+# Colab: one to three times that, assumed.
+SETUP_S = (32.0, 96.0)
 # TFLOP/s of matrix products on a T4, assumed: fp16 on tensor cores (65 peak), bf16 without them (8.1 peak).
 GEMM_TFLOPS = {"float16": (20.0, 40.0), "bfloat16": (2.0, 8.0)}
 INIT_ELEMENTS_S = (40e6, 100e6)  # assumed: layers initialized on the CPU and quantized, a second
 PASSES = 4  # forward passes of the checks before the clock: two warm-ups, each the MLP and its copy
 CONTEXT_GB = (0.6, 1.2)  # assumed: CUDA context, cuBLAS workspaces, loaded libraries
 T4_GB = 15.0
+T4_L2 = 4 << 20  # bytes of L2 cache: Jia et al., Dissecting the NVidia Turing T4 GPU
 ALLOWED_S = 300.0
 
 
@@ -25,7 +28,7 @@ def estimate_run_all(results: dict | None = None, repeats: int = 1) -> dict:
     """
     results = results or {}
     benchmark = results.get("benchmark")
-    lines = [_seconds("set-up", *SETUP_S, "assumed: packages over Colab's network")]
+    lines = [_seconds("set-up", *SETUP_S, "rehearsed with Colab's packages, 32 s; times 1 to 3, assumed")]
     lines += _protocol_seconds(benchmark, repeats)
     lines += _check_seconds()
     lines.append(_sweep_seconds())
@@ -119,16 +122,23 @@ def _sweep_seconds() -> dict:
 
     Every contender and every ceiling replays a graph over rotated buffers, and before it runs uncaptured.
     """
-    from helpers import floor, gpu_time, workload  # imports triton
+    from helpers import floor, gpu_time  # imports triton
 
     ceilings = 2 + sum(len(floor.variants(kind, quick=True)) for kind in ("cuda", "triton"))
     graphs = len(gpu_time.DEQUANTIZERS) + ceilings
     replays = 2 * gpu_time.ROUNDS[1] + 2
-    moved = sum(workload.rotation(n) * floor.bytes_moved(n) for n in gpu_time.QUICK_SIZES)
+    moved = sum(_buffers(n) * floor.bytes_moved(n) for n in gpu_time.QUICK_SIZES)
     nbytes = len(gpu_time.DTYPES) * graphs * replays * moved
     slow, fast = (rate.value for rate in turing.T4.dram_gb_s)
     text = f"its {nbytes / 1e12:.1f} TB at the DRAM rate, {slow:g} to {fast:g} GB/s"
     return _seconds("sweep over sizes, GPU", nbytes / fast / 1e9, nbytes / slow / 1e9, text)
+
+
+def _buffers(n: int) -> int:
+    """How many sets of buffers the sweep takes turns with on a T4."""
+    from helpers import workload
+
+    return workload.rotation(n, nbytes=workload.quick_bytes(T4_L2))
 
 
 def _configs():
@@ -141,11 +151,11 @@ def _memory_lines() -> list[dict]:
     """Gigabytes of the CUDA context, of the sweep over sizes, and of what the largest configuration holds.
 
     The sweep and the protocol do not run at the same time; the rest of the notebook is smaller."""
-    from helpers import floor, gpu_time, workload  # imports triton
+    from helpers import floor, gpu_time  # imports triton
 
     largest = max(gpu_time.QUICK_SIZES)
     # Buffers with outputs, a second set of outputs in the graphs' pool, two results in the checks.
-    sweep = workload.rotation(largest) * (floor.bytes_moved(largest) + 2 * largest) / 1e9
+    sweep = _buffers(largest) * (floor.bytes_moved(largest) + 2 * largest) / 1e9
     config = max(_configs(), key=lambda c: c.hidden * c.intermediate)
     weight, tokens = config.hidden * config.intermediate, config.batch * config.seq
     packed = 3 * weight * (0.5 + 1 / 64 + 4 / 16384) / 1e9

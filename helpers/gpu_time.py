@@ -97,7 +97,8 @@ def _gpu_times(
 def _gpu_case(bench: Bench, shape, dtype_name: str, rounds: int, ceilings: bool) -> dict:
     """GPU time of one size: every candidate, and with `ceilings` everything that only moves bytes."""
     dtype, numel = DTYPES[dtype_name], math.prod(shape)
-    count = workload.rotation(numel)
+    rotated = workload.quick_bytes(_l2_bytes() or 0) if bench.quick else workload.ROTATE_BYTES
+    count = workload.rotation(numel, nbytes=rotated)
     case = {"shape": list(shape), "numel": numel, "dtype": dtype_name, "buffers": count}
     torch.cuda.empty_cache()
     # The buffers, a second set of outputs in the graphs' pool, and what the checks need.
@@ -156,14 +157,14 @@ def _add_floors(case: dict, rows: dict, times: dict):
             }
 
 
-def _floor_gate(device: str) -> dict[str, str]:
-    """Every floor variant against its oracle: a ceiling that skips bytes would be no ceiling."""
+def _floor_gate(device: str, quick: bool) -> dict[str, str]:
+    """Every floor variant to be timed against its oracle: a ceiling that skips bytes would be no ceiling."""
     buffers = workload.make_buffers((256, 1024), torch.float16, count=2, outputs=True, device=device)
     weight, state, out = buffers.weights[1], buffers.states[1], buffers.outs[1]
     wrong = {}
     kinds = {"triton": floor.triton_floor} | ({} if floor.cuda_missing() else {"cuda": floor.cuda_floor})
     for kind, kernel in kinds.items():
-        for choice in floor.variants(kind):
+        for choice in floor.variants(kind, quick):
             out.fill_(math.nan)
             kernel(weight, state.absmax, state.state2.absmax, out, **choice)
             expected = floor.oracle(
@@ -180,7 +181,7 @@ def gpu(bench: Bench) -> dict:
     rounds = bench.rounds(*ROUNDS)
     layers = {} if bench.quick else _layer_sizes()
     with bench.bar(2 * (len(sizes) + len(layers)) + 1, "gpu") as bar:
-        wrong = _floor_gate(bench.device)
+        wrong = _floor_gate(bench.device, bench.quick)
         if wrong:
             raise AssertionError(f"the ceiling kernels are wrong: {wrong}")
         bar.update()
@@ -294,7 +295,7 @@ def _steps(module, numel: int, dtype_name: str) -> dict[str, dict]:
         "no inline assembly": {"asm": False},
         "no cache hints": {"hints": False},
         "hints on loads": {"hint_loads": True},
-        "no hints on loads": {"hint_loads": False},
+        "no hints on loads": {"hint_loads": False, "hinted": 0},
         **{f"{count} words a thread": {words: count} for count in (1, 2, 4, 8)},
         **{f"{warps} warps": {"num_warps": warps} for warps in (2, 4, 8)},
         "code2 not staged in shared memory": {"stage": False},

@@ -34,7 +34,9 @@ CPU_TORCH = (
 NEED_GB = {"cpu": 3, "gpu": 10, "hosted": 2}
 VERIFY = """
 import torch, triton, bitsandbytes
+from helpers import environment
 print(f"torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}")
+print(environment.no_gpu() or "")
 """
 
 
@@ -274,20 +276,15 @@ def install(groups: list[str], gpus: list) -> None:
 
 def verify(gpus: list) -> None:
     """Import the main packages in a fresh Python, and check that torch sees the GPU. Raises SetupError."""
-    done = subprocess.run([sys.executable, "-c", VERIFY], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", VERIFY], capture_output=True, text=True, cwd=environment.ROOT
+    )
     if done.returncode:
         raise SetupError(f"the installed packages do not import:\n{done.stderr.strip()}")
-    print(done.stdout.strip())
-    if gpus:
-        problem = subprocess.run(
-            [sys.executable, "-c", "from helpers import environment as e; print(e.no_gpu() or '')"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=environment.ROOT,
-        ).stdout.strip()
-        if problem:
-            raise SetupError(problem)
+    versions, _, problem = done.stdout.strip().partition("\n")
+    print(versions)
+    if gpus and problem:
+        raise SetupError(problem)
 
 
 def main(argv: list[str] | None = None) -> int:

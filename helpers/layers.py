@@ -13,13 +13,14 @@ def quantized_layer(
 ):
     """A bitsandbytes `Linear4bit` without bias, its (out_features, in_features) weight quantized on `device`.
 
-    The weight is standard normal from `seed`; `weight.quant_state.dtype` is `dtype`. The layer stays in
-    training mode: in evaluation mode a forward pass on a CPU with AVX512-BF16 repacks the weight in place.
+    The weight is standard normal, drawn on `device` from `seed` (so another one on a GPU than on the CPU);
+    `weight.quant_state.dtype` is `dtype`. The layer stays in training mode: in evaluation mode a forward pass
+    on a CPU with AVX512-BF16 repacks the weight in place.
     """
     import bitsandbytes as bnb
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     layer = bnb.nn.Linear4bit(
         in_features,
         out_features,
@@ -27,9 +28,10 @@ def quantized_layer(
         compute_dtype=dtype,
         compress_statistics=nested,
         quant_type=quant_type,
+        device="meta",  # its own initial values, on the CPU, would take longer than all the rest
     )
     layer.weight = bnb.nn.Params4bit(
-        torch.randn(out_features, in_features, generator=generator),
+        torch.randn(out_features, in_features, generator=generator, device=device),
         requires_grad=False,
         blocksize=blocksize,
         compress_statistics=nested,

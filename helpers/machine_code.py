@@ -41,9 +41,9 @@ class Counted:
     name: str
     executed: tuple[Instruction, ...]
     elements: float  # outputs of one thread
-    threads: int  # a block
+    threads: int  # per block
     registers: int
-    shared: int  # bytes a block
+    shared: int  # bytes per block
     how: str  # how the executed instructions were chosen
     pipes: dict[str, int] = field(default_factory=dict)
 
@@ -57,7 +57,7 @@ class Counted:
         return Counter(width(i.opcode) for i in self.executed if i.stem == stem)
 
     def per_element(self) -> dict[str, float]:
-        """Thread-instructions an output element by pipe, "total", and "l1 bytes" (L1 and shared memory)."""
+        """Thread-instructions per output element by pipe, "total", and "l1 bytes" (L1 and shared memory)."""
         moved = sum(width(i.opcode) / 8 for i in self.executed if i.stem in MEMORY)
         counts = dict(self.pipes) | {"total": len(self.executed), "l1 bytes": moved}
         return {pipe: count / self.elements for pipe, count in counts.items()}
@@ -159,7 +159,7 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
 
 
 def count(name, instructions, registers, shared, threads, itemsize, elements=None) -> Counted:
-    """Counted of one kernel. `elements` a thread; None: all bytes it stores to global memory / itemsize."""
+    """Counted of one kernel. `elements` per thread; None: all bytes it stores to global memory / itemsize."""
     path, how = executed(instructions)
     stored = sum(width(i.opcode) / 8 for i in path if i.stem == "STG")
     elements = elements or stored / itemsize
@@ -174,6 +174,7 @@ def count_cubin(name: str, cubin: bytes, shared: int, threads: int, itemsize: in
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        ((function, instructions),) = parse(cuobjdump("-sass", file.name)).items()
-        registers = resources(cuobjdump("-res-usage", file.name))[function]["registers"]
+        text = cuobjdump("-sass", "-res-usage", file.name)
+    ((function, instructions),) = parse(text).items()
+    registers = resources(text)[function]["registers"]
     return count(name, instructions, registers, shared, threads, itemsize, elements)

@@ -10,17 +10,29 @@ from pathlib import Path
 import torch
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from helpers import cells, environment, estimate, gpu_time, plots, reference, sass, scoring, tables, targets
+from helpers import (
+    cells,
+    checks,
+    environment,
+    estimate,
+    gpu_time,
+    plots,
+    reference,
+    sass,
+    scoring,
+    tables,
+    targets,
+)
 from helpers.floor import bytes_moved
 
 # What is changed in the stored ablation, and why the notebook's kernel decides otherwise.
 STEPS = {
-    "no inline assembly": "finished results in 16 lanes, one shuffle a code, one 128-bit store a word",
+    "no inline assembly": "finished results in 16 lanes, one shuffle per code, one 128-bit store per word",
     "code2 not staged in shared memory": "code2 is fetched beside absmax: one memory latency instead of two",
-    "2 words a thread": "8 words a thread: their loads are all under way before the first is used",
-    "4 words a thread": "... and 16.8M elements fit the card in one wave of programs",
+    "2 words a thread": "8 words per thread: their loads are all under way before the first is used",
+    "4 words a thread": "... and 16M elements fit the card in one wave of programs",
     "no cache hints": "results are written to leave the cache first",
-    "hints on loads": "off for large tensors here: the policy costs more than it saves at 16.8M",
+    "hints on loads": "off for large tensors here: the policy costs more than it saves at 16M",
     "any number of programs an SM": "beyond one wave, fewer programs at a time: fewer streams in memory",
     "bf16 rounded in integers": "what a T4 needs costs next to nothing even where hardware converts",
 }
@@ -55,11 +67,19 @@ def steps(card: str = "nvidia-h200") -> Table:
     if result is None:
         return Table([["no stored benchmark"]])
     cases = [c for c in result["data"]["ablation"]["cases"] if c["dtype"] == "bfloat16"]
-    rows = [["changed", "why it is as it is", *(targets.size_text(case["numel"]) for case in cases)]]
+    heads = (f"{targets.size_text(case['numel'])} elements, bf16" for case in cases)
+    rows = [["changed", "why it is as it is", *heads]]
     for name, why in STEPS.items():
         found = [case["rows"].get(name, {}).get("vs_chosen") for case in cases]
-        rows.append([name, why, *("-" if ratio is None else f"{ratio:.2f}x" for ratio in found)])
-    return Table(rows, f"GPU time over the time as chosen. {plots.caption(result)}")
+        rows.append([tables.step(name), why, *("-" if ratio is None else f"{ratio:.2f}" for ratio in found)])
+    sizes = result["data"].get("gpu", {}).get("sizes", [])
+    today = [case["vs"]["unsloth_today"] for case in sizes if "unsloth_today" in case.get("vs", {})]
+    long = f"takes {min(today):.1f} to {max(today):.1f} times as long" if today else "was not measured"
+    below = (
+        "The portable path is written for generality, so its row is not what the assembly alone pays: "
+        f"Unsloth's kernel has none either and {long}."
+    )
+    return Table(rows, f"GPU time / time as chosen. {plots.caption(result)}", [below])
 
 
 def storage_format() -> plots.Picture:
@@ -138,6 +158,17 @@ def floor() -> str:
     return "\n".join(lines)
 
 
+def examine(candidate, *names: str) -> dict[str, checks.Evidence]:
+    """Run checks by name (functions of helpers.checks), print a line each, and return what they found."""
+    found = {name: getattr(checks, name)(candidate) for name in names}
+    for one in found.values():
+        verdict = {True: "yes", False: "NO", None: "-"}[one.passed]
+        needs = f"not measured (needs {one.needs})" if one.passed is None else ""
+        line = f"{verdict:4}{one.criterion}: {'; '.join(filter(None, (needs, one.text)))}"
+        print(textwrap.fill(line, 110, subsequent_indent="    "))
+    return found
+
+
 def special(dequantize) -> str:
     """Subnormal, infinite and NaN scales against bitsandbytes, bit for bit (on the GPU).
 
@@ -167,30 +198,30 @@ def special(dequantize) -> str:
 
 
 def protocol(comparison) -> Table:
-    """A harness.Comparison as a table: seconds (p20, p50, p80), speedups, how it passed the checks."""
+    """A harness.Comparison as a table: seconds (p20, p50, p80), ratio to ours, how it passed the checks."""
     head = f"{len(comparison.configs)} configurations, {comparison.rounds} rounds, "
     once = "timed once (a T4 has five minutes for the whole notebook)"
     head += once if comparison.repeats == 1 else f"{comparison.repeats} interleaved repeats"
     head += f"; weights checked against {comparison.checked_against}"
     ours = next(iter(comparison.entries))
-    rows = [["", "seconds p50", "p20 to p80", f"{ours} is", "official checks"]]
+    rows = [["", "seconds p50", "p20 to p80", "time / ours", "official checks"]]
     for name, entry in comparison.entries.items():
-        checked = (
-            entry.failure.splitlines()[0][:60]
-            if entry.failure
-            else "bit-equal"
-            if entry.identical
-            else "close"
-        )
+        checked = "bit-equal" if entry.identical else "close"
+        if entry.failure:
+            checked = entry.failure.splitlines()[0][:60]
+        elif entry.label == comparison.checked_against:
+            checked = tables.REFERENCE
         if entry.reason:
             rows.append([entry.label, "absent", "", "", entry.reason[:60]])
         elif not entry.seconds:
-            rows.append([entry.label, "not measured", "", "needs an NVIDIA GPU", checked])
+            needs = "" if entry.failure else "needs an NVIDIA GPU"
+            rows.append([entry.label, "not measured", "", needs, checked])
         else:
             spread, ratio = entry.spread, comparison.speedup(ours, name)
             times = [f"{spread['p50']:.4f}", f"{spread['p20']:.4f} to {spread['p80']:.4f}"]
-            rows.append([entry.label, *times, "" if name == ours else f"{ratio:.2f}x as fast", checked])
-    return Table(rows, head)
+            shown = "1" if name == ours else f"{ratio:.2f}" if ratio else ""
+            rows.append([entry.label, *times, shown, checked])
+    return Table(rows, head, [f"{e.label}: {e.note}" for e in comparison.entries.values() if e.note])
 
 
 def stored(card: str = "nvidia-h200") -> dict | None:
@@ -246,18 +277,18 @@ def limits(result: dict) -> list[str]:
 
 
 def machine_code() -> str:
-    """This kernel's sm_75 machine code, cross-compiled now: instructions an element, widths, budget."""
-    return "\n".join(sass.count_lines(sass.ours(75), 75))
+    """This kernel's sm_75 machine code (nested), compiled now: instructions per element, widths, budget."""
+    return "\n".join(sass.count_lines(sass.ours(75, sass.KINDS[:3]), 75))
 
 
 def stored_t4() -> str:
-    """Everyone's machine code for a T4 and the predicted times, as `python -m helpers sass` stored them."""
+    """What a T4 should take, and everyone's machine code for it, as `python -m helpers sass` stored them."""
     path = RESULTS / "t4-predicted" / "machine_code.json"
     if not path.exists():
         return "not stored: python -m helpers sass --json results/t4-predicted/machine_code.json"
     found = json.loads(path.read_text())
     stamp = f"kernel {found['kernel_hash']}, {found['environment']['date'][:10]}"
-    return "\n".join([stamp, *found["data"]["text"]])
+    return "\n".join([stamp, *sass.brief(found["data"])])
 
 
 def run_all_estimate(card: str = "nvidia-h200") -> str:

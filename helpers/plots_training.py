@@ -36,7 +36,7 @@ def comparison(without: Record, with_kernel: Record, timed: bool = True) -> Pict
             drawn = bars.bar(("without", "with"), times, color=(WITHOUT, WITH), width=0.6)
             bars.bar_label(drawn, fmt="%.1f")
             bars.margins(y=0.12)
-            bars.set(ylabel="ms a step, median", title=f"{times[0] / times[1]:.2f}x")
+            bars.set(ylabel="ms per step, median", title=f"without / with: {times[0] / times[1]:.2f}")
             figure.alt += f" Median step {times[0]:.1f} ms without, {times[1]:.1f} ms with."
         else:
             bars.set_axis_off()
@@ -45,7 +45,7 @@ def comparison(without: Record, with_kernel: Record, timed: bool = True) -> Pict
 
 
 def training(result: dict | None) -> Picture:
-    """Speedup of a step by tokens, p20 to p80, one group of bars a library; `result`: a whole result file."""
+    """Speedup of a step by tokens, p20 to p80, a group of bars per library; `result`: a whole result file."""
     data = (result or {}).get("data", {})
     libraries = {
         name: found["sizes"] for name, found in data.get("libraries", {}).items() if found.get("sizes")
@@ -73,11 +73,12 @@ def training(result: dict | None) -> Picture:
             color = COLORS["unsloth_today" if name == "unsloth" else "bitsandbytes"]
             drawn = panel.bar(at, middle, width * 0.9, yerr=spread, color=color, label=NAMES[name])
             panel.bar_label(drawn, fmt="%.2f", padding=2)
-            said.append(f"{NAMES[name]} " + ", ".join(f"{x:.2f}x" for x in middle))
+            said.append(f"{NAMES[name]} " + ", ".join(f"{x:.2f}" for x in middle))
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
-        panel.set(xlabel="tokens a step", ylabel="step time without / with", ylim=(0.9, None))
+        panel.set(xlabel="tokens per step", ylabel="step time without / with", ylim=(0.9, None))
         panel.legend(loc="upper right")
         panel.set_title("QLoRA step with the kernel (Llama-3 8B's layer sizes)")
-        figure.alt = f"Speed of a QLoRA step at {', '.join(map(str, tokens))} tokens: {'; '.join(said)}."
+        figure.alt = f"QLoRA step time without / with the kernel at {', '.join(map(str, tokens))} tokens: "
+        figure.alt += f"{'; '.join(said)}."
     return figure

@@ -52,7 +52,7 @@ def gemm() -> str:
 def training() -> str:
     """One row a library and number of tokens."""
     result = _read("training")
-    head = ["", "tokens a step", "ms without", "ms with", "speedup (p20 to p80)", "GPU time dequantizing"]
+    head = ["", "tokens per step", "ms without", "ms with", "speedup (p20 to p80)", "GPU time dequantizing"]
     rows = [[*head, "caught", "same bits"]]
     for library, found in result["data"]["libraries"].items():
         for size in found["sizes"]:
@@ -71,7 +71,7 @@ def training() -> str:
 
 
 def several_gpus() -> str:
-    rows = [["engine", "GPUs", "ms a step without", "with", "speedup", "losses"]]
+    rows = [["engine", "GPUs", "ms per step without", "with", "speedup", "losses"]]
     for engine, row in _read("several_gpus")["data"]["engines"].items():
         if "failed" in row:
             rows.append([engine, "failed", "", "", "", ""])

@@ -7,6 +7,7 @@ Triton; bitsandbytes' code is taken from its library. Nothing is written but the
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import re
 import sys
 import textwrap
@@ -20,12 +21,14 @@ from helpers.forecast import find
 from helpers.machine_code import Counted, ToolMissing
 
 __all__ = [
+    "brief",
     "compile_kernel",
     "find",
     "instructions_per_element",
     "main",
     "over_budget",
     "ptx",
+    "ratios",
     "table",
     "unsloth",
 ]
@@ -37,6 +40,12 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 BUDGET = {"float16": 7.0, "bfloat16": 9.0}
 COMPILE_SPEC = ("quant_type", "blocksize", "blocksize2", "tail", "small")  # the other overrides go to force()
 WIDTH = 110  # columns of the report
+TIERS = (1.05, 1.10, 1.15)  # speedups the puzzle gives points for
+# Of ours: (dtype, nested, with the tile of small tensors).
+KINDS = (
+    *((dtype, nested, False) for nested in (True, False) for dtype in DTYPES),
+    *((dtype, True, True) for dtype in DTYPES[:2]),
+)
 BNB_THREADS = 64
 BNB_KERNEL = re.compile(r"kDequantizeBlockwiseI(6__half|13__nv_bfloat16|f)Li512ELi64ELi8ELi([02])E")
 BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16", "f": "float32"}
@@ -44,7 +53,7 @@ BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16", "f": "float32
 
 @dataclass(frozen=True)
 class Compiled:
-    """One cross-compiled kernel. `counted` holds what a thread executes; sizes in bytes a block."""
+    """One cross-compiled kernel. `counted` holds what a thread executes; sizes in bytes per block."""
 
     ptx: str
     cubin: bytes
@@ -94,7 +103,7 @@ def _compiled(built: cross_compile.Built, elements: float | None = None) -> Comp
     if built.error:
         raise CompileError(built.error)
     if elements is None and "WORDS" in built.constexprs:
-        elements = 8 * built.constexprs["WORDS"]  # ours: 32-bit words of 8 codes a thread
+        elements = 8 * built.constexprs["WORDS"]  # ours: 32-bit words of 8 codes per thread
     itemsize = ITEMSIZE[built.request["out_dtype"]]
     counted = machine_code.count_cubin(
         built.name, built.cubin, built.shared, built.num_warps * 32, itemsize, elements
@@ -156,7 +165,7 @@ def ptx(out_dtype, arch: int = 75, **overrides) -> str:
 
 
 def instructions_per_element(compiled: Compiled) -> dict[str, float]:
-    """Thread-instructions an output element: by pipe, "total", and "l1 bytes"."""
+    """Thread-instructions per output element: by pipe, "total", and "l1 bytes"."""
     return compiled.counted.per_element()
 
 
@@ -165,7 +174,7 @@ def over_budget(compiled, out_dtype) -> list[str]:
     counted, missed = compiled.counted, []
     limit, total = BUDGET.get(_name(out_dtype)), counted.per_element()["total"]
     if limit is not None and total > limit:
-        missed.append(f"{total:.2f} instructions an element, at most {limit:.0f} allowed")
+        missed.append(f"{total:.2f} instructions per element, at most {limit:.0f} allowed")
     if counted.shared:
         missed.append(f"{counted.shared} bytes of shared memory")
     if counted.spills:
@@ -176,10 +185,8 @@ def over_budget(compiled, out_dtype) -> list[str]:
     return missed
 
 
-def ours(arch: int) -> list[Row]:
-    """The notebook's kernel in every output dtype, nested and flat, and with the tile of small tensors."""
-    kinds = [(dtype, nested, False) for nested in (True, False) for dtype in DTYPES]
-    kinds += [(dtype, True, True) for dtype in DTYPES[:2]]
+def ours(arch: int, kinds=KINDS) -> list[Row]:
+    """The notebook's kernel in each of `kinds` (default: all it comes in)."""
     requests = [
         _request(dtype, nested, arch, {"small": True} if small else {}) for dtype, nested, small in kinds
     ]
@@ -316,26 +323,35 @@ def table(arch: int) -> list[Row]:
     return [*ours(arch), *unsloth(arch), *bitsandbytes(arch)]
 
 
-def _widths(counted: Counted, stem: str) -> str:
-    """ "8/32/128": the widths in bits that occur."""
-    return "/".join(str(bits) for bits in sorted(counted.widths(stem))) or "-"
+def _widths(bits: dict) -> str:
+    """ "8/32/128": the widths in bits that occur (texts where they were read from a file)."""
+    return "/".join(map(str, sorted(map(int, bits)))) or "-"
 
 
-def _line(row: Row, card) -> str:
-    start = f"{row.label:27} {SHORT.get(row.dtype, ''):4}"
-    if row.counted is None:
-        return f"{start} {row.reason}"[:WIDTH]
-    counted, each = row.counted, row.counted.per_element()
+def _line(kernel: dict) -> str:
+    """One line of COLUMNS of an entry that _kernel_dict made."""
+    start = f"{kernel['label']:27} {SHORT.get(kernel['dtype'], ''):4}"
+    if "per_element" not in kernel:
+        return f"{start} {kernel['reason']}"[:WIDTH]
+    each = kernel["per_element"]
     pipes = " ".join(f"{each.get(pipe, 0.0):5.2f}" for pipe in turing.SHOWN)
-    share = turing.occupancy(card, counted.threads, counted.registers, counted.shared)
-    memory = f"{_widths(counted, 'LDG'):>8} {_widths(counted, 'STG'):>5} {counted.shared:5}"
-    return (
-        f"{start}{each['total']:6.2f} {pipes} {memory} {counted.registers:4} {share:4.0%} {counted.spills:3}"
+    memory = f"{_widths(kernel['load_bits']):>8} {_widths(kernel['store_bits']):>5}"
+    rest = (
+        f"{kernel['shared_bytes']:4} {kernel['registers']:4} {kernel['occupancy']:4.0%} {kernel['spills']:5}"
     )
+    return f"{start}{each['total']:6.2f} {pipes} {memory} {rest}"
+
+
+_NAMES = " ".join(f"{name:>5}" for name in ("int", "fp", "ld/st", "conv", "unif", "ctrl"))
+COLUMNS = f"{'kernel':27} {'type':4}{'total':>6} {_NAMES} {'loads':>8} store smem regs occ. spill"
+LEGEND = (
+    "total, int ... ctrl: instructions per output element, in all and by pipe; loads, store: bits per "
+    "access; smem: bytes per block; regs: per thread; occ.: occupancy; spill: accesses to local memory."
+)
 
 
 def _span(pair, digits=2) -> str:
-    return "not measured" if pair is None else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
+    return "not measured" if not pair else f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"
 
 
 def _wrap(text: str) -> list[str]:
@@ -345,16 +361,14 @@ def _wrap(text: str) -> list[str]:
 def count_lines(rows, arch) -> list[str]:
     card = turing.CARDS[arch]
     versions = next((row.facts["versions"] for row in rows if row.facts and row.who == "ours"), {})
-    names = " ".join(f"{name:>5}" for name in ("int", "fp", "ld/st", "conv", "unif", "ctrl"))
     lines = [
-        f"sm_{arch} ({card.name}): thread-instructions an output element; Triton {versions.get('triton')}",
-        f"{'kernel':27} {'type':4}{'total':>6} {names} {'loads':>8} store  smem regs occ. loc",
+        f"sm_{arch} ({card.name}): thread-instructions per output element; Triton {versions.get('triton')}",
+        COLUMNS,
     ]
-    lines += [_line(row, card) for row in rows if not row.who.endswith("small")]
+    lines += [_line(_kernel_dict(row, card)) for row in rows if not row.who.endswith("small")]
+    lines += _wrap(LEGEND)
     hows = "; ".join(dict.fromkeys(row.counted.how for row in rows if row.counted))
-    lines += _wrap(
-        f"Counted along one thread's way ({hows}); predicated instructions count as issued; loc: spills."
-    )
+    lines += _wrap(f"Counted along one thread's way ({hows}); predicated instructions count as issued.")
     return lines + (_wrap(budget(rows)) if arch == 75 else [])
 
 
@@ -374,7 +388,7 @@ def _time_lines(rows, card) -> list[str]:
     sizes = [(elements, dtype) for elements, dtype, _ in turing.OFFICIAL]
     lines = [
         f"Predicted GPU time of one call on a {card.name}, us: fast to slow end, and what bounds it",
-        " " * 31 + "".join(f"{f'{n / 1e6:.1f}M {SHORT[dtype]}':>25}" for n, dtype in sizes),
+        _size_heads(),
     ]
     for key, label in forecast.contenders(rows).items():
         cells = []
@@ -404,22 +418,30 @@ def _error_lines(rows90, data, where) -> list[str]:
     if not errors:
         return [f"The model's error on the H200: not measured (needs {where}, section gpu)"]
     gb_s, what = forecast.bandwidth(data)
-    lines = _wrap(f"The same model for sm_90 on the H200, DRAM at {gb_s:.0f} GB/s ({what}; {where}); us")
-    official = {(n, dtype) for n, dtype, _ in turing.OFFICIAL}
-    for key, label in forecast.contenders(rows90).items():
-        pairs = [
-            (error["predicted_us"], error["measured_us"])
-            for error in errors
-            if error["contender"] == key and (error["elements"], error["dtype"]) in official
-        ]
-        cells = [f"{predicted:.1f} for {measured:.1f} measured" for predicted, measured in pairs]
-        if cells:
-            lines.append(f"{label:31}" + "".join(f"{cell:>25}" for cell in cells))
+    head = f"The same model for sm_90 on the H200, us; DRAM at {gb_s:.0f} GB/s ({what}, measured)"
+    return [head, *_compared(errors, forecast.contenders(rows90))]
+
+
+def _size_heads() -> str:
+    heads = (f"{n / 1e6:.1f}M {SHORT[dtype]}" for n, dtype, _ in turing.OFFICIAL)
+    return " " * 31 + "".join(f"{head:>25}" for head in heads)
+
+
+def _compared(errors: list[dict], labels: dict[str, str]) -> list[str]:
+    """Predicted and measured times of model_errors at the official sizes, and the range of the error."""
+    found = {(error["contender"], error["elements"], error["dtype"]): error for error in errors}
+    lines = [_size_heads(), " " * 31 + f"{'predicted':>15}{'measured':>10}" * len(turing.OFFICIAL)]
+    for key in dict.fromkeys(error["contender"] for error in errors):
+        line = f"{labels[key]:31}"
+        for n, dtype, _ in turing.OFFICIAL:
+            one = found.get((key, n, dtype))
+            line += f"{one['predicted_us']:15.1f}{one['measured_us']:10.1f}" if one else f"{'-':>15}{'-':>10}"
+        lines.append(line)
     large = [error["error"] for error in errors if error["elements"] >= forecast.LARGE]
     if large:
         lines += _wrap(
-            f"Error, predicted / measured - 1: {min(large):+.0%} to {max(large):+.0%}, {len(large)} cases "
-            f"of {forecast.LARGE / 1e6:.1f}M elements and more (negative: slower than predicted)."
+            f"Error, predicted / measured - 1: {min(large):+.0%} to {max(large):+.0%} in {len(large)} cases "
+            f"from {forecast.LARGE / 1e6:.1f}M elements on (minus: took longer)."
         )
     return lines
 
@@ -438,16 +460,117 @@ def _total_lines(rows, data) -> list[str]:
         else:
             lines.append(f"{start} + calls not measured (needs a stored run of helpers bench)")
     low, high = turing.PUBLISHED_CALL_US
-    ratios = ", ".join(f"{value:.2f} {what}" for what, value in found["host_ratios"].items())
+    shares = ", ".join(f"{value:.2f} {what}" for what, value in found["host_ratios"].items())
     lines += _wrap(
         f"Calls: {low:.0f} to {high:.0f} us each lost beside the kernel (published, T4 Colab), for ours "
-        f"times our host time over Unsloth today's on the H200's host: {ratios or 'not measured'}."
+        f"times our host time over Unsloth today's on the H200's host: {shares or 'not measured'}."
     )
+    lines += _verdicts(found)
     low, high = turing.SIMULATED_GAIN
     return lines + _wrap(
         f"On a T4 the kernel alone beats classic by {low - 1:.0%} to {high - 1:.0%} (simulated) and "
         "about equals today's fused kernel, since DRAM bounds both; the rest of the margin is call cost."
     )
+
+
+def ratios(official: dict) -> dict[str, tuple[float, float, float]]:
+    """(low, middle, high) of each other contender's seconds over ours, from what forecast.official found.
+
+    The rates of memory and clock, the published cost of a call and our share of it vary independently of each
+    other; the two contenders of a ratio meet the same ones. Classic's call is counted as no dearer than
+    today's, though it launches three kernels. {} where our share was not measured.
+    """
+    contenders, shares = official["contenders"], sorted(official["host_ratios"].values())
+    if not shares or "kernel" not in contenders:
+        return {}
+    calls = [turing.CALLS * us * 1e-6 for us in turing.PUBLISHED_CALL_US]
+    found = {}
+    for key in (key for key in contenders if key != "kernel"):
+        kernels = [contenders[who]["kernels_s"] for who in ("kernel", key)]
+        ends = itertools.product(zip(*kernels, strict=True), calls, (shares[0], shares[-1]))
+        every = [_ratio(*pair, call, share) for pair, call, share in ends]
+        middle = _ratio(*(sum(pair) / 2 for pair in (*kernels, calls, (shares[0], shares[-1]))))
+        found[key] = min(every), middle, max(every)
+    return found
+
+
+def _ratio(ours: float, theirs: float, calls: float, share: float) -> float:
+    return (theirs + calls) / (ours + share * calls)
+
+
+def _shown(official: dict) -> dict[str, str]:
+    """{contender: label}: those of one name and the same kernel times once, under that name."""
+    keys, labels = {}, {key: one["label"] for key, one in official["contenders"].items()}
+    for key, label in labels.items():
+        keys.setdefault((label.split(",")[0], tuple(official["contenders"][key]["kernels_s"])), key)
+    names = Counter(name for name, _ in keys)
+    return {key: name if names[name] == 1 else labels[key] for (name, _), key in keys.items()}
+
+
+def _verdicts(official: dict) -> list[str]:
+    """Which of the puzzle's lines the ratio to each other contender reaches."""
+    found, lines = ratios(official), []
+    for key, label in _shown(official).items():
+        if key not in found:
+            continue
+        low, middle, high = found[key]
+        line = f"Ratio to {label}: {low:.2f} to {high:.2f}, middle {middle:.2f}; "
+        places = f"{_tier(low)} at the low end, {_tier(middle)} in the middle, {_tier(high)} at the high end"
+        doubt = " and ".join(f"{tier:.2f}" for tier in TIERS if low < tier <= high)
+        reached = f"{places}; {doubt} in doubt." if doubt else f"{_tier(low)} throughout."
+        lines += _wrap(f"{line}the puzzle's line that it reaches: {reached}")
+    return lines
+
+
+def _tier(ratio: float) -> str:
+    return max((f"{tier:.2f}" for tier in TIERS if ratio >= tier), default="none")
+
+
+def brief(found: dict) -> list[str]:
+    """What to_dict found for a T4, on a screen: verdict, code of fp16 and bf16, the model's error."""
+    official = found["official_on_t4"]
+    contenders, spans, shown = official["contenders"], ratios(official), _shown(official)
+    lines = [
+        f"Predicted for a T4, where nothing was measured: official protocol ({turing.CALLS} calls), seconds",
+        f"{'':30}" + "".join(f"{head:>16}" for head in ("kernels", "calls", "together", "time / ours")),
+    ]
+    for key, label in shown.items():
+        kernels, calls = contenders[key]["kernels_s"], contenders[key]["calls_s"]
+        if spans and not calls:
+            calls = turing.call_cost([1.0])  # classic's, as in its ratio
+        total = calls and [sum(pair) for pair in zip(kernels, calls, strict=True)]
+        ratio = "1" if key == "kernel" else _span(spans[key][::2] if spans else None)
+        cells = (*(_span(pair) for pair in (kernels, calls, total)), ratio)
+        lines.append(f"{label:30}" + "".join(f"{cell:>16}" for cell in cells))
+    lines += _verdicts(official)
+    shares = sorted(official["host_ratios"].values())
+    dram = _span([rate["value"] for rate in found["card"]["dram_gb_s"]], 0)
+    each, classic = found["published"]["call_cost_us"], found["published"]["totals_s"]["Unsloth classic"]
+    lines += _wrap(
+        f"DRAM at {dram} GB/s; calls cost {_span(each, 0)} us each beside the kernel (published), ours "
+        f"{_span(shares and (shares[0], shares[-1]))} of that (H200's host), classic's as much as today's. "
+        f"Published for classic: {_span(classic)} s."
+    )
+    lines += ["", "Code for sm_75, nested weights (all of it: python -m helpers sass)", COLUMNS]
+    wanted = ("ours", "unsloth default", "unsloth T4 table", "bitsandbytes")
+    lines += [
+        _line(kernel)
+        for kernel in found["kernels"]
+        if kernel["who"] in wanted
+        and (kernel["nested"] or kernel["who"] == "bitsandbytes")
+        and kernel["dtype"] in ("", *forecast.DTYPES)
+    ]
+    lines += _wrap(LEGEND)
+    errors = found["model_errors"]
+    if isinstance(errors, str):
+        return [*lines, "", f"The model's error on the H200: {errors}"]
+    labels = {key: one["label"] for key, one in contenders.items()}
+    return [
+        *lines,
+        "",
+        "The same model asked for the H200, where times are stored; us",
+        *_compared(errors, labels),
+    ]
 
 
 def _source_lines(card) -> list[str]:
@@ -460,7 +583,7 @@ def _source_lines(card) -> list[str]:
     for pipe, rate in (card.lanes | {"L1 bytes": card.l1_bytes}).items():
         by_source.setdefault(rate.source, []).append(f"{pipe} {rate.value:g}")
     rates = (f"{', '.join(pipes)} ({source})" for source, pipes in by_source.items())
-    return lines + _wrap(f"Lanes a clock and SM: {'; '.join(rates)}")
+    return lines + _wrap(f"Lanes per clock and SM: {'; '.join(rates)}")
 
 
 def render(rows: list[Row], rows90: list[Row], data: dict | None, where: str, arch: int) -> str:
@@ -496,6 +619,7 @@ def _kernel_dict(row: Row, card) -> dict:
 def to_dict(rows: list[Row], rows90: list[Row], data: dict | None, where: str, arch: int) -> dict:
     """Everything the report is made of, for machines."""
     card = turing.CARDS[arch]
+    official = forecast.official(rows, data) if card is turing.T4 else None
     return {
         "arch": arch,
         "card": dataclasses.asdict(card),
@@ -508,7 +632,8 @@ def to_dict(rows: list[Row], rows90: list[Row], data: dict | None, where: str, a
             for n, dtype, _ in turing.OFFICIAL
         ],
         "model_errors": forecast.model_errors(rows90, data) or f"not measured (needs {where}, section gpu)",
-        "official_on_t4": forecast.official(rows, data) if card is turing.T4 else None,
+        "official_on_t4": official,
+        "ratios_on_t4": ratios(official) if official else None,
         "published": {"totals_s": turing.PUBLISHED_TOTALS, "call_cost_us": turing.PUBLISHED_CALL_US},
     }
 

@@ -30,11 +30,12 @@ CRITERIA = (
 )
 # name, whether a ratio earns it, points
 TIERS = (
-    ("Speedup at most 1.00", lambda ratio: ratio <= 1.00, -3),
+    ("Penalty: speedup at most 1.00", lambda ratio: ratio <= 1.00, -3),
     ("Speedup at least 1.05", lambda ratio: ratio >= 1.05, 1),
     ("Speedup at least 1.10", lambda ratio: ratio >= 1.10, 2),
     ("Speedup at least 1.15", lambda ratio: ratio >= 1.15, 2),
 )
+ALSO = "Also checked (no points):"
 WITHOUT_POINTS = ("official_checks", "exact", "no_sync", "no_large_buffers", "fresh_output")
 
 
@@ -90,7 +91,7 @@ class Score:
             first, *more = textwrap.wrap(row[3], WIDTH - indent) or [""]
             out += [left.format(*row[:3]) + first, *(" " * indent + text for text in more)]
         if self.also:
-            out += ["", "Without points:"]
+            out += ["", ALSO]
             for name, text in self.also:
                 out += textwrap.wrap(f"{name}: {text}", WIDTH, subsequent_indent="    ")
         return "\n".join(line.rstrip() for line in out)
@@ -99,19 +100,18 @@ class Score:
         cells = [["Criterion", *HEADS.values(), "Evidence"], ["---", "---:", "---:", "---"], *self.rows()]
         table = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
         also = [f"- {name}: {text}" for name, text in self.also]
-        return "\n".join(
-            [f"**{self.headline}**", "", *table, *(["", "Without points:", "", *also] if also else [])]
-        )
+        return "\n".join([f"**{self.headline}**", "", *table, *(["", ALSO, "", *also] if also else [])])
 
     def to_html(self) -> str:
         """A table without colours of its own: legible on light and dark pages."""
-        cell = 'style="text-align:{};padding:4px 10px;border-bottom:1px solid rgba(128,128,128,.4)"'
-        left, right = cell.format("left"), cell.format("right")
+        cell = 'style="padding:4px 10px;border-bottom:1px solid rgba(128,128,128,.4);text-align:{}"'
+        first, middle = cell.format("left;white-space:nowrap"), cell.format("right;white-space:nowrap")
+        last = cell.format("left")
 
         def row(cells, tag="td"):
             name, *points, evidence = (html.escape(text) for text in cells)
-            middle = "".join(f"<{tag} {right}><b>{text}</b></{tag}>" for text in points)
-            return f"<tr><{tag} {left}>{name}</{tag}>{middle}<{tag} {left}>{evidence}</{tag}></tr>"
+            shown = "".join(f"<{tag} {middle}><b>{text}</b></{tag}>" for text in points)
+            return f"<tr><{tag} {first}>{name}</{tag}>{shown}<{tag} {last}>{evidence}</{tag}></tr>"
 
         head = row(["Criterion", *HEADS.values(), "Evidence"], "th")
         body = "".join(map(row, self.rows()))
@@ -119,7 +119,7 @@ class Score:
         return (
             f'<div style="color:inherit"><p><b>{html.escape(self.headline)}</b></p>'
             f'<table style="border-collapse:collapse;color:inherit">{head}{body}</table>'
-            + (f"<p>Without points:</p><ul>{also}</ul>" if also else "")
+            + (f"<p>{ALSO}</p><ul>{also}</ul>" if also else "")
             + "</div>"
         )
 
@@ -149,7 +149,8 @@ def table(evidence: dict[str, Evidence], where: str = "") -> Score:
         (found.criterion, {True: "yes; ", False: "NO; ", None: ""}[found.passed] + _said(found))
         for found in (evidence[key] for key in WITHOUT_POINTS if key in evidence)
     ]
-    return Score(lines, totals, _headline(lines, totals, speeds, where), where, also, evidence)
+    headline = _headline(lines, totals, speeds, where) + _failures(evidence)
+    return Score(lines, totals, f"{headline}.", where, also, evidence)
 
 
 def _line(evidence, key, name, passed, failed):
@@ -186,12 +187,19 @@ def _said(found):
     return f"not measured (needs {found.needs})" + (f"; {found.text}" if found.text else "")
 
 
+def _failures(evidence):
+    """What failed without costing a point, for the headline: "; FAILED: exact", or nothing."""
+    done = (evidence[key] for key in WITHOUT_POINTS if key in evidence)
+    names = ", ".join(found.criterion for found in done if found.passed is False)
+    return f"; FAILED: {names}" if names else ""
+
+
 def _headline(lines, totals, speeds, where):
     place = f" on {where}" if where else ""
     measured = {column: found for column, found in speeds.items() if found.passed is not None}
     if not measured:
         best = sum(line.best for line in lines if line.points["today"] is not None)
-        return f"{totals['today']} of {MAXIMUM} points; {best} can be measured{place or ' here'}."
+        return f"{totals['today']} of {MAXIMUM} points; {best} can be measured{place or ' here'}"
     strict = min(measured, key=lambda column: (totals[column], measured[column].details.get("ratio", 0.0)))
     labels = {"classic": "Unsloth classic", "today": "Unsloth today"}
     ratio = measured[strict].details.get("ratio")
@@ -205,7 +213,7 @@ def _headline(lines, totals, speeds, where):
                 f"{totals[column]} ({other_ratio:.2f}x)" if other_ratio else "speed not measured"
             )
     open_points = sum(line.best for line in lines if None in line.points.values())
-    return text + (f"; {open_points} points not measured in full." if open_points else ".")
+    return text + (f"; {open_points} points not measured in full" if open_points else "")
 
 
 def collect(
@@ -214,23 +222,30 @@ def collect(
     name: str = CANDIDATE,
     quick: bool = False,
     tick: Callable[[str], object] = lambda what: None,
+    evidence: dict[str, Evidence] | None = None,
 ) -> dict[str, Evidence]:
     """All evidence that this machine can give about `candidate`, by key.
 
     comparison: an official comparison that holds `candidate` under `name`; made here if there is none
-    (`quick`: 3 repeats of 200 rounds instead of 5 of 1000). `tick` is told what runs next.
+    (`quick`: 3 repeats of 200 rounds instead of 5 of 1000). `tick` is told what runs next. evidence: checks
+    already done, by key; they are not run again.
     """
-    if comparison is None:
+    found = dict(evidence or {})
+    timed = {f"speed_{column}": baseline for column, baseline in COLUMNS.items()}
+    if comparison is None and not found.keys() >= {*timed, "official_checks"}:
         tick("official protocol")
         rounds, repeats = (200, 3) if quick else (1000, 5)
         comparison = harness.compare({name: candidate}, rounds=rounds, repeats=repeats)
-    evidence = {f"speed_{column}": checks.speed(comparison, name, b) for column, b in COLUMNS.items()}
-    evidence["official_checks"] = checks.official_checks(comparison, name)
-    keys = [key for key, *_ in CRITERIA] + [key for key in WITHOUT_POINTS if key != "official_checks"]
-    for key in keys:
-        tick(key.replace("_", " "))
-        evidence[key] = getattr(checks, key)(candidate)
-    return evidence
+    for key, baseline in timed.items():
+        if key not in found:
+            found[key] = checks.speed(comparison, name, baseline)
+    if "official_checks" not in found:
+        found["official_checks"] = checks.official_checks(comparison, name)
+    for key in (*(key for key, *_ in CRITERIA), *WITHOUT_POINTS):
+        if key not in found:
+            tick(key.replace("_", " "))
+            found[key] = getattr(checks, key)(candidate)
+    return found
 
 
 def score(candidate: Callable, comparison: harness.Comparison | None = None, **options) -> Score:

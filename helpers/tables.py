@@ -13,6 +13,7 @@ CONTENDERS = {
     "bitsandbytes": "bitsandbytes",
     "peft": "PEFT",
 }
+REFERENCE = "(the reference)"  # whose weights everyone's are compared with
 CEILINGS = {"floor_cuda": "ceiling, CUDA C", "floor_triton": "ceiling, Triton"}
 
 
@@ -74,15 +75,15 @@ def _gpu(cases: list[dict], title: str, label) -> list[list[str]]:
 
 
 def sizes(result: dict) -> list[list[str]]:
-    """GPU microseconds by size; in brackets how many times ours takes."""
+    """GPU microseconds by size; in brackets the multiple of ours."""
     cases = _data(result).get("gpu", {}).get("sizes", [])
-    return _gpu(cases, "GPU time, us (speedup of ours)", lambda case: size_text(case["numel"]))
+    return _gpu(cases, "GPU time, us (over ours)", lambda case: size_text(case["numel"]))
 
 
 def layers(result: dict) -> list[list[str]]:
     """GPU microseconds of the layers of real models."""
     cases = _data(result).get("gpu", {}).get("layers", [])
-    return _gpu(cases, "GPU time of layers, us (speedup of ours)", lambda case: ", ".join(case["layers"]))
+    return _gpu(cases, "GPU time of layers, us (over ours)", lambda case: ", ".join(case["layers"]))
 
 
 def gemm(result: dict) -> list[list[str]]:
@@ -104,18 +105,19 @@ def gemm(result: dict) -> list[list[str]]:
 
 
 def protocol(result: dict) -> list[list[str]]:
-    """Median seconds of the official protocol, how many times as fast ours is, and the checks' verdict."""
-    entries = _data(result).get("protocol", {}).get("entries", {})
+    """Median seconds of the official protocol, their ratio to ours, and the checks' verdict."""
+    found = _data(result).get("protocol", {})
+    entries = found.get("entries", {})
     ours = entries.get("kernel", {}).get("spread")
-    rows = [
-        ["official protocol", "seconds", "this kernel is faster by", "official checks, default tolerances"]
-    ]
+    rows = [["official protocol", "seconds", "time / ours", "official checks, default tolerances"]]
     for name, entry in entries.items() if ours else ():
         if entry.get("spread"):
             median = entry["spread"]["p50"]
             verdict = "every bit equal" if entry["identical"] else "within tolerance"
-            label = "this kernel" if name == "kernel" else entry["label"]
-            rows.append([label, f"{median:.3f}", f"{median / ours['p50']:.2f}", verdict])
+            if entry["label"] == found.get("checked_against"):
+                verdict = REFERENCE
+            label, ratio = ("this kernel", "1") if name == "kernel" else (entry["label"], None)
+            rows.append([label, f"{median:.3f}", ratio or f"{median / ours['p50']:.2f}", verdict])
     return rows if len(rows) > 1 else []
 
 
@@ -132,6 +134,12 @@ def cold(result: dict) -> list[list[str]]:
     return [["fresh process, seconds", "imports", "first call", "second call"], *rows] if rows else []
 
 
+def step(name: str) -> str:
+    """How a row of the stored ablation is shown."""
+    name = {"no inline assembly": "portable path (general, no assembly)"}.get(name, name)
+    return name.replace(" an SM", " per SM").replace(" a thread", " per thread")
+
+
 def ablation(result: dict) -> list[list[str]]:
     """GPU microseconds with one decision changed, and the multiple of the time as chosen."""
     cases = _data(result).get("ablation", {}).get("cases", [])
@@ -142,7 +150,7 @@ def ablation(result: dict) -> list[list[str]]:
     ]
     rows = [
         [
-            name,
+            step(name),
             *(_time(case["rows"].get(name), case["rows"].get(name, {}).get("vs_chosen")) for case in cases),
         ]
         for name in names

@@ -1,5 +1,6 @@
 """Small random Llama and Qwen models with a real tokenizer, made on the spot: training without downloads."""
 
+import contextlib
 from pathlib import Path
 
 # What the tokenizer learns from and the models train on.
@@ -56,6 +57,20 @@ def tokenizer():
     )
 
 
+@contextlib.contextmanager
+def _no_progress_bars():
+    """Without transformers' bars, which a notebook stores as lines of errors."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", **sizes) -> Path:
     """Save a random bf16 model of a family (llama, qwen2, qwen3) with its tokenizer in `folder`; returns it.
 
@@ -82,8 +97,9 @@ def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", *
         torch.manual_seed(seed)
         model = getattr(transformers, f"{classes[family]}ForCausalLM")(config).to(torch.bfloat16)
     folder = Path(folder)
-    model.save_pretrained(folder)
-    words.save_pretrained(folder)
+    with _no_progress_bars():
+        model.save_pretrained(folder)
+        words.save_pretrained(folder)
     return folder
 
 
@@ -107,14 +123,15 @@ def load(folder, dtype, device=None, storage=None, attention: str = "sdpa"):
     from transformers import AutoModelForCausalLM
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        quantization_config=quantization(dtype, storage),
-        device_map={"": device},
-        attn_implementation=attention,
-        local_files_only=True,
-    )
+    with _no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            quantization_config=quantization(dtype, storage),
+            device_map={"": device},
+            attn_implementation=attention,
+            local_files_only=True,
+        )
     model.config.use_cache = False
     return model
 

@@ -63,9 +63,14 @@ def as_shape(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def rotation(numel: int, itemsize: int = 2, nested: bool = True) -> int:
-    """How many buffer sets: enough for ROTATE_BYTES in all, at least 2, at most MOST_BUFFERS."""
-    return max(2, min(MOST_BUFFERS, math.ceil(ROTATE_BYTES / bytes_moved(numel, itemsize, nested))))
+def rotation(numel: int, itemsize: int = 2, nested: bool = True, nbytes: int = ROTATE_BYTES) -> int:
+    """How many buffer sets: enough for `nbytes` in all, at least 2, at most MOST_BUFFERS."""
+    return max(2, min(MOST_BUFFERS, math.ceil(nbytes / bytes_moved(numel, itemsize, nested))))
+
+
+def quick_bytes(l2_bytes: int) -> int:
+    """Enough to rotate through in a quick run: eight times the card's own L2 cache, 64 MB at least."""
+    return min(ROTATE_BYTES, max(64_000_000, 8 * l2_bytes))
 
 
 @functools.cache

@@ -136,14 +136,16 @@ smi.parent.mkdir(exist_ok=True)
 smi.write_text("#!/bin/sh\ncase \"$*\" in *driver*) echo 580.0 ;; *) echo 'Tesla T4, 7.5' ;; esac\n")
 smi.chmod(0o755)
 beside_a_gpu = {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}"}
+start = time.monotonic()
 done = subprocess.run([sys.executable, "-m", "helpers.install"], env=beside_a_gpu, capture_output=True, text=True,
                       cwd=next(content.glob("*/colab_setup.sh")).parent)
+adding = time.monotonic() - start
 note("torch 2.11.0" in done.stderr and "cannot use it" in done.stderr,
      "a GPU that torch cannot use is reported (nvidia-smi is a stand-in here)")
 with_unsloth = versions()
 changed = {name: (old, with_unsloth.get(name)) for name, old in after.items() if with_unsloth.get(name) != old}
 more = sorted(f"{name} {version}" for name, version in with_unsloth.items() if name not in after)
-note("unsloth" in with_unsloth and not changed, f"beside a GPU the set-up also adds {', '.join(more)}; nothing else changes")
+note("unsloth" in with_unsloth and not changed, f"beside a GPU the set-up also adds {', '.join(more)}; nothing else changes ({adding:.0f} s)")
 script = "import unsloth, trl, peft; from unsloth.kernels.utils import fast_dequantize"
 done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
                       text=True, cwd=work)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 from helpers import cells, checks, environment, reference
 
@@ -251,6 +252,16 @@ def test_shape_missing(kernel, layer):
     refused(kernel, layer.weight, layer.weight.quant_state, "shape is None")
 
 
+def test_weight_without_dimensions(kernel, make_layer):
+    layer = make_layer(2, 1, torch.float16)
+    refused(kernel, layer.weight.data[0, 0], layer.weight.quant_state, "no dimension", "(n / 2, 1)")
+
+
+def test_more_blocks_than_the_kernel_counts(kernel, layer):
+    layer.weight.quant_state.blocksize, layer.weight.quant_state.shape = 4, torch.Size([1 << 16, 1 << 17])
+    refused(kernel, layer.weight, layer.weight.quant_state, f"{1 << 31} blocks", "2**31")
+
+
 def test_repacked_for_the_cpu(kernel, layer):
     """bitsandbytes' evaluation mode on AVX512-BF16 changes the layout in place."""
     layer.weight.quant_state.packing_format_for_cpu = True
@@ -277,7 +288,13 @@ def test_out(kernel, layer, name):
         assert not bad.any(), "nothing was written"
 
 
-@pytest.mark.xfail(reason="an address that is an offset counts as memory", strict=True)
+def test_more_elements_than_the_kernel_counts_are_refused(kernel, make_layer):
+    layer = make_layer(64, 96, torch.float16)
+    layer.weight.quant_state.shape = torch.Size([2**17, 2**17])
+    with pytest.raises(kernel.UnsupportedState, match="fewer than 2\\*\\*34"):
+        kernel.your_dequantize_nf4(layer)
+
+
 def test_a_view_of_a_freed_storage_is_refused(kernel, make_layer):
     """The shard of a flat parameter (FSDP), whose address is then its offset and not 0."""
     layer = make_layer(64, 96, torch.float16)
@@ -389,6 +406,30 @@ def test_a_triton_too_old():
     done = in_a_new_process(code)
     assert "refused:" in done.stdout, done.stderr
     assert all(word in done.stdout for word in ("3.2.0", "3.3", "pip install"))
+
+
+def test_a_triton_that_nobody_checked():
+    """The assembly and the direct launch rely on what was looked at: a newer Triton gets neither."""
+    code = (
+        "import triton; triton.__version__ = '3.99.0'\n"
+        "from helpers import cells\n"
+        "kernel = cells.load(); print(kernel.CHECKED, kernel.DIRECT, kernel.settings().asm)"
+    )
+    done = in_a_new_process(code)
+    assert done.stdout.split() == ["False"] * 3, done.stderr
+
+
+def interpreted(value):
+    """Triton 3.3 takes only "1"."""
+    return value == "1" or hasattr(triton, "knobs")
+
+
+@pytest.mark.parametrize("on", ["1", "true"])
+def test_tritons_interpreter_is_recognised_however_it_is_switched_on(on):
+    code = "from helpers import cells; k = cells.load(); print(k.INTERPRETED, type(k._scale).__name__)"
+    done = in_a_new_process(code, TRITON_INTERPRET=on)
+    expected = ["True", "InterpretedFunction"] if interpreted(on) else ["False", "JITFunction"]
+    assert done.stdout.split() == expected, done.stderr
 
 
 def test_importing_the_kernel_twice_gives_one_module(kernel):

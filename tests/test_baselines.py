@@ -82,12 +82,12 @@ def test_unsloth_with_both_paths(monkeypatch):
     today, classic = unsloth_with(monkeypatch, _USE_NF4_KERNELS=True, _fast_dequantize_ctypes=ctypes_path)
     assert today.fn(LAYER) == ("fast", LAYER.weight, "state")
     assert classic.fn(LAYER) == ("ctypes", None, False)
-    assert not today.note and not classic.note
+    assert str(today) == "Unsloth today: 1.0, fast_dequantize as installed, one fused launch"
+    assert "_fast_dequantize_ctypes" in classic.note and "three launches" in classic.note
 
 
-@pytest.mark.parametrize("contents", [{}, {"_USE_NF4_KERNELS": False, "_fast_dequantize_ctypes": None}])
-def test_unsloth_that_is_classic_itself(monkeypatch, contents):
-    today, classic = unsloth_with(monkeypatch, **contents)
+def test_unsloth_that_is_classic_itself(monkeypatch):
+    today, classic = unsloth_with(monkeypatch, _USE_NF4_KERNELS=False, _fast_dequantize_ctypes=None)
     assert today.fn is classic.fn
     assert today.fn(LAYER)[0] == "fast"
     assert "same function" in today.note and "same function" in classic.note
@@ -96,7 +96,17 @@ def test_unsloth_that_is_classic_itself(monkeypatch, contents):
 def test_unsloth_without_its_classic_path(monkeypatch):
     today, classic = unsloth_with(monkeypatch, _USE_NF4_KERNELS=True)
     assert today.fn is not None
-    assert classic.fn is None and "no longer has" in classic.reason
+    assert classic.fn is None and "has no _fast_dequantize_ctypes" in classic.reason
+    assert str(classic) == f"Unsloth classic: absent, {classic.reason}"
+
+
+def test_unsloth_that_does_not_say_which_path_it_takes(monkeypatch):
+    """Its private flag is gone: nothing is claimed about launches, nor that two names are one function."""
+    today, classic = unsloth_with(monkeypatch)
+    assert today.note == "fast_dequantize as installed" and classic.fn is None
+    today, classic = unsloth_with(monkeypatch, _fast_dequantize_ctypes=lambda *args: "ctypes")
+    assert today.fn(LAYER)[0] == "fast" and classic.fn(LAYER) == "ctypes"
+    assert "same function" not in today.note + classic.note
 
 
 @pytest.mark.gpu
@@ -110,4 +120,4 @@ def test_both_unsloths_are_reached_on_the_gpu(make_layer):
     assert today.fn and classic.fn, (today.reason, classic.reason)
     layer = make_layer(1024, 1024, torch.float16)
     launches = [len(timing.device_events(lambda _, fn=b.fn: fn(layer))) for b in (today, classic)]
-    assert launches == ([3, 3] if today.note else [1, 3])
+    assert launches == ([3, 3] if today.fn is classic.fn else [1, 3])

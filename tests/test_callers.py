@@ -40,11 +40,6 @@ def refused_by_inductor(dtype, options):
     return dtype == torch.bfloat16 and "mode" in options and not environment.native_bf16()
 
 
-def gap(reason):
-    """A known gap of the kernel cells; strict, so that closing it asks for this mark to go."""
-    return pytest.mark.xfail(reason=reason, strict=True)
-
-
 def arguments(layer):
     """What the operator nf4_triton::dequantize takes for a layer."""
     state = layer.weight.quant_state
@@ -104,7 +99,6 @@ class TestOperator:
         with kernel.force(card="t4"):
             assert exact(call(*arguments(layer)), layer)
 
-    @gap("the operator gets tensors and numbers, the rest is not looked at before")
     @pytest.mark.parametrize("field, value", [("packing_format_for_cpu", True), ("state2", None)])
     def test_what_only_the_state_says(self, kernel, make_layer, field, value):
         layer = make_layer(64, 96, torch.float16)
@@ -113,7 +107,6 @@ class TestOperator:
         with pytest.raises(kernel.UnsupportedState):
             kernel._traced(layer.weight, state, None)
 
-    @gap("out is copied into, whatever its dtype")
     def test_an_out_of_another_dtype(self, kernel, make_layer):
         layer = make_layer(64, 96, torch.float16)
         out = torch.empty(96, 64, device=layer.weight.device)
@@ -395,14 +388,7 @@ class TestModes:
             for _ in range(2):
                 assert exact(kernel.your_dequantize_nf4(layer), layer)
 
-    @pytest.mark.parametrize(
-        "dtype",
-        [
-            pytest.param(torch.float16, marks=gap("the codebook takes torch's default dtype")),
-            pytest.param(torch.bfloat16, marks=gap("the codebook takes torch's default dtype")),
-            pytest.param(torch.float64, marks=gap("the codebook is made on torch's default device")),
-        ],
-    )
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
     def test_the_first_call_under_other_defaults(self, kernel, make_layer, dtype):
         layer = make_layer(64, 96, torch.float16)
         kernel.codebooks.cache_clear()  # as in the first call of a process
@@ -597,6 +583,50 @@ class TestGraphs:
 
 @ON_GPU
 class TestStreams:
+    def test_the_codebook_of_a_busy_stream(self):
+        """The codebook is there for every stream, however busy the stream of its first use is."""
+        code = """
+            import torch
+            from helpers import cells, layers, reference
+            kernel = cells.load()
+            make = layers.quantized_layer
+            warm, *made = [make(64, 96, torch.float16, device="cuda", seed=i) for i in range(3)]
+            expected = [reference.dequantize(layer.weight, layer.weight.quant_state) for layer in made]
+            kernel.your_dequantize_nf4(warm)  # compiled and loaded
+            kernel.codebooks.cache_clear()
+            [torch.full((128,), float("nan"), device="cuda") for _ in range(64)]  # in the memory it gets anew
+            torch.cuda.synchronize()
+            busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+            with torch.cuda.stream(busy):
+                torch.cuda._sleep(4_000_000_000)
+                first = kernel.your_dequantize_nf4(made[0])
+            with torch.cuda.stream(free):
+                second = kernel.your_dequantize_nf4(made[1])
+                free.synchronize()
+                print("second while busy", not busy.query())
+            same = [reference.same_bits(*pair) for pair in zip((first, second), expected)]
+            print("same", same)
+        """
+        done = run_script(code)
+        assert "second while busy True" in done.stdout and "same [True, True]" in done.stdout, (
+            done.stdout + done.stderr
+        )
+
+    def test_the_first_call_of_a_process_inside_a_capture(self):
+        code = """
+            import torch
+            from helpers import cells, layers
+            kernel = cells.load()
+            layer = layers.quantized_layer(64, 96, torch.float16, device="cuda")
+            try:
+                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    kernel.your_dequantize_nf4(layer)
+            except RuntimeError as error:
+                print("refused:", error)
+        """
+        done = run_script(code)
+        assert "refused: the first call on a GPU came inside a graph capture" in done.stdout, done.stderr
+
     def test_launched_on_the_current_stream(self, kernel, make_layer):
         """A weight written on a side stream after a long wait there: only work on that stream sees it."""
         layer = make_layer(2048, 2048, torch.float16)

@@ -11,8 +11,9 @@ import warnings
 import pytest
 import torch
 
-from helpers import checks, environment, reference
+from helpers import checks, environment, reference, sass
 from helpers.checks import KERNEL
+from helpers.layers import quantized_layer as small_layer
 
 pytest.importorskip("bitsandbytes")
 HERE = "cuda" if environment.has_gpu() else "cpu"
@@ -47,7 +48,7 @@ def test_expected_is_bitsandbytes_for_all_sizes(make_layer, size, dtype):
 def test_exact_accepts_the_kernel(candidate):
     found = checks.exact(candidate)
     assert found.passed, found.text
-    assert found.details["layers"] >= 45
+    assert found.details["layers"] >= 15
 
 
 def test_exact_catches_one_wrong_bit_in_an_odd_size():
@@ -59,6 +60,30 @@ def test_exact_catches_one_wrong_bit_in_an_odd_size():
 
     found = checks.exact(wrong)
     assert found.passed is False and "1 elements differ" in found.text
+
+
+@pytest.mark.gpu
+def test_exact_poisons_the_memory_of_the_results(candidate):
+    """What a result's memory holds; and one that is not written by the second call, the planned one."""
+    found, seen = [], {}
+
+    def empty(layer):
+        state = layer.weight.quant_state
+        return torch.empty(state.shape, dtype=state.dtype, device="cuda")
+
+    def looking(layer):
+        found.append(bool(empty(layer).isnan().all()))
+        return oracle(layer)
+
+    def lazy(layer):
+        state = layer.weight.quant_state
+        known = (id(state), state.dtype) in seen
+        seen[id(state), state.dtype] = state  # kept, so that no other gets its id
+        return empty(layer) if known else candidate(layer)
+
+    assert checks.exact(looking).passed and all(found)
+    wrong = checks.exact(lazy)
+    assert wrong.passed is False and all("call 2" in fault for fault in wrong.details["faults"])
 
 
 def test_dtypes_accepts_the_kernel(candidate):
@@ -106,6 +131,11 @@ def test_fresh_output_catches_shared_memory():
         assert found.passed is False and "share memory" in found.text, cheat.__name__
 
 
+def test_fresh_output_says_that_bits_are_wrong():
+    found = checks.fresh_output(inexact)
+    assert found.passed is False and found.text == "8 of 8 results kept differ from bitsandbytes"
+
+
 def test_a_candidate_that_raises_has_failed():
     def broken(layer):
         raise RuntimeError("no kernel image\nmore lines")
@@ -143,14 +173,18 @@ def test_a_failed_cross_compile_is_said(monkeypatch, candidate):
     assert found.passed is None and "ptxas is missing" in found.text
 
 
-OWN = (
-    "// begin inline asm\n\t{ shfl.sync.idx.b32 x, t, x, 31, -1; prmt.b32 x, x, y, z; }\n// end inline asm\n"
-)
+def inline(text):
+    return f"// begin inline asm\n\t{text}\n// end inline asm\n"
+
+
+SCALE = inline("mul.rn.ftz.f32 a, a, b;")
+OWN = inline("{ shfl.sync.idx.b32 x, t, x, 31, -1; prmt.b32 x, x, y, z; }") + SCALE
 TRITONS = "// begin inline asm\n\tld.global.b32 { %r1 }, [ %rd1 + 0 ];\n\t// end inline asm\n"
 
 
 def test_assembly_is_found_only_between_its_markers():
-    assert checks._assembly(OWN) == ["shfl.sync.idx", "prmt"]
+    assert checks._assembly(OWN) == ["shfl.sync.idx", "prmt", "mul.rn.ftz"]
+    assert checks._assembly(SCALE) == ["mul.rn.ftz"]
     assert checks._assembly(TRITONS) == [], "Triton's own loads are inline assembly too"
     assert checks._assembly(TRITONS + "prmt.b32 %r1, %r2, %r3, 0x5410;\n" + TRITONS) == []
     assert checks._assembly("") == []
@@ -170,6 +204,20 @@ def test_assembly_is_found_only_between_its_markers():
 )
 def test_eviction_is_read_from_loads_and_stores(line, expected):
     assert checks._eviction(line) == expected
+
+
+def test_every_variant_of_the_kernel_has_all_of_the_assembly():
+    """What custom_asm demands of whatever ran: either tile, and bf16 rounded by the card or in integers."""
+    kinds = [
+        (dtype, True, arch, {"small": small})
+        for arch in (75, 90)
+        for dtype in checks.HALF
+        for small in (False, True)
+    ]
+    sass.compile_kernels(kinds)  # in one process
+    for dtype, _, arch, overrides in kinds:
+        ptx = sass.ptx(dtype, arch=arch, **overrides)
+        assert checks._assembly(ptx) == list(checks.ASSEMBLY), (dtype, arch, overrides)
 
 
 def test_cross_compiled_evidence_for_a_t4(candidate, monkeypatch):
@@ -212,12 +260,44 @@ def pretend_gpu(monkeypatch):
 
 
 def test_single_kernel_reads_the_profile(pretend_gpu, monkeypatch):
-    assert checks.single_kernel(oracle).passed
+    found = checks.single_kernel(oracle)
+    assert found.passed and "float16 2048x1024, float16 8192x2048, bfloat16 2048x1024" in found.text
     monkeypatch.setattr(checks, "_on_device", lambda call, count: ["absmax", KERNEL] * count)
     found = checks.single_kernel(oracle)
-    assert found.passed is False and "2 a call" in found.text and "absmax" in found.text
+    assert found.passed is False and "2 per call" in found.text and "absmax" in found.text
     monkeypatch.setattr(checks, "_on_device", lambda call, count: [])
     assert "nothing on the GPU" in checks.single_kernel(oracle).text
+    profiles = iter([[KERNEL] * 3, [KERNEL, "copy"] * 3, [KERNEL] * 3, [KERNEL] * 3])
+    monkeypatch.setattr(checks, "_on_device", lambda call, count: next(profiles))
+    found = checks.single_kernel(oracle)
+    assert found.passed is False and f"float16 8192x2048: 2 per call: {KERNEL}, copy" in found.text
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    "first, second, passed, text",
+    [
+        ((32 * MIB, 0), (32 * MIB, 0), True, "float16: 32.0 MiB, the output alone, at the first call"),
+        ((32 * MIB + 512, 512), (32 * MIB, 0), True, "the output alone"),
+        (
+            (48 * MIB, 16 * MIB),
+            (32 * MIB, 0),
+            False,
+            "first call: peak 48.0 MiB, keeps 16.0 MiB; second: 32.0",
+        ),
+        ((32 * MIB, 2048), (32 * MIB, 0), False, "keeps"),
+        ((32 * MIB, 0), (33 * MIB, 0), False, "second: 33.0 MiB, keeps 0.0 MiB"),
+        ((32 * MIB, 0), (32 * MIB, 512), False, "keeps"),
+    ],
+)
+def test_no_large_buffers_reads_the_allocator(pretend_gpu, monkeypatch, first, second, passed, text):
+    measured = iter([(32 * MIB, 0), first, second] * 2)
+    monkeypatch.setattr(checks, "_memory", lambda call: next(measured))
+    found = checks.no_large_buffers(oracle)
+    assert found.passed is passed and text in found.text, found
+    assert found.details["bfloat16"]["first peak"] == first[0]
 
 
 def test_torch_compile_accepts_the_kernel(pretend_gpu, candidate):
@@ -285,29 +365,58 @@ def test_bf16_under_torch_compile_on_a_card_without_it(pretend_gpu, monkeypatch)
     monkeypatch.setattr(environment, "native_bf16", lambda: False)
     counters = run_uncompiled(monkeypatch)
 
-    def refusing(function, fullgraph, raises=True):
+    def refusing(function, fullgraph, raises="InductorError: SkipFrame: BF16 is not supported"):
         def call(layer):
             bf16 = layer.weight.quant_state.dtype == torch.bfloat16
             counters["stats"]["unique_graphs"] = 0 if bf16 else 1
             if bf16:
                 warnings.warn("Some Card does not support bfloat16 compilation natively, skipping")  # noqa: B028
             if bf16 and fullgraph and raises:
-                raise RuntimeError("found no compiled frames")
+                raise RuntimeError(raises)
             return function(layer)
 
         return call
 
     monkeypatch.setattr(torch, "compile", refusing)
     found = checks.torch_compile(oracle)
-    assert found.passed and "float16 with fullgraph=True exact, one graph" in found.text
+    assert found.passed and "float16 8192x2048 with fullgraph=True exact, one graph" in found.text
     assert "Inductor steps aside" in found.text and "fullgraph=True raises" in found.text
     assert checks.torch_compile(inexact).passed is False
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: refusing(function, fullgraph, False))
+    monkeypatch.setattr(torch, "compile", lambda f, fullgraph: refusing(f, fullgraph, "cannot bf16"))
+    found = checks.torch_compile(oracle)
+    assert found.passed is False and "RuntimeError: cannot bf16" in found.text, "not torch's refusal"
+    monkeypatch.setattr(torch, "compile", lambda f, fullgraph: refusing(f, fullgraph, ""))
     assert "fullgraph=True does the same" in checks.torch_compile(oracle).text
     launched = {torch.float16: [KERNEL], torch.bfloat16: [KERNEL, "copy"]}
     names = iter([launched[torch.float16], launched[torch.bfloat16], launched[torch.bfloat16]])
     monkeypatch.setattr(checks, "_on_device", lambda call, count: next(names) * count)
     assert checks.torch_compile(oracle).passed is False
+
+
+def test_bf16_left_uncompiled_for_another_reason_is_a_fault(pretend_gpu, monkeypatch):
+    """A break of the candidate's own, or an error, is not Inductor's refusal: that comes with a warning."""
+    monkeypatch.setattr(environment, "native_bf16", lambda: False)
+    counters = run_uncompiled(monkeypatch)
+
+    def only_fp16(what):
+        def compile_(function, fullgraph):
+            def call(layer):
+                bf16 = layer.weight.quant_state.dtype == torch.bfloat16
+                counters["stats"]["unique_graphs"] = 1
+                if bf16 and what == "breaks":
+                    counters["graph_break"]["its own"] = 1
+                if bf16 and what == "raises" and fullgraph:
+                    raise RuntimeError("torch.compile with fullgraph=True found no compiled frames.")
+                return function(layer)
+
+            return call
+
+        return compile_
+
+    for what, why in {"breaks": "graph breaks: {'its own': 1}", "raises": "found no compiled frames"}.items():
+        monkeypatch.setattr(torch, "compile", only_fp16(what))
+        found = checks.torch_compile(oracle)
+        assert found.passed is False and "without native bf16: " in found.text and why in found.text
 
 
 def test_inductor_refuses_bf16_where_a_t4_is_forced(pretend_gpu, candidate, monkeypatch):
@@ -328,9 +437,8 @@ def test_inductor_refuses_bf16_where_a_t4_is_forced(pretend_gpu, candidate, monk
     )
     found = checks.torch_compile(candidate)
     assert found.passed, found.details
-    assert (
-        "float16 with fullgraph=True exact" in found.text and "bfloat16 not compiled, Inductor" in found.text
-    )
+    assert "float16 8192x2048 with fullgraph=True exact" in found.text
+    assert "bfloat16 14336x4096 not compiled, Inductor" in found.text
 
 
 def test_no_graph_of_another_run_is_served(monkeypatch):
@@ -351,6 +459,10 @@ def test_complaints_are_collected_and_unrelated_ones_are_not():
     assert sorted(found) == ["fallback", "mutated inputs"]
     logging.getLogger("torch._dynamo").warning("after")
     assert "after" not in found
+    with contextlib.suppress(RuntimeError), checks._complaints() as found:
+        warnings.warn("before the error", UserWarning, stacklevel=1)
+        raise RuntimeError
+    assert found == ["before the error"]
 
 
 def test_a_function_from_elsewhere_is_refused(monkeypatch):
@@ -386,7 +498,8 @@ class FakeCells:
 
     def dequantize(self, layer):
         if self.ptx is not None:
-            self.cache[len(self.cache)] = types.SimpleNamespace(asm={"ptx": self.ptx(self.now)})
+            small = layer.weight.quant_state.shape.numel() < 64 * 64
+            self.cache[len(self.cache)] = types.SimpleNamespace(asm={"ptx": self.ptx(self.now, small)})
         return self.function(layer)
 
     @contextlib.contextmanager
@@ -396,29 +509,53 @@ class FakeCells:
         self.now = before
 
 
-GOOD_PTX = {
-    "asm": lambda s: OWN if s.asm else TRITONS,
-    "hints": lambda s: "st.global.cs.b32" if s.hints else "",
-}
+def good_asm(settings, small):
+    return OWN if settings.asm else TRITONS
+
+
+def good_hints(settings, small):
+    load = "ld.global.L1::evict_first.b32;" if small else ""
+    return f"{load} st.global.cs.b32" if settings.hints else ""
+
+
+ALL = "shfl.sync.idx, prmt, mul.rn.ftz"
+BOTH = "(float16 and bfloat16, 2,048 and 4,096 elements)"
+BY_SIZE = (
+    "evict_first load, streaming store (float16 and bfloat16, 2,048 elements); "
+    "streaming store (float16 and bfloat16, 4,096 elements)"
+)
 
 
 @pytest.mark.parametrize(
     "switch, ptx, dequantize, passed, text",
     [
-        ("asm", GOOD_PTX["asm"], oracle, True, "ran, exact; prmt, shfl.sync.idx in its PTX"),
-        ("asm", lambda s: TRITONS, oracle, False, "float16, on: nothing in the PTX of a kernel that ran"),
-        ("asm", lambda s: OWN, oracle, False, "float16, off: prmt, shfl.sync.idx in the PTX of a kernel"),
-        ("asm", GOOD_PTX["asm"], inexact, False, "differ from bitsandbytes"),
+        ("asm", good_asm, oracle, True, f"ran, exact; in its PTX, and gone when off: {ALL} {BOTH}"),
+        ("asm", lambda s, small: TRITONS, oracle, False, "elements, on: nothing in the PTX of a kernel"),
+        (
+            "asm",
+            lambda s, small: SCALE if s.asm else "",
+            oracle,
+            False,
+            "on: mul.rn.ftz in the PTX of a kernel",
+        ),
+        (
+            "asm",
+            lambda s, small: OWN if s.asm and small else "",
+            oracle,
+            False,
+            "4,096 elements, on: nothing in",
+        ),
+        ("asm", lambda s, small: OWN, oracle, False, f"float16, 2,048 elements, off: {ALL} in the PTX of a"),
+        ("asm", good_asm, inexact, False, "differ from bitsandbytes"),
         ("asm", None, oracle, False, "did not run"),
-        ("hints", GOOD_PTX["hints"], oracle, True, "streaming store"),
-        ("hints", lambda s: "ld.global.b32", oracle, False, "on: nothing in the PTX of a kernel that ran"),
-        ("hints", lambda s: "st.global.cs.b32", oracle, False, "off: streaming store in the PTX of a kernel"),
+        ("hints", good_hints, oracle, True, BY_SIZE),
+        ("hints", lambda s, small: "ld.global.b32", oracle, False, "on: nothing in the PTX of a kernel that"),
+        ("hints", lambda s, small: "st.global.cs.b32", oracle, False, "off: streaming store in the PTX of a"),
     ],
 )
 def test_switched_evidence(pretend_gpu, monkeypatch, switch, ptx, dequantize, passed, text):
     fake = FakeCells(dequantize, ptx)
-    layer = checks.quantized_layer(64, 64, torch.float16, device="cpu")
-    monkeypatch.setattr(checks, "every_code", lambda dtype, device: layer)
+    monkeypatch.setattr(checks, "every_code", lambda dtype, device: small_layer(64, 32, dtype))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     check = {"asm": checks.custom_asm, "hints": checks.cache_eviction}[switch]
     found = check(fake.candidate)
@@ -459,11 +596,46 @@ def test_cheats_fail_on_the_gpu(candidate):
 
 
 @pytest.mark.gpu
+def test_kept_buffers_fail_on_the_gpu(candidate):
+    """One allocated at the first call of all and kept, one that grows with the layers."""
+    kept = {}
+
+    def at_the_first_call(layer):
+        if not kept:
+            kept["buffer"] = torch.empty(2**24, dtype=torch.uint8, device="cuda")
+        return candidate(layer)
+
+    def growing(layer):
+        n = layer.weight.quant_state.shape.numel()
+        if "buffer" not in kept or kept["buffer"].numel() < n:
+            kept["buffer"] = torch.empty(n, dtype=torch.uint8, device="cuda")
+        return candidate(layer)
+
+    for cheat, good in ((at_the_first_call, [False, True]), (growing, [False, False])):
+        kept.clear()
+        found = checks.no_large_buffers(cheat)
+        assert found.passed is False and "keeps" in found.text, cheat.__name__
+        assert [entry["good"] for entry in found.details.values()] == good, found.details
+
+
+@pytest.mark.gpu
+def test_a_copy_for_large_tensors_alone_fails_on_the_gpu(candidate):
+    def copying(layer):
+        if layer.weight.quant_state.shape.numel() > 2**21:
+            layer.weight.clone()
+        return candidate(layer)
+
+    found = checks.single_kernel(copying)
+    assert found.passed is False and "8192x2048: 2 per call" in found.text
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("switch", ["asm", "hints"])
 def test_live_evidence_names_the_kernel_that_ran(kernel, candidate, switch):
     check = {"asm": checks.custom_asm, "hints": checks.cache_eviction}[switch]
     details = check(candidate).details
-    assert details["float16, on"]["found"] and not details["float16, off"]["found"]
-    assert details["float16, on"]["kernels that ran"] and details["float16, off"]["kernels that ran"]
+    cases = {key: found for key, found in details.items() if key != "settings"}
+    assert len(cases) == 8 and all(found["kernels that ran"] == 1 for found in cases.values())
+    assert all(bool(found["found"]) == key.endswith("on") for key, found in cases.items())
     with kernel.force(**{switch: False}):
         assert check(candidate).passed is False

@@ -343,6 +343,22 @@ def test_a_tensor_that_became_too_short_is_refused(planned, kernel, layer, name)
 
 
 @pytest.mark.parametrize("name", TENSORS)
+def test_a_view_whose_storage_was_freed_is_refused(planned, kernel, layer, name):
+    """The shard of a flat parameter: its address is then its offset, not 0."""
+    weight, state = warm(planned, layer)
+    tensor = TENSORS[name](layer)
+    memory = torch.cat([torch.zeros(64, dtype=tensor.dtype, device=tensor.device), tensor.data.view(-1)])
+    tensor.data = memory[64:].view(tensor.shape)
+    for _ in range(2):
+        assert exact(planned(weight, state)[0], weight, state)
+    memory.untyped_storage().resize_(0)
+    assert tensor.data_ptr() == 64 * tensor.itemsize
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match=name):
+            planned(weight, state)
+
+
+@pytest.mark.parametrize("name", TENSORS)
 def test_a_tensor_whose_storage_was_freed_is_refused(planned, kernel, layer, name):
     """FSDP frees the storage of a gathered shard; size and dtype of the tensor stay."""
     weight, state = warm(planned, layer)
@@ -532,3 +548,122 @@ def test_states_that_are_no_quant_state(planned, make_layer):
     loose = SimpleNamespace(**{name: value for name, value in vars(state).items() if name != "_nf4_plan"})
     for _ in range(3):
         assert exact(planned(layer.weight, loose)[0], layer.weight, loose)
+
+
+class Wrapper(torch.Tensor):
+    """A size, a device and no memory, like a DTensor."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_a_tensor_that_only_wraps_others_is_refused(planned, kernel, layer, with_plan):
+    """FSDP2's sharded weight is a DTensor: it has the whole weight's size and no memory of its own."""
+    weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match="DTensor"):
+            planned(Wrapper(weight.data), state)
+    assert exact(planned(weight, state)[0], weight, state)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_fake_tensors_get_fake_results(planned, layer, with_plan):
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for given in (mode.from_tensor(weight.data), weight.data):
+            result = planned(given, state)[0]
+            assert isinstance(result, FakeTensor)
+            assert (result.shape, result.dtype) == (state.shape, state.dtype)
+    for _ in range(2):
+        assert exact(planned(weight, state)[0], weight, state)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+@pytest.mark.parametrize("how", ["make_fx", "jit.trace"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_call_follows_its_weight(planned, layer, how, with_plan):
+    """A launch repeated past the tracer would leave the traced weight, or no weight at all, in the graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
+
+    def call(w):
+        return planned(w, state)[0]
+
+    if how == "make_fx":
+        graph = make_fx(call)(weight.data)
+    else:
+        graph = torch.jit.trace(call, (weight.data,), check_trace=False)
+    other = noise(weight.data)
+    assert exact(graph(other), other, state)
+    assert exact(planned(weight, state)[0], weight, state)
+
+
+def test_an_address_counts_only_where_all_else_is_right(planned, kernel, layer):
+    """Of a weight whose storage shrank, a view that fits is too short, and the whole weight has no memory."""
+    weight, state = warm(planned, layer)
+    shrunk = noise(weight.data)
+    shrunk.untyped_storage().resize_(64)
+    for short in (shrunk, shrunk.as_strided((64, 1), (1, 1)), shrunk):
+        with pytest.raises(kernel.UnsupportedState):
+            planned(short, state)
+    assert planned(weight, state)[1] and exact(planned(weight, state)[0], weight, state)
+
+
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_an_out_without_memory_of_its_own_is_refused(planned, kernel, layer, with_plan):
+    weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
+    n = state.shape.numel()
+    memory = torch.zeros(2 * n, dtype=torch.uint8, device=weight.device)
+    freed, over = torch.zeros(state.shape, dtype=state.dtype, device=weight.device), memory.view(state.dtype)
+    freed.untyped_storage().resize_(0)
+    inside = memory[n:][: weight.numel()].view(weight.shape).copy_(weight.data)
+    for given, out in ((weight, freed), (inside, over.view(state.shape))):
+        for _ in range(2):
+            with pytest.raises(kernel.UnsupportedState, match="of its own"):
+                kernel._your_dequantize_nf4(given, state, out=out)
+    assert torch.equal(inside, weight.data)
+    assert exact(planned(weight, state)[0], weight, state)
+
+
+def test_autograd_notices_that_out_was_overwritten(planned, kernel, layer):
+    weight, state = warm(planned, layer)
+    for _ in range(2):
+        out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
+        kernel._your_dequantize_nf4(weight, state, out=out)
+        x = torch.ones_like(out, requires_grad=True)
+        loss = (x * out).sum()
+        kernel._your_dequantize_nf4(weight, state, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del state._nf4_plan  # and by a first call
+
+
+def test_strides_of_a_given_out_are_not_kept(planned, kernel, make_layer):
+    """In a dimension of one element any stride is contiguous; a new result has torch's own."""
+    layer = make_layer(320, 1, torch.float16)
+    weight, state = layer.weight, layer.weight.quant_state
+    out = torch.empty_strided(state.shape, (0, 1), dtype=state.dtype, device=weight.device)
+    for _ in range(2):
+        kernel._your_dequantize_nf4(weight, state, out=out)
+        result, _ = planned(weight, state)
+        assert result.stride() == (320, 1) and exact(result, weight, state)
+
+
+@pytest.mark.gpu
+def test_a_plan_keeps_its_codebook(planned, kernel, layer):
+    """The first calls of two threads may each upload one, of which only the last stays in the cache."""
+    weight, state = warm(planned, layer)
+    kernel.codebooks.cache_clear()
+    gc.collect()
+    [torch.full((128,), float("nan"), device=weight.device) for _ in range(64)]
+    result, by_plan = planned(weight, state)
+    assert by_plan and exact(result, weight, state)

@@ -61,15 +61,14 @@ def in_order(result, dtype):
     return [case for case in result["data"]["gpu"]["sizes"] if case["dtype"] == dtype and "rows" in case]
 
 
-def test_speedup_is_the_data_with_the_goal(result):
+def test_speedup_is_the_data(result):
     figure = plots.speedup_by_size(result)
     for panel, dtype in zip(figure.axes, ("float16", "bfloat16"), strict=True):
         drawn = series(panel)
         for name in ("unsloth_today", "unsloth_classic", "bitsandbytes"):
             expected = [case["vs"][name] for case in in_order(result, dtype)]
-            assert drawn[f"over {plots.LABELS[name]}"] == (list(SIZES), expected)
-        goal = drawn["1.15 (the puzzle's goal)"]
-        assert set(goal[1]) == {1.15}
+            assert drawn[plots.LABELS[name]] == (list(SIZES), expected)
+        assert len(drawn) == 4, "and the line of ours, nothing else"
         low, high = panel.get_ylim()
         assert low < 1.0 and high > max(max(ys) for _, ys in drawn.values())
 
@@ -83,6 +82,26 @@ def test_bandwidth_is_the_data_with_both_ceilings(result):
         for name, label in labels.items():
             expected = [case["rows"][name]["gb_s"] for case in in_order(result, dtype)]
             assert drawn[label] == (list(SIZES), expected)
+
+
+def test_classic_is_not_drawn_where_bitsandbytes_line_hides_it(result):
+    for case in in_order(result, "float16"):
+        case["vs"]["unsloth_classic"] = 1.01 * case["vs"]["bitsandbytes"]
+        case["rows"]["unsloth_classic"] = {"gb_s": 0.99 * case["rows"]["bitsandbytes"]["gb_s"]}
+    both = "bitsandbytes (and Unsloth classic: same kernels)"
+    for figure in (plots.speedup_by_size(result), plots.bandwidth_by_size(result)):
+        fp16, bf16 = map(series, figure.axes)
+        assert both in fp16 and not {"bitsandbytes", "Unsloth classic"} & set(fp16)
+        assert both not in bf16 and {"bitsandbytes", "Unsloth classic"} <= set(bf16)
+        assert both in figure.alt
+
+
+def test_a_notebook_gets_the_words_with_the_picture(result):
+    formatters = pytest.importorskip("IPython.core.formatters")
+    figure = plots.call_parts(result)
+    data, metadata = formatters.DisplayFormatter().format(figure)
+    assert data["image/png"].startswith(b"\x89PNG")
+    assert metadata["image/png"] == {"alt": figure.alt} and figure.alt
 
 
 def test_parts_of_a_call_stack_to_its_total(result):
@@ -114,8 +133,11 @@ def test_protocol_bars_are_the_medians(result):
     names = [text.get_text() for text in panel.get_yticklabels()]
     assert [(bar.get_width(), name) for bar, name in zip(panel.patches, names, strict=True)] == expected
     texts = " ".join(text.get_text() for text in panel.texts)
-    kernel = entries["kernel"]
-    assert f"{kernel['spread']['p50']:.3f} s, {kernel['speedup_over']['unsloth_today']:.2f}x" in texts
+    ours, today = (entries[name]["spread"]["p50"] for name in ("kernel", "unsloth_today"))
+    assert f"{ours:.3f} s (1)" in texts and f"{today:.3f} s ({today / ours:.2f})" in texts
+    entries["kernel"]["spread"] = None
+    (panel,) = plots.protocol(result).axes
+    assert "(" not in " ".join(text.get_text() for text in panel.texts), "no ratio to what has no time"
 
 
 @pytest.mark.parametrize("name", plots.FIGURES)
@@ -162,7 +184,7 @@ def test_one_dtype_missing_leaves_the_other_drawn(result):
     result["data"]["gpu"]["sizes"] = [case for case in sizes if case["dtype"] == "bfloat16"]
     fp16, bf16 = plots.speedup_by_size(result).axes
     assert "not measured" in fp16.texts[0].get_text()
-    assert len(series(bf16)) == 5
+    assert len(series(bf16)) == 4
 
 
 def test_pictures_are_opaque_white_and_fit_a_colab_cell(result, tmp_path):

@@ -12,7 +12,7 @@ def record(last=2.0, seconds=0.5):
 def test_comparison():
     figure = plots_training.comparison(record(seconds=0.5), record(seconds=0.25))
     assert "every bit the same" in figure.alt and "500.0 ms without, 250.0 ms with" in figure.alt
-    assert figure.axes[1].get_title() == "2.00x" and figure.png()
+    assert figure.axes[1].get_title() == "without / with: 2.00" and figure.png()
     curves = [line.get_ydata().tolist() for line in figure.axes[0].lines]
     assert curves == [[3.0, 2.0], [3.0, 2.0]]
 
@@ -29,7 +29,7 @@ def test_training_from_a_result_file():
     data = {"libraries": {"peft": {"sizes": [size(128, 1.2), size(512, 1.1)]}, "unsloth": {"failed": "why"}}}
     result = {"environment": {"gpu": "Card", "date": "2026-01-01"}, "kernel_hash": "0", "data": data}
     figure = plots_training.training(result)
-    assert "PEFT + bitsandbytes 1.20x, 1.10x" in figure.alt and figure.png()
+    assert "PEFT + bitsandbytes 1.20, 1.10" in figure.alt and figure.png()
     assert "not measured (no GPU)" in plots_training.training(
         {**result, "data": {"not_measured": "no GPU"}}
     ).alt.replace("Training speed ", "")

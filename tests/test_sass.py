@@ -1,6 +1,9 @@
 """Counting machine code, the sm_75 budget of the kernel (a gate), the other contenders, and the report."""
 
 import json
+import os
+import re
+import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -127,7 +130,7 @@ class TestBudget:
     @pytest.mark.parametrize(
         "opcodes, facts, text",
         [
-            (["STG.E.128.SYS"] + ["PRMT"] * 56, {}, "instructions an element"),
+            (["STG.E.128.SYS"] + ["PRMT"] * 56, {}, "instructions per element"),
             (["STG.E.128.SYS"], {"shared": 16}, "shared memory"),
             (["STG.E.128.SYS", "STL"], {}, "spills"),
             (["STG.E.128.SYS", "STG.E.64.SYS"], {}, "instead of 128"),
@@ -191,6 +194,14 @@ class TestReport:
         assert [(row["elements"], row["dtype"]) for row in ours] == [(n, d) for n, d, _ in turing.OFFICIAL]
         assert all(0 < row["low"] <= row["high"] for row in ours)
 
+    def test_the_stored_file_is_shown_on_one_screen(self, report):
+        lines = sass.brief(report[2])
+        assert len(lines) < 32 and max(map(len, lines)) <= sass.WIDTH
+        text = "\n".join(lines)
+        assert lines[0].startswith("Predicted for a T4") and "Ratio to Unsloth classic" in text
+        (fp16,) = (line for line in lines if line.startswith("ours, nested") and " fp16 " in line)
+        assert fp16 in report[1] and "fp32" not in text and "ours, flat" not in text
+
     def test_what_was_not_measured_says_so(self, report, monkeypatch):
         rows = [
             sass.Row("ours", "ours, nested", dtype, True, counted(["STG.E.128"])) for dtype in sass.DTYPES
@@ -214,6 +225,45 @@ def test_a_bf16_kernel_for_a_t4_has_no_bf16_instruction(monkeypatch):
     assert t4.error == h200.error == ""
     assert ".target sm_75" in t4.ptx and "cvt.rn.bf16" not in t4.ptx
     assert ".target sm_90" in h200.ptx and "cvt.rn.bf16" in h200.ptx
+
+
+def test_ours_in_chosen_kinds():
+    (row,) = sass.ours(75, sass.KINDS[:1])
+    assert (row.dtype, row.nested, row.reason) == ("float16", True, "")
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_a_process_that_can_compile_does_so_itself(monkeypatch, interpreted):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    if interpreted:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    answer = {"request": {}, "cubin": "", "error": "x"}
+    monkeypatch.setattr(cross_compile, "_in_child", lambda requests, path: [answer | {"name": "child"}])
+    monkeypatch.setattr(cross_compile, "_answers", lambda requests: [answer | {"name": "here"}])
+
+    def where(source="ours", path=None):
+        (built,) = cross_compile.build([{"source": source}], path)
+        return built.name
+
+    assert where() == ("child" if interpreted else "here")
+    assert where("unsloth") == where(path="elsewhere") == "child"
+
+
+def test_compiled_here_or_in_a_child_it_is_the_same_code():
+    code = """if True:
+        from helpers import cross_compile
+        request = {"source": "ours", "arch": 75, "out_dtype": "float16", "nested": True}
+        (here,) = cross_compile.build([request])
+        (child,) = cross_compile._in_child([request], None)
+        (wrong,) = cross_compile.build([request | {"force": {"no_such_setting": 1}}])
+        assert not here.error and here.ptx == child["ptx"]
+        assert "no_such_setting" in wrong.error
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cross_compile.ROOT, env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_dtype_is_refused():
@@ -300,10 +350,45 @@ class TestForecast:
         assert ours["calls_s"] == pytest.approx((9000 * 60e-6 * 0.25, 9000 * 77e-6 * 0.5))
         assert ours["total_s"][0] == pytest.approx(ours["kernels_s"][0] + ours["calls_s"][0])
 
-    def test_nothing_stored_predicts_no_calls_of_ours(self):
-        assert forecast.official(self.rows, None)["contenders"]["kernel"]["total_s"] is None
+    def test_nothing_stored_predicts_no_calls_of_ours_and_no_ratio(self):
+        found = forecast.official(self.rows, None)
+        assert found["contenders"]["kernel"]["total_s"] is None and sass.ratios(found) == {}
+
+    def official(self, **kernels):
+        """What forecast.official finds when ours is bound to 2 or 3 s and costs 0.5 or 0.25 of a call."""
+        labels = {"kernel": "ours", "a": "Unsloth today, Triton < 3.7", "b": "Unsloth today, Triton >= 3.7"}
+        kernels = {"kernel": (2.0, 3.0)} | kernels
+        contenders = {
+            key: {"label": labels[key], "kernels_s": pair, "calls_s": (0.5, 0.75)}
+            for key, pair in kernels.items()
+        }
+        return {"contenders": contenders, "host_ratios": {"returned": 0.25, "synchronized": 0.5}}
+
+    def test_both_contenders_of_a_ratio_meet_the_same_card(self):
+        low, high = (turing.CALLS * us * 1e-6 for us in turing.PUBLISHED_CALL_US)
+        found = sass.ratios(self.official(a=(2.0, 3.0), b=(4.0, 6.0)))
+        least, middle, most = found["a"]
+        assert least == pytest.approx((3 + low) / (3 + 0.5 * low))
+        assert most == pytest.approx((2 + high) / (2 + 0.25 * high))
+        assert middle == pytest.approx((2.5 + (low + high) / 2) / (2.5 + 0.375 * (low + high) / 2))
+        assert least < middle < most < min(found["b"])
+
+    def test_the_verdict_says_what_is_in_doubt(self):
+        (doubt, reached) = (
+            " ".join(sass._verdicts(self.official(a=pair))) for pair in ((2.0, 3.0), (4.0, 6.0))
+        )
+        assert "1.05 at the low end" in doubt and "1.10 and 1.15 in doubt" in doubt
+        assert "1.15 throughout" in reached and "doubt" not in reached
+
+    def test_contenders_of_the_same_times_are_shown_once(self):
+        assert sass._shown(self.official(a=(2.0, 3.0), b=(2.0, 3.0))) == {
+            "kernel": "ours",
+            "a": "Unsloth today",
+        }
+        assert len(sass._shown(self.official(a=(2.0, 3.0), b=(2.5, 3.0)))) == 3
 
     def test_the_report_of_a_stored_run_fits(self):
         text = sass.render(self.rows, self.rows, self.stored(12.0), "results/x.json", 75)
         assert "Error, predicted / measured - 1" in text
+        assert re.search(r"predicted +measured.*\nours +10\.6 +12\.0 +- +-", text)
         assert max(map(len, text.splitlines())) <= sass.WIDTH

@@ -40,7 +40,7 @@ def test_the_weights_are_the_puzzles():
     best = {line.name: line.best for line in scoring.table(everything()).lines}
     assert best == {
         "One fused kernel": 3,
-        "Speedup at most 1.00": 0,
+        "Penalty: speedup at most 1.00": 0,
         "Speedup at least 1.05": 1,
         "Speedup at least 1.10": 2,
         "Speedup at least 1.15": 2,
@@ -96,6 +96,16 @@ def test_points_without_points_change_nothing():
     score = scoring.table(everything(**dict.fromkeys(scoring.WITHOUT_POINTS, False)))
     assert score.totals["today"] == 14
     assert score.to_text().count("NO; ") == len(scoring.WITHOUT_POINTS)
+    assert "Also checked (no points):" in score.to_text() and "(no points):" in score.to_markdown()
+
+
+def test_the_headline_says_what_failed_without_points():
+    failed = Evidence("new output", False, text="results share memory")
+    score = scoring.table(everything(exact=False, fresh_output=failed, dtypes=None))
+    assert score.headline.endswith("; 1 points not measured in full; FAILED: exact, new output.")
+    missing = Evidence("exact", None, needs="bitsandbytes")
+    assert scoring.table({"exact": missing}).headline.endswith("can be measured here.")
+    assert scoring.table({"exact": failed, "dtypes": failed}).headline.endswith("here; FAILED: new output.")
 
 
 def test_headline_names_the_stricter_column():
@@ -115,7 +125,7 @@ def test_one_column_not_measured():
     assert score.totals == {"classic": 9, "today": 14}
     assert points(score, "Speedup at least 1.15", "classic") is None
     assert "against Unsloth today (1.60x); Unsloth classic: speed not measured" in score.headline
-    assert "not measured (needs Unsloth classic (not there))" in score.to_text()
+    assert "not measured (needs Unsloth classic (not there))" in score.to_markdown()
 
 
 def test_nothing_measured():
@@ -129,7 +139,7 @@ def test_a_candidate_that_fails_the_official_checks_loses_the_speed_points():
     failed = Evidence("speed", False, {"failure": "x"}, text="no time: AssertionError: up weight")
     score = scoring.table(everything(speed_classic=failed, speed_today=failed))
     assert score.totals == {"classic": 6, "today": 6}
-    assert points(score, "Speedup at most 1.00") == -3
+    assert points(score, "Penalty: speedup at most 1.00") == -3
     assert "no time: AssertionError" in score.headline
 
 
@@ -148,7 +158,7 @@ def test_text_fits_and_says_everything():
 def test_negative_and_zero_points_are_shown():
     score = scoring.table(everything(classic=0.9, today=1.02, dtypes=False))
     rows = {row[0]: row[1:3] for row in score.rows()}
-    assert rows["Speedup at most 1.00"] == ["-3", "0"]
+    assert rows["Penalty: speedup at most 1.00"] == ["-3", "0"]
     assert rows["Tested in fp16 and bf16"] == ["-1", "-1"]
     assert rows["Sum"] == ["4 of 14", "7 of 14"]
 
@@ -161,6 +171,7 @@ def test_markdown_and_html_escape():
     page = score._repr_html_()
     assert "&lt;b&gt;50 | 60" in page and "<b>50" not in page
     assert page.count("<tr>") == 11 and score.headline in page
+    assert page.count("white-space:nowrap") == 11 * 3, "all but the evidence stays on one line"
     for name in ("black", "white", "#"):
         assert f"color:{name}" not in page, "the page's own colours, for light and dark"
 
@@ -216,6 +227,23 @@ def test_collect_gives_every_line_its_evidence(monkeypatch):
     assert {found for _, found in seen} == {candidate} and len(seen) == 9
     score = scoring.table(evidence)
     assert score.totals == {"classic": 14, "today": 14} and "against Unsloth today (1.50x)" in score.headline
+
+
+def test_checks_already_done_are_not_run_again(monkeypatch):
+    run = []
+    for key in [key for key, *_ in scoring.CRITERIA] + list(scoring.WITHOUT_POINTS):
+        monkeypatch.setattr(checks, key, lambda *_, key=key: run.append(key) or Evidence(key, True))
+    monkeypatch.setattr(checks, "speed", lambda *_: run.append("speed") or Evidence("speed", None))
+    monkeypatch.setattr(harness, "compare", lambda *_, **__: run.append("protocol"))
+    done = {"exact": Evidence("exact", False), "single_kernel": Evidence("single kernel", None)}
+    found = scoring.collect("candidate", evidence=done)
+    assert done.items() <= found.items() and found["dtypes"].passed
+    assert run[0] == "protocol" and run.count("speed") == 2 and len(run) == 3 + 10 - 2
+    assert not done.keys() & set(run) and len(done) == 2, "and the given ones are left as they were"
+    run.clear()
+    assert scoring.collect("candidate", evidence=found) == found and run == []
+    score = scoring.score("candidate", comparison(your_dequantize_nf4=[1.0]), evidence=found)
+    assert score.evidence == found and "FAILED: exact" in score.headline
 
 
 def test_without_a_comparison_the_official_one_is_run(monkeypatch):

@@ -77,6 +77,65 @@ def test_every_table_shows_the_files_figures(result):
     ]
 
 
+def test_the_protocol_is_shown_as_ratios_to_ours():
+    def entry(label, seconds, identical=True):
+        spread = {"p20": seconds, "p50": seconds, "p80": seconds} if seconds else None
+        return {"label": label, "spread": spread, "identical": identical}
+
+    entries = {
+        "kernel": entry("kernel", 0.25),
+        "unsloth_today": entry("Unsloth today", 0.4),
+        "peft": entry("PEFT", 0.5, identical=False),
+        "bitsandbytes": entry("bitsandbytes", None),
+    }
+    head, *rows = tables.protocol({"protocol": {"entries": entries, "checked_against": "Unsloth today"}})
+    assert head[:3] == ["official protocol", "seconds", "time / ours"]
+    assert rows == [
+        ["this kernel", "0.250", "1", "every bit equal"],
+        ["Unsloth today", "0.400", "1.60", tables.REFERENCE],
+        ["PEFT", "0.500", "2.00", "within tolerance"],
+    ]
+    assert tables.protocol({"protocol": {"entries": {}}}) == []
+
+
+def test_the_notebook_shows_the_protocol_the_same_way_and_the_notes_below():
+    from helpers import harness, notebook
+
+    entries = {
+        "mine": harness.Entry("mine", seconds=[0.25], identical=True),
+        "a": harness.Entry("Unsloth today", seconds=[0.4], identical=True, note="one launch"),
+        "b": harness.Entry("PEFT", reason="not installed"),
+        "c": harness.Entry("bitsandbytes", failure="layer: AssertionError: wrong\nmore"),
+    }
+    shown = notebook.protocol(harness.Comparison(entries, 1000, 3, "Unsloth today", "cuda", ["a"]))
+    assert [row[3:] for row in shown.rows] == [
+        ["time / ours", "official checks"],
+        ["1", "bit-equal"],
+        ["1.60", tables.REFERENCE],
+        ["", "not installed"],
+        ["", "layer: AssertionError: wrong"],
+    ]
+    assert shown.below == ("Unsloth today: one launch",)
+
+
+def test_steps_are_shown_in_words_and_the_portable_path_is_put_in_its_place(monkeypatch):
+    from helpers import notebook
+
+    rows = {"no inline assembly": row(35.0, vs_chosen=10.0), "2 words a thread": row(4.2, vs_chosen=1.2)}
+    cases = [{"numel": 2**20, "dtype": "bfloat16", "rows": rows}]
+    sizes = [{"vs": {"unsloth_today": ratio}} for ratio in (1.31, 1.01)] + [{}]
+    data = {"ablation": {"cases": cases}, "gpu": {"sizes": sizes}}
+    stored = {"environment": {}, "kernel_hash": "0", "data": data}
+    monkeypatch.setattr(notebook, "stored", lambda card: stored)
+    head, first, *_ = notebook.steps().rows
+    assert head[2:] == ["1M elements, bf16"]
+    assert (first[0], first[2]) == ("portable path (general, no assembly)", "10.00")
+    assert "2 words per thread" in repr(notebook.steps()) and " a thread" not in repr(tables.ablation(stored))
+    assert "1.0 to 1.3 times as long" in notebook.steps().below[0]
+    data["gpu"] = {"not_measured": "x"}
+    assert "was not measured" in notebook.steps().below[0]
+
+
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_what_was_not_measured_has_no_table(name):
     sections = ("host", "gpu", "gemm", "cold", "ablation")

@@ -117,7 +117,7 @@ def main(versions: list[str]) -> int:
             stores = "/".join(map(str, row["stores"]))
             print(
                 f"Triton {row['triton']:8} sm_{row['arch']} {row['dtype']:9} {row['instructions']:5.2f} "
-                f"instructions an element, {row['registers']} registers, {row['shared']} B shared, "
+                f"instructions per element, {row['registers']} registers, {row['shared']} B shared, "
                 f"stores of {stores} bits"
             )
         print("\n".join(wrong) or f"Triton {version}: as expected", flush=True)
