@@ -577,8 +577,10 @@ def test_fake_tensors_get_fake_results(planned, layer, with_plan):
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        for given in (mode.from_tensor(weight.data), weight.data):
+    mode, plain = FakeTensorMode(allow_non_fake_inputs=True), weight.data.as_subclass(torch.Tensor)
+    fake = mode.from_tensor(plain)
+    with mode:
+        for given in (fake, plain):
             result = planned(given, state)[0]
             assert isinstance(result, FakeTensor)
             assert (result.shape, result.dtype) == (state.shape, state.dtype)
