@@ -75,7 +75,7 @@ def _unsloth() -> tuple[Baseline, Baseline]:
     def three_launches(layer, function=module._fast_dequantize_ctypes):
         return function(layer.weight, layer.weight.quant_state, None, False)
 
-    note = "_fast_dequantize_ctypes of the same package, three launches: what the puzzle was set against"
+    note = "_fast_dequantize_ctypes of the same package, three launches: the puzzle's baseline"
     return today, replace(classic, fn=three_launches, note=note)
 
 
