@@ -6,6 +6,7 @@ A full run is written to results/<gpu>/benchmark.json; figures and tables are dr
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 import traceback
@@ -141,6 +142,42 @@ def measure(only: list[str] | None = None, quick: bool = False) -> dict:
     return data | {"seconds": time.perf_counter() - start}
 
 
+def merge(files: list[Path]) -> dict:
+    """One full result of files that hold some sections each (`bench --only SECTION --json FILE`).
+
+    They must be of the same kernel cells, card and versions, else ValueError. data["measured_apart"] holds
+    the time of each section.
+    """
+    parts = [results.read(path.name, path.parent) for path in files]
+    for path, part in zip(files, parts, strict=True):
+        part["of"] = part["environment"] | {"date": "", "kernel": part["kernel_hash"]}
+        if part["of"] != parts[0]["of"]:
+            raise ValueError(f"{path} is of {part['of']}, expected that of {files[0]}: {parts[0]['of']}")
+    dates = {name: part["environment"]["date"] for part in parts for name in SECTIONS if name in part["data"]}
+    count = sum(name in part["data"] for part in parts for name in SECTIONS)
+    if dates.keys() != SECTIONS.keys() or count != len(SECTIONS) or any(p["data"]["quick"] for p in parts):
+        raise ValueError(
+            f"the files hold {', '.join(dates)}; expected {', '.join(SECTIONS)} once each, not quick"
+        )
+    data = {name: value for part in parts for name, value in part["data"].items()}
+    data["unsloth_fused"] = all(part["data"]["unsloth_fused"] for part in parts)
+    data |= {"seconds": sum(part["data"]["seconds"] for part in parts), "measured_apart": dates}
+    first = parts[0]
+    return {"environment": first["environment"], "kernel_hash": first["kernel_hash"], "data": data}
+
+
+def _store_merged(files: list[Path], path: Path) -> int:
+    try:
+        found = merge(files)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    plots.save_all(found, path.parent / "figures")
+    print("written:", path)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, write the result file, print the table of targets. 1 when something failed, 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m helpers bench", description=__doc__.splitlines()[0])
@@ -151,7 +188,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", choices=list(SECTIONS), help="one section; may be repeated"
     )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="store the sections of such files as one result"
+    )
     options = parser.parse_args(argv)
+    if options.merge:
+        return _store_merged(options.merge, options.json or environment.result_folder() / f"{NAME}.json")
     data = measure(options.only, options.quick)
     missing = {name: data[name]["not_measured"] for name in SECTIONS if "not_measured" in data.get(name, {})}
     measured = any(name in data and name not in missing for name in SECTIONS)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 from pathlib import Path
 
 from helpers import cells, environment, results
@@ -17,6 +19,8 @@ NAME = "Unsloth_Puzzles_A"
 SOURCE = environment.ROOT / f"{NAME}.ipynb"
 # Ids of cells: those that the stored times tell apart, and the one that shows these times.
 PROTOCOL, SETUP, FOREIGN, SHOWS_TIMES = "protocol", "setup", "t4-ptx", "t4-estimate"
+# Ids of cells that measure nothing and show stored result files.
+FROM_FILES = ("ceiling", "steps", "t4-stored", "t4-forced", "t4-estimate", "targets", "gemm")
 LARGEST_COPY = 1_500_000  # bytes of a stored copy of the executed notebook
 
 
@@ -144,6 +148,27 @@ def _time(cell, title: str, seconds: float) -> dict:
     }
 
 
+def redraw(notebook, folder: Path, timeout: int = 120) -> None:
+    """Run the cells of FROM_FILES alone and again, on any machine: for result files newer than the notebook's
+    run. Their new outputs go into `notebook`, whose metadata says so; everything else stays as it is."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    start = "from helpers import environment\nenvironment.prepare()\nfrom helpers import notebook"
+    chosen = [cell for cell in notebook.cells if cell.get("id") in FROM_FILES]
+    alone = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(start), *chosen])
+    alone = nbformat.from_dict(json.loads(json.dumps(alone)))  # the counts of the whole run stay in the other
+    options = dict(km=kernel_manager(), timeout=timeout, resources={"metadata": {"path": str(folder)}})
+    NotebookClient(alone, record_timing=False, coalesce_streams=True, **options).execute()
+    for cell, drawn in zip(chosen, alone.cells[1:], strict=True):
+        cell.outputs = nbformat.from_dict(scrub(drawn.outputs, folders(folder)))
+        for output in cell.outputs:
+            if "execution_count" in output:
+                output.execution_count = cell.execution_count
+    today = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    notebook.metadata["nf4"]["drawn_from_files"] = {"cells": list(FROM_FILES), "date": today}
+
+
 def stamp(notebook) -> None:
     """Write into the notebook's metadata of which kernel, and of which machine, its outputs are."""
     notebook.metadata["nf4"] = {"kernel_hash": cells.kernel_hash(), "environment": environment.describe()}
@@ -216,11 +241,22 @@ def main(argv: list[str] | None = None) -> int:
     in_place += "results/<gpu>-forced-<card>/ alone"
     parser.add_argument("--in-place", action="store_true", help=in_place)
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a cell may take (default 1800)")
+    parser.add_argument(
+        "--redraw",
+        action="store_true",
+        help="only draw the cells that show stored result files again, in place",
+    )
     options = parser.parse_args(argv)
 
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
+    if options.redraw:
+        notebook = nbformat.read(options.notebook, as_version=4)
+        redraw(notebook, options.notebook.resolve().parent)
+        nbformat.write(notebook, options.notebook)
+        print(f"drawn again in {options.notebook.name}: {', '.join(FROM_FILES)}")
+        return 0
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     page, copy, score = out / f"{NAME}.html", out / f"{NAME}.executed.ipynb", out / "score.txt"

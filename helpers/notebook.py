@@ -129,19 +129,22 @@ def storage_format() -> plots.Picture:
 
 
 def floor() -> str:
-    """Bytes of each official shape and the least time they take here: that of a kernel without arithmetic.
+    """Bytes of each official shape and the least time they take: that of a kernel without arithmetic.
 
-    Its times are this card's stored ones at that very size, else its rate at 268M elements, measured now.
+    Its times are this card's stored ones at that very size, else its rate at 268M elements, measured now;
+    without a GPU they are an H200's stored ones.
     """
-    lines, result, gb_s = [], None, None
-    if environment.has_gpu():
-        result = stored(environment.result_folder().name)
-        if result:
-            source = f"stored {result['environment']['date'][:10]}, at each size"
-        else:
-            gb_s = gpu_time.ceiling()
-            source = f"{gb_s:.0f} GB/s measured now on 268M elements; a small tensor stays below"
-        lines.append(f"a kernel that only moves these bytes, on this card ({source}):")
+    gpu, gb_s = environment.has_gpu(), None
+    result = stored(environment.result_folder().name) if gpu else stored()
+    if result:
+        facts = result["environment"]
+        source = f"{facts['gpu']}, stored {facts['date'][:10]}, at each size"
+    elif gpu:
+        gb_s = gpu_time.ceiling()
+        source = f"this card, {gb_s:.0f} GB/s measured now on 268M elements; a small tensor stays below"
+    else:
+        source = "time not measured: needs an NVIDIA GPU"
+    lines = [f"a kernel that only moves these bytes ({source}):"]
     for rows, columns, dtype in PROTOCOL_SHAPES:
         moved, name = bytes_moved(rows * columns, dtype.itemsize), str(dtype).removeprefix("torch.")
         if result:
@@ -153,7 +156,7 @@ def floor() -> str:
             best = min(row["p50"] for row in (cases[0].get(kind) for kind in tables.CEILINGS) if row)
             time = f"{best:.1f} us, {moved / best / 1e3:.0f} GB/s"
         else:
-            time = f"{moved / gb_s / 1e3:.1f} us" if gb_s else "time not measured (needs an NVIDIA GPU)"
+            time = f"{moved / gb_s / 1e3:.1f} us" if gb_s else "-"
         lines.append(f"{rows} x {columns} {name}: {moved / 1e6:.1f} MB -> {time}")
     return "\n".join(lines)
 
@@ -273,7 +276,25 @@ def limits(result: dict) -> list[str]:
             f"caches and {first['trivial'][1]:.2f} s with warm ones; ours {first['kernel'][0]:.2f} and "
             f"{first['kernel'][1]:.2f} s."
         )
+    counts = [row["compiles"] for row in data.get("compiles", {}).get("rows", [])]
+    without = _without_load_hints(data)
+    if max(counts, default=1) > 1 and without:
+        hinted, numel, ratio = without
+        lines.append(
+            f"Compiles: {max(counts)} per dtype and state kind, one of them for tensors of at most "
+            f"{hinted / 1e6:.1f}M elements, whose loads carry hints: without these {ratio:.2f} times as long "
+            f"at {numel / 1e6:.2f}M."
+        )
     return lines
+
+
+def _without_load_hints(data: dict) -> tuple[int, int, float] | None:
+    """(largest tensor whose loads carry hints, a size with the large tile below it, what they save there)."""
+    chosen = data.get("settings", {})
+    for case in data.get("ablation", {}).get("cases", []):
+        if chosen.get("small", 0) < case["numel"] <= chosen.get("hinted", 0):
+            return chosen["hinted"], case["numel"], case["rows"]["no hints on loads"]["vs_chosen"]
+    return None
 
 
 def machine_code() -> str:

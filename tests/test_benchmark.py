@@ -83,7 +83,7 @@ def bench(monkeypatch, kernel):
     monkeypatch.setattr(workload, "SIZES", (4096, 8192))
     monkeypatch.setattr(workload, "TARGET_SIZES", (4096, 8192))
     monkeypatch.setattr(workload, "LAYERS", {"A": ((64, 64), (64, 128)), "B": ((128, 64),)})
-    monkeypatch.setattr(workload, "rotation", lambda numel: 3)
+    monkeypatch.setattr(workload, "rotation", lambda numel, **_: 3)
     monkeypatch.setattr(floor, "variants", lambda *_: [{"words": 2, "threads": 128, "store": ".cs"}])
     monkeypatch.setattr(harness, "OFFICIAL", harness.SMALL[:1])
     return Bench(kernel, baselines.available(), device="cpu")
@@ -365,3 +365,43 @@ def test_the_ceiling_is_the_fastest_floor(bench, monkeypatch):
     monkeypatch.setattr(timing, "replay_interleaved", lambda graphs, rounds: dict.fromkeys(graphs, [2e-6]))
     nbytes = workload.make_buffers((64, 64), torch.float16, count=1, device="cpu").bytes_moved
     assert gpu_time.ceiling("cpu", side=64) == pytest.approx(nbytes / 2e-6 / 1e9)
+
+
+class TestMerge:
+    """Sections measured apart become one result, if they belong together."""
+
+    @pytest.fixture
+    def part(self, tmp_path):
+        def write(name, sections, **changes):
+            data = {"quick": False, "unsloth_fused": True, "seconds": 2.0} | dict.fromkeys(
+                sections, {"x": name}
+            )
+            facts = {"gpu": "NVIDIA H200", "date": f"2026-11-21T10:00:0{name}"}
+            content = {
+                "environment": facts,
+                "kernel_hash": "0123",
+                "data": data | changes.pop("data", {}),
+            } | changes
+            (tmp_path / f"{name}.json").write_text(json.dumps(content))
+            return tmp_path / f"{name}.json"
+
+        return write
+
+    def test_all_sections_once(self, part):
+        first, *rest = benchmark.SECTIONS
+        found = benchmark.merge([part(1, [first]), part(2, rest)])
+        assert found["environment"]["date"].endswith("1") and found["kernel_hash"] == "0123"
+        assert found["data"][first] == {"x": 1} and found["data"][rest[0]] == {"x": 2}
+        assert found["data"]["seconds"] == 4.0 and found["data"]["measured_apart"][rest[0]].endswith("2")
+
+    @pytest.mark.parametrize("wrong", ["kernel", "card", "missing", "twice", "quick"])
+    def test_what_does_not_belong_together_is_refused(self, part, wrong):
+        first, *rest = benchmark.SECTIONS
+        changes = {
+            "kernel": {"kernel_hash": "4567"},
+            "card": {"environment": {"gpu": "Tesla T4", "date": ""}},
+            "quick": {"data": {"quick": True}},
+        }.get(wrong, {})
+        sections = {"missing": rest[1:], "twice": [first, *rest]}.get(wrong, rest)
+        with pytest.raises(ValueError, match="expected"):
+            benchmark.merge([part(1, [first]), part(2, sections, **changes)])

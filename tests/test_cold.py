@@ -42,9 +42,10 @@ def test_first_calls_are_measured_in_order(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_one_compile_for_each_dtype_and_state_kind():
+def test_two_compiles_for_each_dtype_and_state_kind():
+    """All layer shapes of two models: up to 8M elements loads carry hints, above they do not."""
     rows = cold.compiles()["rows"]
     assert {(row["dtype"], row["state"]) for row in rows} == {
         (dtype, state) for dtype in ("float16", "bfloat16") for state in ("nested", "flat")
     }
-    assert [row["compiles"] for row in rows] == [1, 1, 1, 1]
+    assert [row["compiles"] for row in rows] == [2, 2, 2, 2]

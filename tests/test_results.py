@@ -62,6 +62,23 @@ def test_the_notebook_shows_the_estimate_and_the_forced_run_of_the_stored_files(
     assert shown(notebook, "t4-forced") == shows.stored_forced(), "run --in-place after the forced run"
 
 
+def test_cells_that_show_stored_files_show_them_as_they_are(notebook):
+    from helpers import execute
+    from helpers import notebook as shows
+
+    assert set(execute.FROM_FILES) <= {cell.id for cell in notebook.cells}
+    again = "run: python -m helpers run --redraw"
+    for cell_id, text in (("ceiling", shows.floor()), ("t4-stored", shows.stored_t4())):
+        assert shown(notebook, cell_id) == text, again
+    for cell_id, table in (
+        ("steps", shows.steps()),
+        ("targets", shows.stored_targets()),
+        ("gemm", shows.stored_gemm()),
+    ):
+        cell = next(cell for cell in notebook.cells if cell.id == cell_id)
+        assert cell.outputs[-1].data["text/plain"] == repr(table), again
+
+
 def test_the_notebook_times_the_protocol_as_often_as_the_estimate_says(notebook):
     cell = next(cell for cell in notebook.cells if cell.id == "protocol")
     assert "repeats=environment.protocol_repeats()" in cell.source and "else 1000" in cell.source
@@ -109,9 +126,19 @@ def test_the_readme_shows_the_stored_figures(notebook):
 
     text = readme.README.read_text()
     assert readme.render(text) == text, "run: python -m helpers.readme"
-    fuzz, soak = (results.read(name, ROOT / "results" / "nvidia-h200")["data"] for name in ("fuzz", "soak"))
+    names = ("fuzz", "mutants_gpu", "bitsandbytes_own")
+    fuzz, seeded, own = (results.read(name, ROOT / "results" / "nvidia-h200")["data"] for name in names)
     assert fuzz["failed"] == 0 and f"{fuzz['cases']:,} cases, none failed" in text
-    assert not soak["grown"] and f"nothing grew, {soak['wrong']} of {soak['layers']:,} layers wrong" in text
+    assert f"{seeded['caught']} of {len(seeded['mutants'])} caught on the H200" in text
+    soak = ROOT / "results" / "nvidia-h200" / "soak.json"
+    if soak.exists():
+        found = results.read(soak.name, soak.parent)["data"]
+        assert (
+            not found["grown"]
+            and f"nothing grew, {found['wrong']} of {found['layers']:,} layers wrong" in text
+        )
+    else:
+        assert "`python -m helpers.soak`; not stored for this state of the cells" in text
     sanitizer = (ROOT / "results" / "nvidia-h200" / "sanitizer.txt").read_text()
     (launches,) = set(re.findall(r"(\d+) launches of the edge cases, 0 wrong", sanitizer))
     assert f"over {launches} launches of the edge cases, clean" in text
