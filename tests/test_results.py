@@ -139,6 +139,11 @@ def test_the_readme_shows_the_stored_figures(notebook):
         )
     else:
         assert "`python -m helpers.soak`; not stored for this state of the cells" in text
+    for who, name in (("unsloth_default", "Unsloth today"), ("unsloth_classic", "classic")):
+        low, _, high = results.read("machine_code", ROOT / "results" / "t4-predicted")["data"][
+            "ratios_on_t4"
+        ][who]
+        assert f"{low:.2f} to {high:.2f} over {name}" in text
     sanitizer = (ROOT / "results" / "nvidia-h200" / "sanitizer.txt").read_text()
     (launches,) = set(re.findall(r"(\d+) launches of the edge cases, 0 wrong", sanitizer))
     assert f"over {launches} launches of the edge cases, clean" in text
