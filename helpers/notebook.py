@@ -32,9 +32,10 @@ STEPS = {
     "2 words a thread": "8 words per thread: their loads are all under way before the first is used",
     "4 words a thread": "... and 16M elements fit the card in one wave of programs",
     "no cache hints": "results are written to leave the cache first",
-    "hints on loads": "off for large tensors here: the policy costs more than it saves at 16M",
+    "no hints on loads": "up to 8M elements what is read once leaves the cache first",
+    "hints on loads": "on all: above 8M elements they cost more than they save",
     "any number of programs an SM": "beyond one wave, fewer programs at a time: fewer streams in memory",
-    "bf16 rounded in integers": "what a T4 needs costs next to nothing even where hardware converts",
+    "bf16 rounded in integers": "what a T4 needs costs a few percent where hardware converts",
 }
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 INK, PALE, ACCENT = "#333333", "#e8eef4", "#2b6cb0"

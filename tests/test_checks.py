@@ -639,3 +639,15 @@ def test_live_evidence_names_the_kernel_that_ran(kernel, candidate, switch):
     assert all(bool(found["found"]) == key.endswith("on") for key, found in cases.items())
     with kernel.force(**{switch: False}):
         assert check(candidate).passed is False
+
+
+def test_the_notebooks_lines_say_what_was_found_and_what_is_missing(kernel, device, capsys):
+    from helpers import notebook
+
+    found = notebook.examine(kernel.your_dequantize_nf4, "fresh_output", "single_kernel")
+    assert list(found) == ["fresh_output", "single_kernel"] and found["fresh_output"].passed
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("yes new output: 8 results kept")
+    assert second.startswith(
+        "yes single kernel" if device == "cuda" else "-   single kernel: not measured (needs"
+    )

@@ -175,3 +175,20 @@ def test_cells_are_called_by_title_by_the_text_above_or_by_their_first_line():
     ]
     names = execute.titles(cells)
     assert [names[i] for i in (0, 2, 3, 4)] == ["Set up", "The kernel", "y = 1", "(empty cell)"]
+
+
+def test_cells_that_show_files_are_drawn_again_and_nothing_else(monkeypatch):
+    cell = nbformat.v4.new_code_cell
+    printed = [nbformat.v4.new_output("stream", text="old")]
+    cells = [
+        cell("raise RuntimeError('not run again')", id="protocol", outputs=printed, execution_count=1),
+        cell("print(notebook.floor())", id="ceiling", outputs=printed, execution_count=2),
+        cell("notebook.stored_gemm()", id="gemm", outputs=printed, execution_count=3),
+    ]
+    book = nbformat.v4.new_notebook(cells=cells, metadata={"nf4": {"kernel_hash": "x"}})
+    execute.redraw(book, environment.ROOT)
+    kept, floor, table = book.cells
+    assert kept.outputs[0].text == "old" and kept.execution_count == 1
+    assert "that only moves these bytes" in floor.outputs[0].text and floor.execution_count == 2
+    assert "text/html" in table.outputs[0].data and table.outputs[0].execution_count == 3
+    assert book.metadata.nf4.kernel_hash == "x" and "gemm" in book.metadata.nf4.drawn_from_files["cells"]
