@@ -468,8 +468,8 @@ def _total_lines(rows, data) -> list[str]:
     lines += _verdicts(found)
     low, high = turing.SIMULATED_GAIN
     return lines + _wrap(
-        f"On a T4 the kernel alone beats classic by {low - 1:.0%} to {high - 1:.0%} (simulated) and "
-        "about equals today's fused kernel, since DRAM bounds both; the rest of the margin is call cost."
+        f"On a T4 the kernel alone beats classic by {low - 1:.0%} to {high - 1:.0%} (simulated by others) "
+        "and about equals today's fused kernel, since DRAM bounds both; the rest of the margin is call cost."
     )
 
 

@@ -341,7 +341,7 @@ def counted_launch(kernel, layer):
 
 
 class TestSoak:
-    """`python -m helpers.soak` itself, at a size for CI; the long run's figures are in results/."""
+    """`python -m helpers.soak` itself, at a size for CI; a long run stores soak.json."""
 
     def test_flat_here(self, tmp_path, monkeypatch):
         import json
