@@ -222,7 +222,8 @@ def protocol(comparison) -> Table:
             rows.append([entry.label, "not measured", "", needs, checked])
         else:
             spread, ratio = entry.spread, comparison.speedup(ours, name)
-            times = [f"{spread['p50']:.4f}", f"{spread['p20']:.4f} to {spread['p80']:.4f}"]
+            spans = f"{spread['p20']:.4f} to {spread['p80']:.4f}" if comparison.repeats > 1 else "-"
+            times = [f"{spread['p50']:.4f}", spans]
             shown = "1" if name == ours else f"{ratio:.2f}" if ratio else ""
             rows.append([entry.label, *times, shown, checked])
     return Table(rows, head, [f"{e.label}: {e.note}" for e in comparison.entries.values() if e.note])

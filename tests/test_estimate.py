@@ -75,7 +75,7 @@ def test_a_protocol_timed_once_says_so(store):
     shown = repr(
         notebook.protocol(harness.Comparison({"mine": entry}, 1000, 1, "Unsloth today", "cuda", ["a"]))
     )
-    assert "1 configurations, 1000 rounds, timed once" in shown
+    assert "1 configurations, 1000 rounds, timed once" in shown and "1.0000 to 1.0000" not in shown
     shown = repr(
         notebook.protocol(harness.Comparison({"mine": entry}, 1000, 3, "Unsloth today", "cuda", ["a"]))
     )
