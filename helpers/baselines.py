@@ -46,9 +46,8 @@ def available() -> dict[str, Baseline]:
     The first call imports the libraries (Unsloth first, and only where there is a GPU).
     """
     with warnings.catch_warnings(), contextlib.suppress(ImportError):
-        warnings.filterwarnings(
-            "ignore", message="IProgress not found"
-        )  # tqdm, in a notebook without widgets
+        # What tqdm says in a notebook without widgets.
+        warnings.filterwarnings("ignore", message="IProgress not found")
         import tqdm.auto  # noqa: F401
     return {baseline.name: baseline for baseline in (*_unsloth(), _bitsandbytes(), _peft())}
 

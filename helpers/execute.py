@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -156,8 +156,8 @@ def redraw(notebook, folder: Path, timeout: int = 120) -> None:
 
     start = "from helpers import environment\nenvironment.prepare()\nfrom helpers import notebook"
     chosen = [cell for cell in notebook.cells if cell.get("id") in FROM_FILES]
-    alone = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(start), *chosen])
-    alone = nbformat.from_dict(json.loads(json.dumps(alone)))  # the counts of the whole run stay in the other
+    # Copies: the counts of the whole run stay in `notebook`.
+    alone = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(start), *deepcopy(chosen)])
     options = dict(km=kernel_manager(), timeout=timeout, resources={"metadata": {"path": str(folder)}})
     NotebookClient(alone, record_timing=False, coalesce_streams=True, **options).execute()
     for cell, drawn in zip(chosen, alone.cells[1:], strict=True):

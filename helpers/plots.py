@@ -82,9 +82,8 @@ class Picture(Figure):
         return buffer.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict]:
-        return self.png(), {
-            "alt": self.alt
-        }  # into the output's metadata, where nbconvert's classic template reads it
+        # Into the output's metadata, where nbconvert's classic template reads it.
+        return self.png(), {"alt": self.alt}
 
 
 def caption(result: dict | None) -> str:

@@ -79,6 +79,21 @@ def test_cells_that_show_stored_files_show_them_as_they_are(notebook):
         assert cell.outputs[-1].data["text/plain"] == repr(table), again
 
 
+def test_the_t4_prediction_is_from_the_stored_benchmark():
+    """It takes the host's share of a call and the H200's times from there: run sass after bench."""
+    from helpers import forecast
+
+    predicted = results.read("machine_code", ROOT / "results" / "t4-predicted")["data"]
+    data = results.read("benchmark", ROOT / "results" / "nvidia-h200")["data"]
+    again = "run: python -m helpers sass --json results/t4-predicted/machine_code.json"
+    assert predicted["official_on_t4"]["host_ratios"] == pytest.approx(forecast.host_ratios(data)), again
+    times = {(case["numel"], case["dtype"]): case["rows"]["kernel"]["p50"] for case in data["gpu"]["sizes"]}
+    ours = [error for error in predicted["model_errors"] if error["contender"] == "kernel"]
+    assert ours
+    for error in ours:
+        assert error["measured_us"] == pytest.approx(times[error["elements"], error["dtype"]]), again
+
+
 def test_the_notebook_times_the_protocol_as_often_as_the_estimate_says(notebook):
     cell = next(cell for cell in notebook.cells if cell.id == "protocol")
     assert "repeats=environment.protocol_repeats()" in cell.source and "else 1000" in cell.source

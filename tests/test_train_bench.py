@@ -1,6 +1,8 @@
+import contextlib
 import json
 
 import pytest
+import torch
 
 from helpers import environment, tiny_models, train_bench
 
@@ -25,6 +27,28 @@ def test_worker(measured):
     assert {"p20", "p50", "p80"} <= size["speedup"].keys() and size["with"]["ms"]["p50"] > 0
     assert "matmul_4bit, with the kernel" in measured["host"]
     json.dumps(measured)
+
+
+@pytest.mark.parametrize(
+    ("without", "with_it", "repeatable", "same"),
+    [("aaaaa", "aaaaa", True, True), ("aaaaa", "aabaa", True, False), ("aaaab", "aabaa", False, True)],
+)
+def test_bits_are_compared_over_several_steps(without, with_it, repeatable, same):
+    """One step that repeats by chance says nothing of a backward that varies now and then."""
+    steps, now = {"without": iter(without), "with": iter(with_it)}, []
+    parameter = torch.nn.Parameter(torch.zeros(1))
+
+    def arm(name):
+        now[:] = [name]
+        return contextlib.nullcontext()
+
+    def backward():
+        parameter.grad = torch.full((1,), float(ord(next(steps[now[0]]))))
+        return torch.zeros(())
+
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    found = train_bench._sameness(arm, backward, optimizer, [parameter])
+    assert found == {"repeatable": repeatable, "same_bits": same}
 
 
 def test_table(measured):
