@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node 2 -m examples.finetune_many_gpus --model MODEL --data TEXT_FILE [--fsdp 1|2]
     MODEL: a causal language model on the Hugging Face Hub or in a folder; left out, a tiny random one.
-    With --compare it trains without the kernel first, then with it, and shows that the losses are the same.
+    With --compare it trains without the kernel, with it, and with it at every other step (the fair way to
+    compare times), and shows that the losses are the same.
 `accelerate launch -m` works as well. Without GPUs it runs DDP over CPU processes, the kernel in Triton's
 interpreter: set TRITON_INTERPRET=1.
 """
@@ -26,48 +27,56 @@ from examples.finetune_one_gpu import windows
 from helpers import tiny_models, tiny_training
 from helpers.integrate import use_nf4_kernel
 
+# For each step in turn, whether with the kernel. The first step of a pair has no advantage over the second.
+RUNS = {"without": [False], "with": [True], "in turns": [False, True, True, False]}
 
-def finetune(accelerator, args, kernel: bool) -> dict:
-    """Losses of all processes, seconds of each step, and where this process's weights were decoded."""
+
+def finetune(accelerator, args, turns: list[bool]) -> dict:
+    """Of each step losses of all processes, seconds, whether with the kernel; and decodes by it here."""
     torch.manual_seed(3407)
-    quiet = not accelerator.is_main_process
-    with use_nf4_kernel("peft", quiet=quiet) if kernel else contextlib.nullcontext() as switch:
-        # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
-        storage = torch.bfloat16 if args.fsdp else torch.uint8
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model,
-            dtype=torch.bfloat16,
-            quantization_config=tiny_models.quantization(torch.bfloat16, storage),
-            device_map={"": accelerator.device},
-        )
-        config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-        model = get_peft_model(model, config, autocast_adapter_dtype=False)
-        if args.fsdp:
-            accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
-        model.train()
-        if args.fsdp == 1:  # the optimizer must see the sharded parameters
-            model = accelerator.prepare(model)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
-        if args.fsdp == 1:
-            optimizer = accelerator.prepare(optimizer)
-        else:
-            model, optimizer = accelerator.prepare(model, optimizer)
-        losses, seconds = [], []
-        rows = args.rows * accelerator.num_processes
-        for ids in windows(args.model, args.data, args.steps, rows, args.length):
-            ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+    # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
+    storage = torch.bfloat16 if args.fsdp else torch.uint8
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model,
+        dtype=torch.bfloat16,
+        quantization_config=tiny_models.quantization(torch.bfloat16, storage),
+        device_map={"": accelerator.device},
+    )
+    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    if args.fsdp:
+        accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+    model.train()
+    if args.fsdp == 1:  # the optimizer must see the sharded parameters
+        model = accelerator.prepare(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
+    if args.fsdp == 1:
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    found = {"losses": [], "seconds": [], "kernel": [], "decoded": 0, "device": str(accelerator.device)}
+    rows = args.rows * accelerator.num_processes
+    for step, ids in enumerate(windows(args.model, args.data, args.steps, rows, args.length)):
+        ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+        kernel = turns[step % len(turns)]
+        # To use it for good, one line before the loop does: use_nf4_kernel("peft")
+        quiet = not accelerator.is_main_process or any(found["kernel"])
+        with use_nf4_kernel("peft", quiet=quiet) if kernel else contextlib.nullcontext() as switch:
             start = time.perf_counter()
             loss = model(input_ids=ids, labels=ids).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(accelerator.gather(loss.detach().reshape(1)).tolist())
-            seconds.append(time.perf_counter() - start)
-            accelerator.print(f"step {len(losses)}: losses {losses[-1]}, {seconds[-1] * 1e3:.1f} ms")
-        decoded = sum(site["kernel"] for site in switch.counts().values()) if switch else 0
+            losses = accelerator.gather(loss.detach().reshape(1)).tolist()
+            seconds = time.perf_counter() - start
+        found["losses"].append(losses)
+        found["seconds"].append(seconds)
+        found["kernel"].append(kernel)
+        found["decoded"] += sum(site["kernel"] for site in switch.counts().values()) if switch else 0
+        accelerator.print(f"step {step + 1}: losses {losses}, {seconds * 1e3:.1f} ms")
     accelerator.free_memory()
     accelerator.wait_for_everyone()
-    return {"losses": losses, "seconds": seconds, "decoded": decoded, "device": str(accelerator.device)}
+    return found
 
 
 def main():
@@ -80,7 +89,7 @@ def main():
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=4, help="sequences a step on each GPU")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
-    parser.add_argument("--compare", action="store_true", help="train without the kernel first")
+    parser.add_argument("--compare", action="store_true", help="train without the kernel, too, and in turns")
     parser.add_argument("--json", help="where to write what each process found: FILE.0, FILE.1, ...")
     args = parser.parse_args()
     plugin = None
@@ -96,15 +105,16 @@ def main():
         if not args.model:
             made = [str(tiny_models.make(folder)) if accelerator.is_main_process else None]
             args.model = broadcast_object_list(made)[0]
-        found = {}
         with tiny_training.deterministic() if args.compare else contextlib.nullcontext():
-            if args.compare:
-                found["without"] = finetune(accelerator, args, kernel=False)
-            found["with"] = finetune(accelerator, args, kernel=True)
+            names = RUNS if args.compare else ("with",)
+            found = {name: finetune(accelerator, args, RUNS[name]) for name in names}
     for name, run in found.items():
-        accelerator.print(f"{name}: median step {statistics.median(run['seconds']) * 1e3:.1f} ms")
+        for kernel in sorted(set(run["kernel"])):
+            steps = [s for s, with_it in zip(run["seconds"], run["kernel"], strict=True) if with_it == kernel]
+            what = f"{name}, the kernel {'on' if kernel else 'off'}"
+            accelerator.print(f"{what}: median step {statistics.median(steps) * 1e3:.1f} ms")
     if args.compare:
-        same = found["with"]["losses"] == found["without"]["losses"]
+        same = all(run["losses"] == found["without"]["losses"] for run in found.values())
         accelerator.print(f"losses identical with and without the kernel: {same}")
     if args.json:
         Path(f"{args.json}.{accelerator.process_index}").write_text(json.dumps(found), encoding="utf-8")

@@ -50,6 +50,7 @@ QUICK_GPU = (
     "tests/test_plans.py::test_a_weight_that_moves_keeps_its_plan",
     "tests/test_plans.py::test_a_weight_that_moves_to_another_alignment",
     "tests/test_plans.py::test_a_weight_left_on_the_cpu_is_refused",
+    "tests/test_plans.py::test_a_plan_keeps_its_codebook",
     "tests/test_callers.py::TestOperator::test_repeated_launches_are_not_stale",
     "tests/test_callers.py::TestStreams::test_launched_on_the_current_stream",
     "tests/test_layouts.py::test_more_than_2_to_the_31_elements",
@@ -167,6 +168,7 @@ ASSEMBLY = (
     Mutant("asm: 32-bit offsets", "first = pid.to(tl.int64) * TILE", "first = pid * TILE * 8 // 8", gpu=True),
     Mutant("plan: one output for all calls", "        out = _empty_cuda(plan.size, plan.stride, plan.dtype)", "        out = _operator_launches.setdefault(plan, _empty_cuda(plan.size, plan.stride, plan.dtype))", gpu=True),
     Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
+    Mutant("plan: codebook not kept alive", "launch_in_c.keep = kernel, arguments[3]", "launch_in_c.keep = kernel,", gpu=True),
     Mutant("operator: absmax's address not in the key", "for x in (absmax, code2, absmax2, offset)])", "for x in (code2, absmax2, offset)])", gpu=True),
 )  # fmt: skip
 MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + ASSEMBLY}

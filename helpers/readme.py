@@ -71,15 +71,15 @@ def training() -> str:
 
 
 def several_gpus() -> str:
-    rows = [["engine", "GPUs", "ms per step without", "with", "speedup", "losses"]]
+    rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
     for engine, row in _read("several_gpus")["data"]["engines"].items():
         if "failed" in row:
             rows.append([engine, "failed", "", "", "", ""])
             continue
-        times, same = row["step_ms"], "identical" if row["same_losses"] else "DIFFER"
-        times = [f"{times[arm]:.1f}" for arm in ("without", "with")]
-        steps = f"{same}, {row['steps']} steps"
-        rows.append([engine, str(row["processes"]), *times, f"{row['speedup']:.2f}", steps])
+        times = [f"{row['step_ms'][arm]['p50']:.1f}" for arm in ("without", "with")]
+        speed, same = row["speedup"], "identical" if row["same_losses"] else "DIFFER"
+        speed = f"{speed['p50']:.2f} ({speed['p20']:.2f} to {speed['p80']:.2f})"
+        rows.append([engine, str(row["processes"]), *times, speed, f"{same}, {row['steps']} steps"])
     return tables.markdown(rows)
 
 

@@ -7,17 +7,16 @@ the processes found in results/<gpu>/several_gpus.json.
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from helpers import environment, results, tiny_models, tiny_training
+from helpers import environment, results, timing, tiny_models, tiny_training
 
 ENGINES = {"DDP": (), "FSDP 1": ("--fsdp", "1"), "FSDP 2": ("--fsdp", "2")}
 MODEL = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
-WARM_UP = 5  # steps that are not counted in a step's time
+WARM_UP = 8  # steps that are not timed: whole turns of the run in turns
 
 
 def train(model: str, processes: int, options, folder: Path) -> list[dict]:
@@ -50,21 +49,27 @@ def train(model: str, processes: int, options, folder: Path) -> list[dict]:
 
 
 def summary(found: list[dict]) -> dict:
-    """Step times in ms (the slowest process's median), and whether every process had the same losses."""
+    """Step times and whether all runs of all processes had the same losses, from what each process found.
 
-    def step(arm):
-        return max(1e3 * statistics.median(one[arm]["seconds"][WARM_UP:]) for one in found)
-
-    without, with_ = step("without"), step("with")
+    Times are those of the run in turns, p20, p50 and p80: a step takes as long as its slowest process; the
+    speedup is the ratio of neighbouring steps, of which now the first and now the second is with the kernel.
+    """
+    run = found[0]["in turns"]
+    seconds = [max(each) for each in zip(*(one["in turns"]["seconds"] for one in found), strict=True)]
+    steps = list(zip(run["kernel"], seconds, strict=True))[WARM_UP:]
+    pairs = [dict(steps[i : i + 2]) for i in range(0, len(steps) - 1, 2)]
+    expected = found[0]["without"]["losses"]
     return {
         "processes": len(found),
         "devices": [one["with"]["device"] for one in found],
-        "steps": len(found[0]["with"]["losses"]),
-        "step_ms": {"without": without, "with": with_},
-        "speedup": without / with_,
-        "same_losses": all(
-            one[arm]["losses"] == found[0]["without"]["losses"] for one in found for arm in one
-        ),
+        "steps": len(expected),
+        "step_ms": {
+            name: timing.percentiles([1e3 * pair[kernel] for pair in pairs])
+            for name, kernel in (("without", False), ("with", True))
+        },
+        "pairs": len(pairs),
+        "speedup": timing.percentiles([pair[False] / pair[True] for pair in pairs]),
+        "same_losses": all(one[name]["losses"] == expected for one in found for name in one),
         "decoded_by_the_kernel": [one["with"]["decoded"] for one in found],
     }
 
@@ -73,10 +78,12 @@ def line(engine: str, row: dict) -> str:
     """One engine in a sentence."""
     if "failed" in row:
         return f"{engine}: failed: {row['failed']}"
-    times, same = row["step_ms"], "identical" if row["same_losses"] else "DIFFER"
+    without, with_ = (row["step_ms"][name]["p50"] for name in ("without", "with"))
+    speed, same = row["speedup"], "identical" if row["same_losses"] else "DIFFER"
     return (
-        f"{engine} on {', '.join(row['devices'])}: {times['without']:.1f} -> {times['with']:.1f} ms a step "
-        f"({row['speedup']:.2f}x), losses {same} over {row['steps']} steps, "
+        f"{engine} on {', '.join(row['devices'])}: {without:.1f} -> {with_:.1f} ms a step "
+        f"({speed['p50']:.2f}x, {speed['p20']:.2f} to {speed['p80']:.2f}), "
+        f"losses {same} over {row['steps']} steps, "
         f"decoded by the kernel: {row['decoded_by_the_kernel']}"
     )
 
@@ -85,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m helpers.several_gpus", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--steps", default="20", help="steps of each run (default 20)")
+    parser.add_argument("--steps", default="68", help="steps of each run (default 68)")
     arguments = parser.parse_args(argv)
     import torch
 

@@ -64,9 +64,10 @@ def test_several_gpus(tmp_path, options):
 
 
 def check(folder, count):
-    """Each process decoded with the kernel, and its losses are those without it."""
+    """Each process decoded with the kernel when it was to, and all losses are those without it."""
     found = [json.loads((folder / f"found.json.{rank}").read_text()) for rank in range(count)]
     for one in found:
         assert one["with"]["losses"] == one["without"]["losses"] == found[0]["with"]["losses"]
-        assert one["with"]["decoded"] > 0 and one["without"]["decoded"] == 0
+        assert one["in turns"]["losses"] == one["without"]["losses"]
+        assert one["with"]["decoded"] > one["in turns"]["decoded"] > one["without"]["decoded"] == 0
     return found

@@ -7,28 +7,43 @@ import pytest
 from helpers import several_gpus
 
 
-def found(device="cuda:0"):
-    run = {"losses": [[2.0, 2.1]] * 8, "device": device, "decoded": 0}
+def found(device="cuda:0", factor=1.0):
+    """Steps of 30 ms without the kernel and 20 ms with it, after a warm-up of 9 s each."""
+    turns = [False, True, True, False] * 5
+    base = {"losses": [[2.0, 2.1]] * len(turns), "device": device, "decoded": 0}
+    seconds = [9.0] * several_gpus.WARM_UP
+    seconds += [factor * (0.02 if kernel else 0.03) for kernel in turns[several_gpus.WARM_UP :]]
     return {
-        "without": run | {"seconds": [9.0] * 5 + [0.03, 0.02, 0.04]},
-        "with": run | {"seconds": [9.0] * 5 + [0.02] * 3, "decoded": 12},
+        "without": base | {"kernel": [False] * len(turns), "seconds": [1.0] * len(turns)},
+        "with": base | {"kernel": [True] * len(turns), "seconds": [5.0] * len(turns), "decoded": 12},
+        "in turns": base | {"kernel": turns, "seconds": seconds, "decoded": 6},
     }
 
 
-def test_the_step_is_that_of_the_slowest_process_after_the_warm_up():
-    slow = found("cuda:1")
-    slow["without"]["seconds"][-3:] = [0.05, 0.06, 0.04]
-    row = several_gpus.summary([found(), slow])
-    assert row["step_ms"] == pytest.approx({"without": 50.0, "with": 20.0})
-    assert row["speedup"] == pytest.approx(2.5) and row["same_losses"]
+def test_neighbouring_steps_of_the_slowest_process_are_compared_after_the_warm_up():
+    row = several_gpus.summary([found(), found("cuda:1", 2.0)])
+    assert row["step_ms"]["without"]["p50"] == pytest.approx(60.0) and row["pairs"] == 6
+    assert row["step_ms"]["with"]["p50"] == pytest.approx(40.0)
+    assert row["speedup"] == pytest.approx({"p20": 1.5, "p50": 1.5, "p80": 1.5}) and row["same_losses"]
     assert row["devices"] == ["cuda:0", "cuda:1"] and row["decoded_by_the_kernel"] == [12, 12]
-    assert "identical over 8 steps" in several_gpus.line("DDP", row)
+    assert (
+        "60.0 -> 40.0 ms a step (1.50x, 1.50 to 1.50), losses identical over 20 steps"
+        in several_gpus.line("DDP", row)
+    )
 
 
-@pytest.mark.parametrize("arm", ["with", "without"])
+def test_a_drift_favours_neither():
+    """Every step takes 1 ms more than the one before, with the kernel or without."""
+    one = found()
+    one["in turns"]["seconds"] = [0.05 + 0.001 * step for step in range(20)]
+    speed = several_gpus.summary([one])["speedup"]
+    assert speed["p20"] < 1 < speed["p80"] and speed["p50"] == pytest.approx(1, abs=0.001)
+
+
+@pytest.mark.parametrize("arm", ["with", "without", "in turns"])
 def test_another_loss_in_any_process_is_said(arm):
     other = copy.deepcopy(found("cuda:1"))
-    other[arm]["losses"] = [[2.0, 2.2]] * 8
+    other[arm]["losses"] = [[2.0, 2.2]] * 20
     row = several_gpus.summary([found(), other])
     assert not row["same_losses"] and "DIFFER" in several_gpus.line("FSDP 1", row)
 
