@@ -2,14 +2,15 @@
 
 torchrun --nproc_per_node 2 -m examples.finetune_many_gpus --model MODEL --data TEXT_FILE [--fsdp 1|2]
     MODEL: a causal language model on the Hugging Face Hub or in a folder; left out, a tiny random one.
-    With --compare it trains without the kernel, with it, and with it at every other step (the fair way to
-    compare times), and shows that the losses are the same.
+    With --compare it trains without the kernel, with it, and in turns of some steps (the fair way to compare
+    times), and shows that the losses are the same.
 `accelerate launch -m` works as well. Without GPUs it runs DDP over CPU processes, the kernel in Triton's
 interpreter: set TRITON_INTERPRET=1.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -27,12 +28,11 @@ from examples.finetune_one_gpu import windows
 from helpers import tiny_models, tiny_training
 from helpers.integrate import use_nf4_kernel
 
-# For each step in turn, whether with the kernel. The first step of a pair has no advantage over the second.
-RUNS = {"without": [False], "with": [True], "in turns": [False, True, True, False]}
-
 
 def finetune(accelerator, args, turns: list[bool]) -> dict:
-    """Of each step losses of all processes, seconds, whether with the kernel; and decodes by it here."""
+    """Of each step the losses of all processes, seconds, whether with the kernel; and decodes by it here.
+
+    turns: for each step, over and over, whether with the kernel."""
     torch.manual_seed(3407)
     # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
     storage = torch.bfloat16 if args.fsdp else torch.uint8
@@ -56,24 +56,24 @@ def finetune(accelerator, args, turns: list[bool]) -> dict:
         model, optimizer = accelerator.prepare(model, optimizer)
     found = {"losses": [], "seconds": [], "kernel": [], "decoded": 0, "device": str(accelerator.device)}
     rows = args.rows * accelerator.num_processes
-    for step, ids in enumerate(windows(args.model, args.data, args.steps, rows, args.length)):
-        ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
-        kernel = turns[step % len(turns)]
-        # To use it for good, one line before the loop does: use_nf4_kernel("peft")
+    batches = enumerate(windows(args.model, args.data, args.steps, rows, args.length))
+    for kernel, turn in itertools.groupby(batches, lambda batch: turns[batch[0] % len(turns)]):
         quiet = not accelerator.is_main_process or any(found["kernel"])
+        # The one line that makes the difference. As a plain call, use_nf4_kernel("peft"), it lasts for good.
         with use_nf4_kernel("peft", quiet=quiet) if kernel else contextlib.nullcontext() as switch:
-            start = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses = accelerator.gather(loss.detach().reshape(1)).tolist()
-            seconds = time.perf_counter() - start
-        found["losses"].append(losses)
-        found["seconds"].append(seconds)
-        found["kernel"].append(kernel)
+            for step, ids in turn:
+                ids = ids[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+                start = time.perf_counter()
+                loss = model(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses = accelerator.gather(loss.detach().reshape(1)).tolist()
+                found["seconds"].append(time.perf_counter() - start)
+                found["losses"].append(losses)
+                found["kernel"].append(kernel)
+                accelerator.print(f"step {step + 1}: losses {losses}, {found['seconds'][-1] * 1e3:.1f} ms")
         found["decoded"] += sum(site["kernel"] for site in switch.counts().values()) if switch else 0
-        accelerator.print(f"step {step + 1}: losses {losses}, {seconds * 1e3:.1f} ms")
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     return found
@@ -90,6 +90,7 @@ def main():
     parser.add_argument("--rows", type=int, default=4, help="sequences a step on each GPU")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--compare", action="store_true", help="train without the kernel, too, and in turns")
+    parser.add_argument("--turn", type=int, default=5, help="steps between two switches when in turns")
     parser.add_argument("--json", help="where to write what each process found: FILE.0, FILE.1, ...")
     args = parser.parse_args()
     plugin = None
@@ -106,8 +107,14 @@ def main():
             made = [str(tiny_models.make(folder)) if accelerator.is_main_process else None]
             args.model = broadcast_object_list(made)[0]
         with tiny_training.deterministic() if args.compare else contextlib.nullcontext():
-            names = RUNS if args.compare else ("with",)
-            found = {name: finetune(accelerator, args, RUNS[name]) for name in names}
+            runs = {"with": [True]}
+            if args.compare:
+                runs = {
+                    "without": [False],
+                    "with": [True],
+                    "in turns": [False] * args.turn + [True] * args.turn,
+                }
+            found = {name: finetune(accelerator, args, turns) for name, turns in runs.items()}
     for name, run in found.items():
         for kernel in sorted(set(run["kernel"])):
             steps = [s for s, with_it in zip(run["seconds"], run["kernel"], strict=True) if with_it == kernel]

@@ -5,8 +5,10 @@ the processes found in results/<gpu>/several_gpus.json.
 """
 
 import argparse
+import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,7 +18,8 @@ from helpers import environment, results, timing, tiny_models, tiny_training
 
 ENGINES = {"DDP": (), "FSDP 1": ("--fsdp", "1"), "FSDP 2": ("--fsdp", "2")}
 MODEL = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
-WARM_UP = 8  # steps that are not timed: whole turns of the run in turns
+WARM_UP = 2  # turns that are not timed
+SETTLE = 2  # steps of each turn that are not timed: a switch leaves the caches of Python and of the CPU cold
 
 
 def train(model: str, processes: int, options, folder: Path) -> list[dict]:
@@ -51,21 +54,24 @@ def train(model: str, processes: int, options, folder: Path) -> list[dict]:
 def summary(found: list[dict]) -> dict:
     """Step times and whether all runs of all processes had the same losses, from what each process found.
 
-    Times are those of the run in turns, p20, p50 and p80: a step takes as long as its slowest process; the
-    speedup is the ratio of neighbouring steps, of which now the first and now the second is with the kernel.
+    Times are those of the run in turns, p20, p50 and p80: a step takes as long as its slowest process, a turn
+    as its median step. The speedup is the ratio of neighbouring turns, half of which have the kernel first.
     """
-    run = found[0]["in turns"]
     seconds = [max(each) for each in zip(*(one["in turns"]["seconds"] for one in found), strict=True)]
-    steps = list(zip(run["kernel"], seconds, strict=True))[WARM_UP:]
-    pairs = [dict(steps[i : i + 2]) for i in range(0, len(steps) - 1, 2)]
+    steps = zip(found[0]["in turns"]["kernel"], seconds, strict=True)
+    turns = [
+        (kernel, statistics.median([second for _, second in list(turn)[SETTLE:]]))
+        for kernel, turn in itertools.groupby(steps, lambda step: step[0])
+    ][WARM_UP:]
+    pairs = [dict(pair) for pair in itertools.pairwise(turns)]
     expected = found[0]["without"]["losses"]
     return {
         "processes": len(found),
         "devices": [one["with"]["device"] for one in found],
         "steps": len(expected),
         "step_ms": {
-            name: timing.percentiles([1e3 * pair[kernel] for pair in pairs])
-            for name, kernel in (("without", False), ("with", True))
+            name: timing.percentiles([1e3 * second for kernel, second in turns if kernel == wanted])
+            for name, wanted in (("without", False), ("with", True))
         },
         "pairs": len(pairs),
         "speedup": timing.percentiles([pair[False] / pair[True] for pair in pairs]),
@@ -92,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m helpers.several_gpus", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--steps", default="68", help="steps of each run (default 68)")
+    parser.add_argument("--steps", default="95", help="steps of each run (default 95)")
     arguments = parser.parse_args(argv)
     import torch
 

@@ -21,6 +21,7 @@ def measured(tmp_path_factory):
 def test_worker(measured):
     [size] = measured["sizes"]
     assert size["same_bits"] and size["repeatable"] and size["tokens"] == 16
+    assert size["strict"] and size["different_results"] == {"without": 1, "with": 1}
     # seven forward, and backward all but the first layer's q, k and v, whose input needs no gradient
     assert size["calls"]["library"] == 0
     assert size["calls"]["kernel"] + size["calls"]["fused"] == 7 + 4
@@ -33,22 +34,49 @@ def test_worker(measured):
     ("without", "with_it", "repeatable", "same"),
     [("aaaaa", "aaaaa", True, True), ("aaaaa", "aabaa", True, False), ("aaaab", "aabaa", False, True)],
 )
-def test_bits_are_compared_over_several_steps(without, with_it, repeatable, same):
+@pytest.mark.parametrize("strict", [True, False])
+def test_bits_are_compared_over_several_steps(without, with_it, repeatable, same, strict):
     """One step that repeats by chance says nothing of a backward that varies now and then."""
     steps, now = {"without": iter(without), "with": iter(with_it)}, []
     parameter = torch.nn.Parameter(torch.zeros(1))
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
     def arm(name):
         now[:] = [name]
         return contextlib.nullcontext()
 
     def backward():
+        assert torch.are_deterministic_algorithms_enabled()
+        if not strict and not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError("some_backward does not have a deterministic implementation")
         parameter.grad = torch.full((1,), float(ord(next(steps[now[0]]))))
         return torch.zeros(())
 
     optimizer = torch.optim.SGD([parameter], lr=0.0)
     found = train_bench._sameness(arm, backward, optimizer, [parameter])
-    assert found == {"repeatable": repeatable, "same_bits": same}
+    assert found == {
+        "repeatable": repeatable,
+        "same_bits": same,
+        "different_results": {"without": len(set(without)), "with": len(set(with_it))},
+        "strict": strict,
+    }
+    after = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    assert before == after == (False, False)
+
+
+def test_another_failure_of_a_compared_step_is_not_hidden():
+    def backward():
+        raise RuntimeError("out of memory")
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train_bench._sameness(lambda name: contextlib.nullcontext(), backward, optimizer, [])
 
 
 def test_table(measured):
