@@ -93,6 +93,8 @@ def main():
     parser.add_argument("--turn", type=int, default=5, help="steps between two switches when in turns")
     parser.add_argument("--json", help="where to write what each process found: FILE.0, FILE.1, ...")
     args = parser.parse_args()
+    if args.turn < 1:
+        parser.error(f"--turn is {args.turn}, expected one step or more")
     plugin = None
     if args.fsdp:
         plugin = FullyShardedDataParallelPlugin(

@@ -18,6 +18,7 @@ from helpers import environment, results, timing, tiny_models, tiny_training
 
 ENGINES = {"DDP": (), "FSDP 1": ("--fsdp", "1"), "FSDP 2": ("--fsdp", "2")}
 MODEL = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+TURN = 5  # steps between two switches
 WARM_UP = 2  # turns that are not timed
 SETTLE = 2  # steps of each turn that are not timed: a switch leaves the caches of Python and of the CPU cold
 
@@ -39,6 +40,8 @@ def train(model: str, processes: int, options, folder: Path) -> list[dict]:
         "--model",
         model,
         "--compare",
+        "--turn",
+        str(TURN),
         "--json",
         str(out),
         *options,
@@ -98,8 +101,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m helpers.several_gpus", description=__doc__.split("\n\n")[0]
     )
-    parser.add_argument("--steps", default="95", help="steps of each run (default 95)")
+    parser.add_argument("--steps", type=int, default=95, help="steps of each run (default 95)")
     arguments = parser.parse_args(argv)
+    least = (WARM_UP + 2) * TURN  # a turn of each to compare
+    if arguments.steps < least or arguments.steps % TURN:
+        parser.error(f"--steps is {arguments.steps}, expected a multiple of {TURN} from {least} on")
     import torch
 
     count = torch.cuda.device_count() if environment.has_gpu() else 0
@@ -112,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         for engine, options in ENGINES.items():
             try:
                 rows[engine] = summary(
-                    train(model, count, (*options, "--steps", arguments.steps), Path(folder))
+                    train(model, count, (*options, "--steps", str(arguments.steps)), Path(folder))
                 )
             except (RuntimeError, subprocess.SubprocessError) as error:
                 rows[engine] = {"failed": str(error)}

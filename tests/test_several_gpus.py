@@ -6,7 +6,7 @@ import pytest
 
 from helpers import several_gpus
 
-TURNS, TURN = several_gpus.WARM_UP + 5, 5
+TURNS, TURN = several_gpus.WARM_UP + 5, several_gpus.TURN
 KERNEL = [turn % 2 == 1 for turn in range(TURNS) for _ in range(TURN)]
 
 
@@ -54,6 +54,13 @@ def test_another_loss_in_any_process_is_said(arm):
 
 def test_a_failure_is_shown_as_one():
     assert several_gpus.line("FSDP 2", {"failed": "no port"}) == "FSDP 2: failed: no port"
+
+
+@pytest.mark.parametrize("steps", ["15", "22"])
+def test_turns_that_cannot_be_compared_are_refused(steps, capsys):
+    with pytest.raises(SystemExit):
+        several_gpus.main(["--steps", steps])
+    assert f"--steps is {steps}, expected a multiple of 5 from 20 on" in capsys.readouterr().err
 
 
 def test_without_two_gpus_nothing_is_measured(capsys, monkeypatch):
