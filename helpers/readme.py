@@ -52,7 +52,7 @@ def gemm() -> str:
 def training() -> str:
     """One row a library and number of tokens."""
     result = _read("training")
-    head = ["", "tokens per step", "ms without", "ms with", "speedup (p20 to p80)", "GPU time dequantizing"]
+    head = ["", "tokens per step", "ms without", "ms with", "speedup (95% interval)", "GPU time dequantizing"]
     rows = [[*head, "caught", "same bits"]]
     for library, found in result["data"]["libraries"].items():
         for size in found["sizes"]:
@@ -62,7 +62,7 @@ def training() -> str:
                 {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}[library],
                 str(size["tokens"]),
                 *(f"{size[arm]['ms']['p50']:.1f}" for arm in ("without", "with")),
-                f"{speed['p50']:.3f} ({speed['p20']:.3f} to {speed['p80']:.3f})",
+                f"{speed['p50']:.3f} ({speed['low']:.3f} to {speed['high']:.3f})",
                 f"{share[0]:.0%} -> {share[1]:.0%}",
                 f"{calls['kernel']} of {calls['kernel'] + calls['library']}",
                 ("yes" if size["same_bits"] else "NO") if size["repeatable"] else "not repeatable without it",

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import statistics
 import sys
 import time
@@ -24,6 +25,17 @@ def percentiles(values: list[float]) -> dict[str, float]:
         return dict.fromkeys(("p20", "p50", "p80"), values[0])
     deciles = statistics.quantiles(values, n=10, method="inclusive")
     return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7]}
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """A 95% confidence interval of the median of `values`, whatever their distribution.
+
+    Its ends are two of the values: how many lie below the true median is binomial (here its normal
+    approximation). For fewer than 6 values it spans all of them, with less confidence.
+    """
+    ordered, count = sorted(values), len(values)
+    low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
+    return ordered[low], ordered[count - 1 - low]
 
 
 def paired_ratio(numerator: list[float], denominator: list[float]) -> float:

@@ -25,6 +25,7 @@ LAYERS, RANK = 4, 16
 SIZES = ((1, 128), (1, 512), (1, 2048), (4, 2048))  # sequences, tokens each
 QUICK_SIZES = ((1, 128), (1, 2048))
 ARMS = ("without", "with")
+ROUNDS, QUICK_ROUNDS = 60, 6  # on a shared host one round's ratio may be 15% off
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
 
@@ -33,7 +34,7 @@ def steps_a_sample(tokens: int) -> int:
     return 4 if tokens <= 512 else 2 if tokens <= 2048 else 1
 
 
-def worker(library: str, folder: str, sizes=SIZES, rounds: int = 15) -> dict:
+def worker(library: str, folder: str, sizes=SIZES, rounds: int = ROUNDS) -> dict:
     """All measurements of one library, in this process. Without a GPU the times mean nothing."""
     if library == "unsloth":
         import unsloth  # noqa: F401  it asks to come first
@@ -84,7 +85,7 @@ def worker(library: str, folder: str, sizes=SIZES, rounds: int = 15) -> dict:
         data["sizes"].append(found)
         print(line(library, found), flush=True)
     if library == "peft":
-        data["host"] = host_costs(device, 4096 if device.type == "cuda" else 64, rounds)
+        data["host"] = host_costs(device, 4096 if device.type == "cuda" else 64, min(rounds, 15))
     return data
 
 
@@ -129,8 +130,11 @@ def _sameness(arm, backward, optimizer, adapters) -> dict:
 
 
 def _times(arm, step, tokens: int, rounds: int) -> dict:
-    """Milliseconds a step of both arms, alternating which comes first; the ratio is of the same round."""
-    from helpers.timing import paired_ratio, percentiles
+    """Milliseconds a step of both arms, alternating which comes first; the ratio is of the same round.
+
+    Of the ratio also a 95% interval of its median, "low" to "high".
+    """
+    from helpers.timing import median_interval, percentiles
 
     count, seconds = steps_a_sample(tokens), {name: [] for name in ARMS}
     for turn in tqdm(range(-2, rounds), desc=f"{tokens} tokens", leave=False):  # two rounds to warm up
@@ -146,7 +150,8 @@ def _times(arm, step, tokens: int, rounds: int) -> dict:
                     seconds[name].append((time.perf_counter() - start) / count)
     ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     found = {name: {"ms": {k: v * 1e3 for k, v in percentiles(seconds[name]).items()}} for name in ARMS}
-    speedup = percentiles(ratios) | {"p50": paired_ratio(seconds["without"], seconds["with"])}
+    low, high = median_interval(ratios)
+    speedup = percentiles(ratios) | {"low": low, "high": high}
     return found | {"speedup": speedup, "rounds": rounds, "steps_a_round": count}
 
 
@@ -269,7 +274,7 @@ def line(library: str, found: dict) -> str:
     total = calls["kernel"] + calls["library"]
     return (
         f"{library:8} {found['tokens']:5} tokens  {ms['without']:8.2f} -> {ms['with']:8.2f} ms  "
-        f"{speed['p50']:.3f}x ({speed['p20']:.3f} to {speed['p80']:.3f})  "
+        f"{speed['p50']:.3f}x ({speed['low']:.3f} to {speed['high']:.3f})  "
         f"dequantizing {share['without']:.0%} -> {share['with']:.0%} of GPU time  "
         f"GPU {found['without']['gpu_ms']:.2f} -> {found['with']['gpu_ms']:.2f} ms  "
         f"caught {calls['kernel']} of {total}  same bits: {found['same_bits']}"
@@ -337,7 +342,8 @@ def main(argv: list[str]) -> int:
         tiny_models.make(args.make, device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
         return 0
     if args.worker:
-        data = worker(args.worker, args.folder, *((QUICK_SIZES, 6) if args.quick else (SIZES, 15)))
+        sizes, rounds = (QUICK_SIZES, QUICK_ROUNDS) if args.quick else (SIZES, ROUNDS)
+        data = worker(args.worker, args.folder, sizes, rounds)
         Path(args.json).write_text(json.dumps(data), encoding="utf-8")
         return 0
     from helpers import results

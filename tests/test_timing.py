@@ -20,6 +20,18 @@ def test_percentiles_of_nothing_is_an_error():
         timing.percentiles([])
 
 
+def test_the_interval_of_a_median_holds_it_as_often_as_it_says():
+    chance = random.Random(0)
+    for count in (15, 60):
+        held = 0
+        for _ in range(1000):
+            low, high = timing.median_interval([chance.lognormvariate(0, 1) for _ in range(count)])
+            held += low <= 1 <= high  # the median of this distribution
+        assert 0.93 <= held / 1000 <= 0.985
+    assert timing.median_interval([2.0]) == (2.0, 2.0)
+    assert timing.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
 def test_paired_ratio_cancels_drift():
     ours = [1.0, 2.0, 4.0, 8.0]
     assert timing.paired_ratio([1.5 * t for t in ours], ours) == 1.5
