@@ -41,6 +41,19 @@ def bench_targets() -> str:
     return tables.markdown(targets.table(_read("benchmark")))
 
 
+def other_cards() -> str:
+    """The marking table's sum and the bars of every other card with results of its own."""
+    texts = []
+    for path in sorted(RESULTS.glob("*/benchmark.json")):
+        if (card := path.parent.name) == CARD:
+            continue
+        result = _read("benchmark", card)
+        texts += [f"{_read('score', card)['data']['headline']} The bars:", plots.caption(result)]
+        rows = targets.table(result)  # without those that are the same on every card
+        texts.append(tables.markdown([row for row in rows if not row[0].startswith(("SASS", "compiles"))]))
+    return "\n\n".join(texts)
+
+
 def limits() -> str:
     return "\n".join(f"- {line}" for line in notebook.limits(_read("benchmark")))
 
@@ -95,7 +108,18 @@ def estimate() -> str:
     return f"```\n{notebook.run_all_estimate()}\n```"
 
 
-TABLES = (protocol, score, bench_targets, limits, gemm, training, several_gpus, libraries, estimate)
+TABLES = (
+    protocol,
+    score,
+    bench_targets,
+    limits,
+    other_cards,
+    gemm,
+    training,
+    several_gpus,
+    libraries,
+    estimate,
+)
 
 
 def render(text: str) -> str:
