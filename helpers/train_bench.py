@@ -26,6 +26,7 @@ SIZES = ((1, 128), (1, 512), (1, 2048), (4, 2048))  # sequences, tokens each
 QUICK_SIZES = ((1, 128), (1, 2048))
 ARMS = ("without", "with")
 ROUNDS, QUICK_ROUNDS = 60, 6  # on a shared host one round's ratio may be 15% off
+LONGEST = 45  # seconds; a slower card stops after the round that reaches them, or it would never end
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
 
@@ -132,11 +133,12 @@ def _sameness(arm, backward, optimizer, adapters) -> dict:
 def _times(arm, step, tokens: int, rounds: int) -> dict:
     """Milliseconds a step of both arms, alternating which comes first; the ratio is of the same round.
 
-    Of the ratio also a 95% interval of its median, "low" to "high".
+    Of the ratio also a 95% interval of its median, "low" to "high". "rounds": how many there was time for.
     """
     from helpers.timing import median_interval, percentiles
 
     count, seconds = steps_a_sample(tokens), {name: [] for name in ARMS}
+    began = time.perf_counter()
     for turn in tqdm(range(-2, rounds), desc=f"{tokens} tokens", leave=False):  # two rounds to warm up
         for name in ARMS if turn % 2 else ARMS[::-1]:
             with arm(name):
@@ -148,11 +150,13 @@ def _times(arm, step, tokens: int, rounds: int) -> dict:
                 _wait()
                 if turn >= 0:
                     seconds[name].append((time.perf_counter() - start) / count)
+        if turn >= 0 and time.perf_counter() - began > LONGEST:
+            break
     ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     found = {name: {"ms": {k: v * 1e3 for k, v in percentiles(seconds[name]).items()}} for name in ARMS}
     low, high = median_interval(ratios)
     speedup = percentiles(ratios) | {"low": low, "high": high}
-    return found | {"speedup": speedup, "rounds": rounds, "steps_a_round": count}
+    return found | {"speedup": speedup, "rounds": len(ratios), "steps_a_round": count}
 
 
 def _peak(step) -> int | None:

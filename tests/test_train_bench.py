@@ -79,6 +79,13 @@ def test_another_failure_of_a_compared_step_is_not_hidden():
         train_bench._sameness(lambda name: contextlib.nullcontext(), backward, optimizer, [])
 
 
+@pytest.mark.parametrize(("longest", "rounds"), [(1000, 7), (-1, 1)])
+def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rounds):
+    monkeypatch.setattr(train_bench, "LONGEST", longest)
+    found = train_bench._times(lambda name: contextlib.nullcontext(), lambda: None, 8192, 7)
+    assert found["rounds"] == rounds and found["speedup"]["low"] <= found["speedup"]["p50"]
+
+
 def test_table(measured):
     text = train_bench.table({"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}})
     assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
