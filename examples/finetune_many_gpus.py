@@ -25,8 +25,8 @@ from peft.utils.other import fsdp_auto_wrap_policy
 from transformers import AutoModelForCausalLM
 
 from examples.finetune_one_gpu import windows
-from helpers import tiny_models, tiny_training
-from helpers.integrate import use_nf4_kernel
+from helpers.training import tiny_models, tiny_training
+from helpers.nf4.integrate import use_nf4_kernel
 
 
 def finetune(accelerator, args, turns: list[bool]) -> dict:

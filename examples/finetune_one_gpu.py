@@ -17,8 +17,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from helpers import tiny_models, tiny_training
-from helpers.integrate import use_nf4_kernel
+from helpers.training import tiny_models, tiny_training
+from helpers.nf4.integrate import use_nf4_kernel
 
 
 def windows(model: str, data: str | None, count: int, rows: int, length: int):

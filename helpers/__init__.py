@@ -1,2 +1,1 @@
-"""Everything around the kernel: oracle, protocol, baselines, measurements, diagnostics. The kernel itself
-lives in the notebook's cells tagged `kernel` and is loaded by `helpers.cells`."""
+"""Everything around the notebook, in rooms: see the one-line docstring of each folder."""

@@ -4,12 +4,15 @@ import importlib
 import sys
 
 COMMANDS = {
-    "doctor": ("helpers.doctor", "check this machine: versions, correctness, speed; what to fix and how"),
-    "run": ("helpers.execute", "execute the notebook, print the score and where the files are"),
-    "bench": ("helpers.benchmark", "measure against the baselines"),
-    "sass": ("helpers.sass", "cross-compile for a card and count its instructions"),
-    "score": ("helpers.scoring", "the marking table from evidence on this machine"),
-    "train-bench": ("helpers.train_bench", "the kernel inside a QLoRA training step"),
+    "doctor": (
+        "helpers.measure.doctor",
+        "check this machine: versions, correctness, speed; what to fix and how",
+    ),
+    "run": ("helpers.submission.execute", "execute the notebook, print the score and where the files are"),
+    "bench": ("helpers.measure.benchmark", "measure against the baselines"),
+    "sass": ("helpers.t4.sass", "cross-compile for a card and count its instructions"),
+    "score": ("helpers.submission.scoring", "the marking table from evidence on this machine"),
+    "train-bench": ("helpers.training.train_bench", "the kernel inside a QLoRA training step"),
 }
 
 

@@ -3,7 +3,7 @@ import importlib
 
 import pytest
 
-from helpers import environment
+from helpers.machine import environment
 
 environment.prepare()  # before anything imports triton
 # Inductor imports setuptools, which refuses to come after the standard library's distutils.
@@ -21,9 +21,9 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def kernel():
     """The notebook's kernel cells as a module."""
-    from helpers import cells
+    from helpers.nf4 import kernel as nf4_kernel
 
-    return cells.load()
+    return nf4_kernel
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +34,9 @@ def device():
 
 @pytest.fixture(scope="session")
 def make_layer(device):
-    """helpers.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    """helpers.oracle.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
-    from helpers.layers import quantized_layer
+    from helpers.oracle.layers import quantized_layer
 
     def make(in_features, out_features, dtype, *, device=device, **options):
         """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""

@@ -1,0 +1,1 @@
+"""What this machine is, what it lacks, and how that is installed. Imports nothing of ours."""

@@ -1,0 +1,229 @@
+"""What am I running on, and what does that allow: GPU, versions, Colab or Kaggle, Triton's interpreter."""
+
+import datetime
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MIN_CAPABILITY = (7, 5)  # Tesla T4; the oldest card the kernel is compiled and checked for
+MIN_TRITON = (3, 3)  # 3.1 and 3.2 cannot compile a bf16 cast for sm_75
+PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
+# Other KAGGLE_ variables (KAGGLE_USERNAME, KAGGLE_KEY) also exist on machines that only use Kaggle's API.
+KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "KAGGLE_DATA_PROXY_TOKEN")
+REPEATS, REPEATS_SM75 = 3, 1  # how often the notebook times each contender's 1000 rounds
+
+
+def colab() -> bool:
+    """True inside Google Colab: a COLAB_ variable is set, or google.colab is loaded."""
+    return "google.colab" in sys.modules or any(name.startswith("COLAB_") for name in os.environ)
+
+
+def kaggle() -> bool:
+    """True inside a Kaggle notebook."""
+    return any(name in os.environ for name in KAGGLE_VARIABLES)
+
+
+def has_gpu() -> bool:
+    """True where torch sees a CUDA GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def interpreter() -> bool:
+    """True when Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) instead of on a GPU."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def prepare() -> bool:
+    """Choose Triton's interpreter where there is no GPU; call it before triton is imported.
+
+    With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4: call it before torch.compile.
+    cuBLAS is told to repeat its results, which it reads once, before its first product.
+    Returns True when kernels will run in the interpreter. Raises RuntimeError when triton was imported
+    too early for the choice to take effect.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if not has_gpu() and not interpreter():
+        if "triton" in sys.modules:
+            raise RuntimeError(
+                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: kernels "
+                "cannot run here. Call helpers.machine.environment.prepare() before the first `import triton`; in a "
+                "notebook restart the runtime and run from the top."
+            )
+        os.environ["TRITON_INTERPRET"] = "1"
+    if forced() == "t4" and native_bf16():
+        _hide_native_bf16()
+    return interpreter()
+
+
+def forced() -> str | None:
+    """The card whose decisions are forced on the one at hand (NF4_FORCE), such as "t4"; None without."""
+    return os.environ.get("NF4_FORCE") or None
+
+
+def forced_text(card: str | None) -> str:
+    """How a run with the decisions of `card` ("t4") forced is labelled; it is never called a run on it."""
+    return f"{card.upper()}'s decisions forced" if card else ""
+
+
+def _hide_native_bf16():
+    """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
+    import torch
+
+    supported = torch.cuda.is_bf16_supported
+
+    def is_bf16_supported(including_emulation: bool = True):
+        return including_emulation and supported(including_emulation=True)
+
+    torch.cuda.is_bf16_supported = is_bf16_supported
+    dynamo = sys.modules.get("torch._dynamo.device_interface")
+    if dynamo:  # what Inductor asks: a reference taken when the module was imported
+        dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
+
+
+def capability(device=None) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, such as (7, 5); None without a GPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if has_gpu() else None
+
+
+def native_bf16() -> bool:
+    """True when torch says the GPU has bf16 arithmetic of its own (sm_80 on; a T4 has not)."""
+    import torch
+
+    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def protocol_repeats() -> int:
+    """How often the notebook times each contender: 3; once on sm_75 (a T4, or its decisions forced), where
+    "Run all" is to end in five minutes and one run of 1000 rounds is what the puzzle asks for."""
+    return REPEATS_SM75 if forced() == "t4" or capability() == (7, 5) else REPEATS
+
+
+def version_of(package: str) -> str | None:
+    """Installed version of a distribution, without importing it; None when it is absent."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: '2.11.0+cu128' -> (2, 11, 0)."""
+    return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that decide a result; None where a package is absent."""
+    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
+
+
+@functools.cache
+def driver() -> str | None:
+    """Version of the NVIDIA driver from nvidia-smi; None when that does not answer."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip() or None
+
+
+def gpu_name() -> str | None:
+    """Name of the current CUDA device, such as 'Tesla T4'; None without a GPU."""
+    import torch
+
+    return torch.cuda.get_device_name() if has_gpu() else None
+
+
+def describe() -> dict:
+    """Facts for the head of every result file; all values are JSON types."""
+    import torch
+
+    found = capability()
+    return {
+        "gpu": gpu_name(),
+        "capability": list(found) if found else None,
+        "driver": driver() if found else None,
+        "cuda": torch.version.cuda,
+        **versions(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "colab": colab(),
+        "kaggle": kaggle(),
+        "interpreter": interpreter(),
+        "forced": forced(),
+    }
+
+
+def result_folder() -> Path:
+    """Where this machine's measurements belong: results/<gpu>/, such as results/nvidia-h200.
+
+    NF4_RESULTS replaces the `results` folder. A run with a card's decisions forced (NF4_FORCE) gets a folder
+    of its own, such as results/nvidia-h200-forced-t4, so that it is never taken for the card itself.
+    """
+    root = Path(os.environ.get("NF4_RESULTS") or ROOT / "results")
+    slug = re.sub(r"[^a-z0-9]+", "-", (gpu_name() or "cpu-interpreter").lower()).strip("-")
+    return root / (f"{slug}-forced-{forced()}" if forced() else slug)
+
+
+def switch_on_gpu() -> str:
+    """How to get a suitable GPU on the platform at hand, as one sentence."""
+    if colab():
+        return "Choose Runtime > Change runtime type > T4 GPU, then run all cells again."
+    if kaggle():
+        return "Choose Settings > Accelerator > GPU T4 x2, then run all cells again."
+    return "Run on a machine with an NVIDIA GPU (Tesla T4 or newer) and a working driver (nvidia-smi)."
+
+
+def no_gpu() -> str | None:
+    """Why there is no usable CUDA GPU and what to do; None when there is one."""
+    if has_gpu():
+        return None
+    import torch
+
+    if driver() and torch.version.cuda is None:
+        cause = f"nvidia-smi finds a GPU, but torch {torch.__version__} is a build without CUDA."
+        return f"{cause} Run `bash colab_setup.sh`, which installs the CUDA build."
+    if driver():
+        cause = f"nvidia-smi finds a GPU, but torch {torch.__version__} cannot use it with driver {driver()}."
+        return f"{cause} Update the driver, or install a torch build for an older CUDA from pytorch.org."
+    cause = "No CUDA GPU: the kernel runs in Triton's interpreter (correct, far too slow to time)."
+    return f"{cause} {switch_on_gpu()}"
+
+
+def old_gpu() -> str | None:
+    """Why the GPU at hand is too old and what to do; None when it is new enough or absent."""
+    found = capability()
+    if found is None or found >= MIN_CAPABILITY:
+        return None
+    have, need = ("sm_{}{}".format(*pair) for pair in (found, MIN_CAPABILITY))
+    return f"{gpu_name()} is {have}; the kernel needs {need} or newer. {switch_on_gpu()}"
+
+
+def old_triton() -> str | None:
+    """Why the installed Triton cannot be used and what to do; None when it can."""
+    need = ".".join(map(str, MIN_TRITON))
+    fix = (
+        "Run `bash colab_setup.sh`."
+        if not (colab() or kaggle())
+        else "Start a new runtime of the newest image."
+    )
+    found = version_of("triton")
+    if found is None:
+        return f"Triton is not installed; {need} or newer is needed. {fix}"
+    if release(found) < MIN_TRITON:
+        return f"Triton {found} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"
+    return None
+
+
+def problems() -> list[str]:
+    """Every reason why the kernel cannot be measured here, each with what to do; empty when it can."""
+    return [text for text in (old_triton(), no_gpu(), old_gpu()) if text]

@@ -1,0 +1,1 @@
+"""Clocks, workloads, ceilings, GPU time, host time, the benchmark."""

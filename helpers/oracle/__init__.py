@@ -1,0 +1,1 @@
+"""The exact reference, real layers and the baselines everything is compared with."""

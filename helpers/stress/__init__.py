@@ -1,0 +1,1 @@
+"""Fuzzing, soaking, seeded bugs, other libraries' answers to odd layouts."""

@@ -1,0 +1,308 @@
+"""Random layouts, sizes, values and settings against the exact oracle, bit for bit.
+
+One description of what can be drawn serves both: Hypothesis draws from it on the CPU (tests/stress/test_fuzz.py,
+with shrinking), `random.Random` on the GPU, where `python -m helpers.stress.fuzz --cases 100000` spreads the cases
+over processes and compares on the GPU, with one synchronization a batch. A failure is printed as a Case that
+can be pasted into `fuzz.check(...)`.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from tqdm import tqdm
+
+from helpers.nf4 import kernel as nf4_kernel
+from helpers.machine import environment
+from helpers.oracle import reference
+from helpers.record import results
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+STORAGES = {"uint8": torch.uint8, **DTYPES}
+BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKSIZES2 = (256, 64, 128, 512, 4096, 1, 8)
+# What kernel.force gets; "own" leaves the card's decisions. small=0: even small tensors take the large tile.
+WAYS = {
+    "own": {},
+    "t4": {"card": "t4"},
+    "portable": {"asm": False},
+    "integer bf16": {"int_bf16": True},
+    "large tile": {"small": 0},
+    "no hints, 4 words": {"hints": False, "small": 0, "words": 4},
+    "code2 not staged": {"stage": False},
+}
+SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 3e-39, 1.2e-38, 1e-40)
+SPECIAL += (5e-45, -3e-39, 3e38, -3e38, 1e30, 6e4, 65504.0, 1e-8, 6e-8, -1.0, 1.0)
+GUARD = 64  # elements on both sides of `out` that must stay NaN
+POOL = 1 << 22
+BATCH = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the compiled kernel depends on; cases of one kind share its few compilations."""
+
+    dtype: str
+    quant_type: str
+    nested: bool
+    blocksize: int
+    blocksize2: int  # 0 in a flat state
+    way: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    kind: Kind
+    shape: tuple[int, ...]
+    storage: str  # dtype that the packed bytes are stored in
+    transposed: bool  # the weight comes as W.t()
+    out_skip: int | None  # out= given, so many elements into its memory; None: the kernel allocates
+    special: bool  # scales with NaN, infinities, zeros, subnormal and huge numbers
+    seed: int  # where in the random memory each tensor starts
+
+
+def draw_kind(pick: Callable, ways=tuple(WAYS)) -> Kind:
+    """pick(options) returns one element of a sequence or range; by Hypothesis or by random.Random."""
+    nested = pick((True, False))
+    return Kind(
+        pick(tuple(DTYPES)),
+        pick(("nf4", "fp4")),
+        nested,
+        pick(BLOCKSIZES),
+        pick(BLOCKSIZES2) if nested else 0,
+        pick(ways),
+    )
+
+
+def draw_case(pick: Callable, kind: Kind, largest: int) -> Case:
+    """A case of at most about `largest` elements: often at the edges of words, blocks and tiles."""
+    edge = pick((8, kind.blocksize, 2048, 8192, 4096))
+    n = pick((pick(range(0, 72)), pick(range(0, largest)), pick(range(1, 5)) * edge + pick(range(-9, 10))))
+    n = min(max(n, 0), largest)
+    inner = pick((1, 2, 3, 8, 64, 96))
+    rank = pick(("row", "column", "matrix", "cube", "line"))
+    shape = {
+        "row": (1, n),
+        "column": (n, 1),
+        "matrix": (n // inner, inner),
+        "cube": (2, n // (2 * inner), inner),
+        "line": (n,),
+    }[rank]
+    return Case(
+        kind,
+        shape,
+        pick(tuple(STORAGES)),
+        len(shape) == 2 and pick((False, False, True)),
+        pick((None, None, 0, 1, 4, 8)),
+        pick((False, False, True)),
+        pick(range(1 << 16)),
+    )
+
+
+@functools.cache
+def _pool(device: str):
+    """Random memory that every case cuts its tensors from: bytes, floats, floats with special values."""
+    generator = torch.Generator().manual_seed(3407)
+    size = POOL if device != "cpu" else POOL // 16
+    packed = torch.randint(256, (size,), generator=generator, dtype=torch.uint8)
+    plain = torch.randn(size // 4, generator=generator)
+    special = plain.clone()
+    places = torch.randint(len(special), (len(special) // 2,), generator=generator)
+    special[places] = torch.tensor(SPECIAL).repeat(math.ceil(len(places) / len(SPECIAL)))[: len(places)]
+    return packed.to(device), plain.to(device), special.to(device)
+
+
+def build(case: Case, device: str):
+    """(weight, quant_state) of a case, as views of random memory: starts and neighbours are arbitrary."""
+    kind, n = case.kind, math.prod(case.shape)
+    place = random.Random(case.seed)
+    packed, plain, special = _pool(device)
+    floats = special if case.special else plain
+
+    def cut(memory, count, step=1):
+        start = place.randrange(0, len(memory) - count + 1) // step * step
+        return memory[start : start + count]
+
+    size = STORAGES[case.storage].itemsize
+    length = -(-((n + 1) // 2) // size)
+    if length == 1 and not case.transposed:
+        length = 2  # a weight of shape (1, 1) would be its own transpose
+    weight = cut(packed, length * size, size).view(STORAGES[case.storage])
+    weight = weight.view(1, -1) if case.transposed else weight.view(-1, 1)
+    blocks = -(-n // kind.blocksize)
+    state = SimpleNamespace(
+        shape=torch.Size(case.shape),
+        dtype=DTYPES[kind.dtype],
+        quant_type=kind.quant_type,
+        blocksize=kind.blocksize,
+        nested=kind.nested,
+        state2=None,
+        offset=None,
+    )
+    if kind.nested:
+        state.absmax, state.offset = cut(packed, blocks), cut(plain, 1)[0]
+        state.state2 = SimpleNamespace(
+            absmax=cut(floats, -(-blocks // kind.blocksize2)),
+            code=cut(floats, 256),
+            blocksize=kind.blocksize2,
+            dtype=torch.float32,
+        )
+    else:
+        state.absmax = cut(floats, blocks)
+    return weight, state
+
+
+def wrong(kernel, case: Case, device: str) -> torch.Tensor:
+    """Number of wrong elements and overwritten guards of one case, as a tensor on the device (nothing waits).
+
+    Without `out` the kernel is called twice: the second call repeats the first one's launch plan.
+    """
+    weight, state = build(case, device)
+    n = state.shape.numel()
+    # Interpreted, the kernel multiplies as bitsandbytes' CPU build does, and as its CUDA build on a GPU.
+    expected = reference.dequantize(weight, state)
+    if case.out_skip is None:
+        found = [kernel._your_dequantize_nf4(weight, state) for _ in range(2 if device != "cpu" else 1)]
+        guards = 0
+    else:
+        memory = torch.full((2 * GUARD + case.out_skip + n,), float("nan"), dtype=state.dtype, device=device)
+        first = GUARD + case.out_skip
+        out = memory[first : first + n].view(state.shape)
+        found = [kernel._your_dequantize_nf4(weight, state, out=out)]
+        guards = (~memory[:first].isnan()).sum() + (~memory[first + n :].isnan()).sum()
+    for result in found:
+        facts, wanted = (result.shape, result.dtype), (expected.shape, expected.dtype)
+        if facts != wanted:
+            raise AssertionError(f"a result of {facts}, expected {wanted}")
+    return sum(_different(result, expected) for result in found) + guards
+
+
+def _different(x, y):
+    bits = torch.int32 if x.dtype == torch.float32 else torch.int16
+    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
+    return (differ & ~(x.isnan() & y.isnan())).sum()
+
+
+def check(case: Case, device: str | None = None) -> int:
+    """Run one case (a printed failure, pasted); returns the number of wrong elements."""
+    kernel = nf4_kernel
+    device = device or ("cuda" if environment.has_gpu() else "cpu")
+    with kernel.force(**WAYS[case.kind.way]):
+        return int(wrong(kernel, case, device))
+
+
+def strategy(largest: int):
+    """Hypothesis strategy of cases that Triton's interpreter can run: the ways of its portable path."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def cases(draw):
+        def pick(options):
+            if isinstance(options, range):
+                return draw(st.integers(options.start, options.stop - 1))
+            return draw(st.sampled_from(options))
+
+        return draw_case(pick, draw_kind(pick, ways=("own",)), largest)
+
+    return cases()
+
+
+def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> dict:
+    """`count` cases of one kind in batches; one synchronization a batch. Returns counts and failed cases."""
+    kernel = nf4_kernel
+    source = random.Random(seed)
+    failed, elements = [], 0
+    with kernel.force(**WAYS[kind.way]):
+        for start in range(0, count, BATCH):
+            batch = [draw_case(source.choice, kind, largest) for _ in range(min(BATCH, count - start))]
+            verdicts = []
+            for case in batch:
+                try:
+                    verdicts.append(torch.as_tensor(wrong(kernel, case, device)))
+                except Exception as error:
+                    raise RuntimeError(f"at or shortly before {case}: {error}") from error
+            counts = torch.stack(verdicts).tolist()
+            failed += [repr(case) for case, bad in zip(batch, counts, strict=True) if bad]
+            elements += sum(math.prod(case.shape) for case in batch)
+    return {"cases": count, "elements": elements, "failed": failed}
+
+
+def kinds(count: int, seed: int, ways=tuple(WAYS)) -> list[Kind]:
+    """`count` different kinds; every option of every field occurs where `count` allows it."""
+    source, chosen = random.Random(seed), []
+    while len(chosen) < count:
+        candidates = [draw_kind(source.choice, ways) for _ in range(20)]
+        seen = [{getattr(kind, field.name) for kind in chosen} for field in dataclasses.fields(Kind)]
+        new = [kind for kind in candidates if kind not in chosen]
+        if new:
+            chosen.append(max(new, key=functools.partial(_news, seen)))
+    return chosen
+
+
+def _news(seen, kind):
+    """How many of a kind's options have not occurred before."""
+    return sum(value not in before for value, before in zip(dataclasses.astuple(kind), seen, strict=True))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m helpers.stress.fuzz", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument("--cases", type=int, default=100_000)
+    parser.add_argument(
+        "--kinds", type=int, default=112, help="combinations that need a compilation of their own"
+    )
+    parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)))
+    parser.add_argument("--seed", type=int, default=3407)
+    arguments = parser.parse_args(argv)
+    environment.prepare()
+    device = "cuda" if environment.has_gpu() else "cpu"
+    ways = tuple(WAYS) if device == "cuda" else ("own",)
+    largest = 40_000 if device == "cuda" else 5_000
+    chosen = kinds(arguments.kinds, arguments.seed, ways)
+    share, rest = divmod(arguments.cases, len(chosen))
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
+        tasks = {
+            pool.submit(run_kind, kind, share + (i < rest), arguments.seed + i, device, largest): kind
+            for i, kind in enumerate(chosen)
+            if share + (i < rest)
+        }
+        with tqdm(total=arguments.cases, unit=" cases", file=sys.stdout, mininterval=2) as bar:
+            for task in concurrent.futures.as_completed(tasks):
+                rows.append({"kind": dataclasses.asdict(tasks[task]), **task.result()})
+                bar.update(rows[-1]["cases"])
+    failed = [case for row in rows for case in row["failed"]]
+    data = {
+        "cases": sum(row["cases"] for row in rows),
+        "elements": sum(row["elements"] for row in rows),
+        "kinds": len(rows),
+        "failed": len(failed),
+        "first_failures": failed[:20],
+        "seed": arguments.seed,
+        "seconds": round(time.perf_counter() - start, 1),
+        "device": device,
+        "ways": {way: sum(row["cases"] for row in rows if row["kind"]["way"] == way) for way in ways},
+    }
+    path = results.write("fuzz", data)
+    print(json.dumps({name: value for name, value in data.items() if name != "first_failures"}))
+    print("\n".join(failed[:5]))
+    print(f"written: {path}")
+    return 1 if failed or data["cases"] != arguments.cases else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

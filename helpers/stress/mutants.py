@@ -1,0 +1,320 @@
+"""Mutation testing of the tests: plausible bugs seeded into the kernel cells' text, each of which must be caught.
+
+`python -m helpers.stress.mutants` replaces one string of the kernel cells at a time, puts the changed module where
+`helpers.nf4_kernel` finds it, and runs the quick tests in a forked child until one fails. Without a GPU the bugs
+of the portable path, the checks, the plans and the operator are tried in the interpreter; with one (`--gpu`)
+those of the assembly too. A mutant that survives is a hole in the tests; one whose text no longer occurs is an
+error, so the list cannot rot. A control, the kernel without a bug, must pass the same tests.
+"""
+# ruff: noqa: E501  (one mutant a line, its strings as they stand in the kernel)
+
+import argparse
+import concurrent.futures
+import contextlib
+import importlib.abc
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import ModuleType
+
+from tqdm import tqdm
+
+from helpers.record import hashes
+from helpers.machine import environment
+from helpers.record import results
+
+# From the quickest to the slowest; a run stops at the first failure.
+QUICK = (
+    "tests/nf4/test_kernel_bits.py::test_every_byte_with_every_scale_code",
+    "tests/nf4/test_layouts.py::test_accepted",
+    "tests/nf4/test_layouts.py::test_refused",
+    "tests/nf4/test_callers.py::TestOperator",
+    "tests/nf4/test_bad_input.py",
+    "tests/nf4/test_plans.py",
+    "tests/nf4/test_kernel_bits.py",
+    "tests/nf4/test_faults.py",
+    "tests/stress/test_fuzz.py::test_random_cases",
+)
+QUICK_GPU = (
+    "tests/nf4/test_kernel_bits.py::test_every_byte_with_every_scale_code",
+    "tests/nf4/test_kernel_bits.py::test_special_scales",
+    "tests/nf4/test_kernel_bits.py::test_subnormal_nested_scales",
+    "tests/nf4/test_kernel_bits.py::test_second_level_blocksizes",
+    "tests/nf4/test_kernel_bits.py::test_blocksizes",
+    "tests/nf4/test_faults.py::test_hints_are_on_what_is_read_or_written_once",
+    "tests/nf4/test_kernel_bits.py::test_unaligned_weight_and_output",
+    "tests/nf4/test_plans.py::test_every_call_returns_memory_of_its_own",
+    "tests/nf4/test_plans.py::test_a_weight_that_moves_keeps_its_plan",
+    "tests/nf4/test_plans.py::test_a_weight_that_moves_to_another_alignment",
+    "tests/nf4/test_plans.py::test_a_weight_left_on_the_cpu_is_refused",
+    "tests/nf4/test_plans.py::test_a_plan_keeps_its_codebook",
+    "tests/nf4/test_callers.py::TestOperator::test_repeated_launches_are_not_stale",
+    "tests/nf4/test_callers.py::TestStreams::test_launched_on_the_current_stream",
+    "tests/nf4/test_layouts.py::test_more_than_2_to_the_31_elements",
+    "tests/stress/test_fuzz.py::test_random_cases_on_the_gpu",
+    "tests/nf4/test_kernel_bits.py::test_random_layers_of_all_sizes",
+)
+CONTROL = "(control: no bug)"
+SURVIVED, CAUGHT, BROKEN = "survived", "caught", "could not run"
+LIMIT = 240  # seconds for one mutant; an endless loop counts as caught
+
+MODULE = "helpers.nf4.kernel"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    old: str
+    new: str
+    gpu: bool = False  # only the assembly path on a GPU shows it
+    count: int = 1  # how often `old` occurs
+
+
+PORTABLE = (
+    Mutant("low nibble first", "(4 - 4 * (e & 1))", "(4 * (e & 1))"),
+    Mutant("block index off by one", "block = e >> LOG2_BLOCK", "block = (e + 1) >> LOG2_BLOCK"),
+    Mutant("scale of the second level by element", "(block >> LOG2_BLOCK2), mask=mask", "(block >> 7), mask=mask"),
+    Mutant("byte offset sign-extended", "_scale(tl.load(code2_ptr + q.to(tl.int32)), absmax2,", "_scale(tl.load(code2_ptr + q.to(tl.int8).to(tl.int32)), absmax2,"),
+    Mutant("offset dropped", "return _multiply(code2, absmax2, FLUSH) + offset", "return _multiply(code2, absmax2, FLUSH)"),
+    Mutant(
+        "FMA",
+        "return _multiply(code2, absmax2, FLUSH) + offset",
+        "return (code2.to(tl.float64) * absmax2.to(tl.float64) + offset.to(tl.float64)).to(tl.float32)",
+    ),
+    Mutant("offset before the product", "return _multiply(code2, absmax2, FLUSH) + offset", "return _multiply(code2, absmax2 + offset, FLUSH)"),
+    Mutant("bf16 truncated", "bits + 0x7FFF + ((bits >> 16) & 1))", "bits)"),
+    Mutant("bf16 rounded half up", "bits + 0x7FFF + ((bits >> 16) & 1))", "bits + 0x8000)"),
+    Mutant("NaN rounded like a number", "tl.where(value != value, 0x7FFF0000, bits + 0x7FFF + ((bits >> 16) & 1))", "bits + 0x7FFF + ((bits >> 16) & 1)"),
+    Mutant("store without a mask", "tl.store(out_ptr + e, value.to(out_ptr.dtype.element_ty), mask=mask)", "tl.store(out_ptr + e, value.to(out_ptr.dtype.element_ty))"),
+    Mutant("mask one too far", "mask = e < n_words.to(tl.int64) * 8 + n_tail", "mask = e <= n_words.to(tl.int64) * 8 + n_tail"),
+    Mutant("odd tail forgotten", "mask = e < n_words.to(tl.int64) * 8 + n_tail", "mask = e < n_words.to(tl.int64) * 8"),
+    Mutant("last program missing", "grid = -(-n // (", "grid = max(1, n // ("),
+    Mutant("one codebook value a digit short", "0.7229568362236023, 1.0)", "0.7229568, 1.0)"),
+    Mutant("fp4's code 8 without its sign", "FP4 += tuple(-value for value in FP4)", "FP4 += tuple(0.0 - value for value in FP4)"),
+    Mutant("nf4's codebook for fp4", 'table[16:] if quant_state.quant_type == "fp4" else table', "table"),
+    Mutant("flushed on the CPU too", "FLUSH=not INTERPRETED", "FLUSH=True"),
+    Mutant("a constant for state2.blocksize", "log2_block, log2_block2, n % 8 != 0", "log2_block, 8, n % 8 != 0"),
+    Mutant("W.t() not transposed", "        return out.t() if weight.shape[0] == 1 else out", "        return out"),
+)  # fmt: skip
+CHECKS = (
+    Mutant("absmax length unchecked", 'field("absmax"), torch.uint8, device, blocks)', 'field("absmax"), torch.uint8, device, 0)'),
+    Mutant("blocks rounded down", "blocks = -(-n // quant_state.blocksize)", "blocks = n // quant_state.blocksize"),
+    Mutant("second level rounded down", "-(-blocks // state2.blocksize))", "blocks // state2.blocksize)"),
+    Mutant("code2 length unchecked", "torch.float32, device, 256)", "torch.float32, device, 0)"),
+    Mutant("weight length unchecked", "_require(weight.nbytes * 2 >= n", "_require(weight.nbytes * 2 >= n - 2"),
+    Mutant("dtypes unchecked", "_require(tensor.dtype == dtype,", "_require(True,"),
+    Mutant("devices unchecked", "_require(tensor.device == device,", "_require(True,"),
+    Mutant("strides unchecked", "_require(tensor.is_contiguous(),", "_require(True,"),
+    Mutant("any blocksize", "size & (size - 1) == 0", "True"),
+    Mutant("repacked layers accepted", '_require(not getattr(quant_state, "packing_format_for_cpu", None)', '_require(True'),
+    Mutant("out unchecked", "_require(found == expected,", "_require(True,"),
+)  # fmt: skip
+PLANS = (
+    Mutant("plan: forced settings ignored", "plan.epoch is _epoch and ", ""),
+    Mutant("plan: weight's first address kept", "def launch_in_c(stream, address, out_address):", "def launch_in_c(stream, _, out_address, address=arguments[0].data_ptr()):", gpu=True),
+    Mutant("plan: a freed weight accepted", " and _in_memory(weight)\n        if may", "\n        if may"),
+    Mutant("plan: weight's device ignored", "weight.get_device() == self.index and (address", "(address", gpu=True),
+    Mutant("plan: weight's alignment ignored", " and (address % 4 == 0) is self.aligned", "", gpu=True),
+    Mutant("plan: weight's size ignored", "weight.nbytes == self.nbytes\n            and weight", "weight"),
+    Mutant("plan: absmax's identity and address ignored", "            and absmax is self.absmax()\n            and absmax.data_ptr() == self.absmax_address\n", ""),
+    Mutant("plan: absmax's size ignored", "and absmax.nbytes == self.absmax_nbytes", ""),
+    Mutant("plan: shape ignored", "and quant_state.shape is self.shape", ""),
+    Mutant("plan: dtype ignored", "and quant_state.dtype is self.dtype", ""),
+    Mutant("plan: quant_type ignored", "and quant_state.quant_type == self.quant_type", ""),
+    Mutant("plan: blocksize ignored", "and quant_state.blocksize == self.blocksize", ""),
+    Mutant("plan: state2 ignored", "                or state2.absmax is self.absmax2\n                and self.absmax2", "                or self.absmax2"),
+    Mutant("plan: address kept before all is checked", "            weight.nbytes == self.nbytes\n", "            (address == self.address or self._may_move(address, weight))\n            and weight.nbytes == self.nbytes\n"),
+    Mutant("plan: out without memory accepted", "return _in_memory(out) and (", "return ("),
+    Mutant("plan: out over the weight accepted", " and (end <= weight.data_ptr() or weight.data_ptr() + weight.nbytes <= start)", ""),
+    Mutant("plan: strides of the first out kept", 'torch.empty(self.size, device="meta").stride()', "out.stride()"),
+    Mutant("plan: writes into out not counted", "        _count_write(out)\n    plan.launch", "        pass\n    plan.launch"),
+    Mutant("plan: modes ignored", " or _modes() or _jit_trace() is not None\n\n", "\n\n"),
+    Mutant("fake tensors have memory", "tensor.data_ptr() > start and ", ""),
+    Mutant("plan: state2.blocksize ignored", "and state2.blocksize == self.blocksize2", ""),
+    Mutant("plan: offset's address ignored", "and self.offset.data_ptr() == self.offset_address", ""),
+    Mutant("plan: code2's address ignored", "and self.code2.data_ptr() == self.code2_address", ""),
+    Mutant("plan: absmax kept alive", "self.absmax = weakref.ref(quant_state.absmax)", "self.absmax = lambda kept=quant_state.absmax: kept"),
+    Mutant("plan: hooks ignored", "return replaced or _enter_calls or _exit_calls or", "return"),
+    Mutant("plan: transposed results forgotten", "transposed = holds and weight.shape[0] == 1", "transposed = False"),
+    Mutant("operator: fake of the wrong dtype", "    return torch.empty(shape, dtype=_dtype(dtype), device=weight.device)\n\n\n_operator_launches", "    return torch.empty(shape, device=weight.device)\n\n\n_operator_launches"),
+    Mutant("operator: fp4 taken for nf4", "dtype=dtype, quant_type=quant_type,\n", 'dtype=dtype, quant_type="nf4",\n'),
+)  # fmt: skip
+ASSEMBLY = (
+    Mutant("asm: low nibble first", "f\"shr.u32 x, $4, {8 * byte + 4}; ", "f\"shr.u32 x, $4, {8 * byte}; ", gpu=True),
+    Mutant("asm: nibbles of fp32 in order", "{4 * (k ^ 1)}", "{4 * k}", gpu=True),
+    Mutant("asm: FMA for the scale", "mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3;", "fma.rn.ftz.f32 $0, $1, $2, $3;", gpu=True),
+    Mutant("asm: subnormals kept in the scale", "mul.rn.ftz.f32 m, $1, $2;", "mul.rn.f32 m, $1, $2;", gpu=True),
+    Mutant("asm: subnormals kept in the product", "mul.rn.ftz.f32 a, a, $6;", "mul.rn.f32 a, a, $6;", gpu=True),
+    Mutant("asm: fp16 rounded to zero", "cvt.rn.f16.f32 lo, a;", "cvt.rz.f16.f32 lo, a;", gpu=True),
+    Mutant("asm: bf16 rounded to zero", "cvt.rn.bf16.f32 hi, b;", "cvt.rz.bf16.f32 hi, b;", gpu=True),
+    Mutant("asm: integer bf16 half up", "mov.b32 table, a; bfe.u32 bit, table, 16, 1; add.u32 bit, bit, 0x7fff;", "mov.b32 table, a; mov.b32 bit, 0x8000;", gpu=True),
+    Mutant("asm: integer bf16 spoils NaN", "setp.nan.f32 isnan, b, b;", "setp.ne.f32 isnan, b, b;", gpu=True),
+    Mutant("asm: halves of a register swapped", "tl.where(lane < 8, 0x5410, 0x7632)", "tl.where(lane < 8, 0x7632, 0x5410)", gpu=True),
+    Mutant("asm: one block's scale for both", "add.u32 row, row, 1;\n", "", gpu=True),
+    Mutant("asm: scales of another row", "* (THREADS // 8) + (thread >> 4) * 2", "* (THREADS // 4) + (thread >> 4) * 2", gpu=True),
+    Mutant("asm: blocks of 64 whatever the blocksize", ">> (LOG2_BLOCK - 6)\n", ">> 0\n", gpu=True),
+    Mutant("asm: second level of 256 whatever it is", "(block >> LOG2_BLOCK2), mask=exists", "(block >> 8), mask=exists", gpu=True),
+    Mutant("asm: last block's scale not read", "exists = block * 8 < left", "exists = block * 8 + 7 < left", gpu=True),
+    Mutant("asm: words written past the end", "scale, table, lane, r, mine > r * THREADS,", "scale, table, lane, r, mine >= r * THREADS,", gpu=True),
+    Mutant("asm: tail forgotten", "tl.arange(0, 8) < n_tail", "tl.arange(0, 8) < 0", gpu=True),
+    Mutant("asm: results in the order of the registers", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", gpu=True),
+    Mutant("asm: half of the staged code2", "tl.gather(book2, q.to(tl.int32), 0)", "tl.gather(book2, q.to(tl.int32) & 127, 0)", gpu=True),
+    Mutant("asm: offset dropped", "add.rn.f32 $0, m, $3;", "mov.f32 $0, m;", gpu=True),
+    Mutant("hint on what all programs share", "(block >> LOG2_BLOCK2), mask=exists, other=0.0)", "(block >> LOG2_BLOCK2), mask=exists, other=0.0, eviction_policy=LOAD_HINT)", gpu=True),
+    Mutant("no hint on the packed words", "mask=mine > r * THREADS, eviction_policy=LOAD_HINT)", "mask=mine > r * THREADS)", gpu=True),
+    Mutant("no hint on the stores", "mask=mask[:, None], cache_modifier=STORE_HINT)", "mask=mask[:, None])", gpu=True),
+    Mutant("asm: used for any alignment", "weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0", "True", gpu=True),
+    Mutant("asm: 32-bit offsets", "first = pid.to(tl.int64) * TILE", "first = pid * TILE * 8 // 8", gpu=True),
+    Mutant("plan: one output for all calls", "        out = _empty_cuda(plan.size, plan.stride, plan.dtype)", "        out = _operator_launches.setdefault(plan, _empty_cuda(plan.size, plan.stride, plan.dtype))", gpu=True),
+    Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
+    Mutant("plan: codebook not kept alive", "launch_in_c.keep = kernel, arguments[3]", "launch_in_c.keep = kernel,", gpu=True),
+    Mutant("operator: absmax's address not in the key", "for x in (absmax, code2, absmax2, offset)])", "for x in (code2, absmax2, offset)])", gpu=True),
+)  # fmt: skip
+MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + ASSEMBLY}
+
+
+def mutate(mutant: Mutant) -> str:
+    """The kernel cells' text with the bug in it. Raises LookupError if `old` does not occur `count` times."""
+    text = hashes.source()
+    if text.count(mutant.old) != mutant.count:
+        raise LookupError(
+            f"mutant '{mutant.name}': {mutant.old!r} occurs {text.count(mutant.old)} times in the kernel cells, "
+            f"expected {mutant.count}: adapt helpers/mutants.py to the kernel"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+class _Loader(importlib.abc.InspectLoader):
+    def __init__(self, text, filename):
+        self.text, self.filename = text, filename
+
+    def get_source(self, fullname):
+        return self.text
+
+    def get_code(self, fullname):
+        return compile(self.text, self.filename, "exec")
+
+
+def load(text: str, name: str) -> ModuleType:
+    """Kernel text as a module of its own name, beside or instead of the real one (name = MODULE).
+
+    Beside the real one it registers its operator under its own name.
+    """
+    if name != MODULE:
+        text = re.sub(r"\bnf4_triton(?=::|\.)", f"nf4_triton_{re.sub(r'[^a-z0-9]', '_', name)}", text)
+    filename = f"{name}.kernel_cells.py"
+    spec = importlib.util.spec_from_loader(name, _Loader(text, filename), origin=filename)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if name == MODULE:
+        importlib.import_module("helpers.nf4").kernel = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_tests(mutant: Mutant | None, tests=QUICK) -> tuple[str, str]:
+    """In this process: load the mutant in place of the kernel (None: the kernel itself), run tests until one fails.
+
+    Returns ("caught" | "survived", the first failed test). The process is spoiled afterwards.
+    """
+    import pytest
+
+    if mutant:
+        load(mutate(mutant), MODULE)
+    failed = []
+
+    class Watch:
+        def pytest_runtest_logreport(self, report):
+            if report.failed:
+                failed.append(report.nodeid)
+
+        def pytest_collectreport(self, report):
+            if report.failed:
+                failed.append(report.nodeid)
+
+    tests = [test for test in tests if (environment.ROOT / test.split("::")[0]).exists()]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = pytest.main(
+            [*arguments, *(str(environment.ROOT / test) for test in tests)], plugins=[Watch()]
+        )
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+        raise RuntimeError(f"pytest ended with {status!r}")
+    return (CAUGHT, failed[0]) if failed else (SURVIVED, "")
+
+
+def examine(name: str, tests=()) -> dict:
+    """One mutant in a process of its own. A crash or a timeout of that process also catches it."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "helpers.stress.mutants", "--child", name, *tests]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=environment.ROOT, timeout=LIMIT)
+        lines = [line for line in done.stdout.splitlines() if line.startswith(("caught ", "survived"))]
+        if lines:
+            verdict, _, by = lines[-1].partition(" ")
+        elif done.returncode < 0:
+            verdict, by = CAUGHT, f"the process died of signal {-done.returncode}"
+        else:
+            verdict, by = BROKEN, done.stderr.strip()[-500:]
+    except subprocess.TimeoutExpired:
+        verdict, by = CAUGHT, f"no end after {LIMIT} s"
+    return {"mutant": name, "verdict": verdict, "by": by, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m helpers.stress.mutants", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="the mutants of the assembly, on a GPU (not the others)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=0, help="processes at once (default: cores less two, at most 14)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], help="names of mutants")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("tests", nargs="*", help="tests to run (default: the quick ones)")
+    arguments = parser.parse_args(argv)
+    environment.prepare()
+    if arguments.child is not None:
+        quick = QUICK_GPU if environment.has_gpu() else QUICK
+        verdict, by = run_tests(MUTANTS.get(arguments.child), arguments.tests or quick)
+        print(f"\n{verdict} {by}", flush=True)
+        return 0
+    if arguments.gpu and not environment.has_gpu():
+        print(environment.no_gpu())
+        return 2
+    names = arguments.only or [name for name, mutant in MUTANTS.items() if mutant.gpu == arguments.gpu]
+    for name in names:
+        mutate(MUTANTS[name])
+    names = [CONTROL, *names]
+    jobs = arguments.jobs or max(1, min(14, (os.cpu_count() or 1) - 2))
+    rows = []
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        tasks = [pool.submit(examine, name, arguments.tests) for name in names]
+        for task in tqdm(
+            concurrent.futures.as_completed(tasks), total=len(tasks), unit=" mutants", mininterval=5
+        ):
+            rows.append(task.result())
+    rows.sort(key=lambda row: names.index(row["mutant"]))
+    width = max(map(len, names))
+    for row in rows:
+        print(f"{row['mutant']:{width}}  {row['verdict']:8}  {row['by']}  ({row['seconds']} s)")
+    control, rows = rows[0], rows[1:]
+    caught = sum(row["verdict"] == CAUGHT for row in rows)
+    print(f"{caught} of {len(rows)} mutants caught; the kernel itself: {control['verdict']}")
+    if not arguments.only:
+        path = results.write(
+            "mutants_gpu" if arguments.gpu else "mutants", {"caught": caught, "mutants": rows}
+        )
+        print(f"written: {path}")
+    return 0 if caught == len(rows) and control["verdict"] == SURVIVED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

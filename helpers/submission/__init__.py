@@ -1,0 +1,1 @@
+"""The puzzle: protocol, evidence and marking (sections of the notebook), their sync, its run."""

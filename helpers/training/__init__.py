@@ -1,0 +1,1 @@
+"""Tiny models, training runs with the kernel and without, their times."""

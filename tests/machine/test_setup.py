@@ -1,0 +1,248 @@
+"""colab_setup.sh, requirements.txt and what they promise; and the formatting of the whole repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+
+from helpers.machine import environment, install
+
+COLAB = {  # the public freeze of 2026-08-19
+    "torch": "2.11.0+cu128",
+    "triton": "3.6.0",
+    "transformers": "5.15.0",
+    "peft": "0.20.0",
+    "datasets": "4.0.0",
+    "numpy": "2.1.3",
+    "matplotlib": "3.10.0",
+    "ipykernel": "6.17.1",
+    "pytest": "8.4.2",
+}
+T4, P100 = ("Tesla T4", (7, 5)), ("Tesla P100-PCIE-16GB", (6, 0))
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("COLAB_", "KAGGLE_", "NF4_")) or name == "PYTHON":
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def test_colab_satisfies_every_range():
+    required = install.requirements(*install.GROUPS)
+    assert set(COLAB) <= set(required)
+    gaps = install.missing({name: required[name] for name in COLAB}, COLAB)
+    assert not gaps
+
+
+def test_every_exclusion_and_exact_bound_has_its_reason():
+    lines = environment.ROOT.joinpath("requirements.txt").read_text().splitlines()
+    for above, line in zip(lines, lines[1:], strict=False):
+        if not line.startswith("#") and any(sign in line for sign in ("!=", "<=", "<2.", "<0.")):
+            assert above.startswith("#"), line
+    assert not any("==" in line.split(";")[0] for line in lines if not line.startswith("#"))
+
+
+def test_unsloth_is_wanted_only_beside_a_gpu():
+    assert "unsloth" not in install.wanted(["run", "test"], [])
+    assert {"unsloth", "unsloth-zoo", "trl", "datasets"} <= set(install.wanted([], [T4]))
+    assert "pytest" not in install.wanted([], [T4])
+
+
+def test_missing_names_absent_and_unfit_packages():
+    required = install.requirements()
+    found = {name: "0" for name in required} | {"torch": "2.11.0+cu128"}
+    del found["peft"]
+    gaps = install.missing(required, found)
+    assert "torch" not in gaps and {"peft", "triton"} <= set(gaps)
+
+
+def test_a_forgotten_gpu_in_colab_stops_the_setup_with_the_menu(plain):
+    plain.setenv("COLAB_GPU", "0")
+    with pytest.raises(install.SetupError, match="Runtime > Change runtime type > T4 GPU"):
+        install.check_machine([])
+    plain.setenv("NF4_ALLOW_CPU", "1")
+    install.check_machine([])
+
+
+def test_a_gpu_too_old_stops_the_setup(plain):
+    install.check_machine([T4])
+    install.check_machine([P100, T4])
+    install.check_machine([("some card", None)])
+    install.check_machine([])
+    plain.setenv("KAGGLE_URL_BASE", "x")
+    with pytest.raises(install.SetupError, match=r"P100.*sm_60.*sm_75.*GPU T4 x2"):
+        install.check_machine([P100])
+
+
+def test_nvidia_smi_is_read(plain, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'Tesla T4, 7.5'\necho 'GRID, A100X, [N/A]'\n")
+    smi.chmod(0o755)
+    plain.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert install.nvidia_gpus() == [T4, ("GRID, A100X", None)]
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert install.nvidia_gpus() == []
+
+
+def test_a_full_disk_is_found_before_anything_is_installed(plain):
+    usage = namedtuple("usage", "free")
+    plain.setattr(shutil, "disk_usage", lambda folder: usage(4e9))
+    install.check_disk("cpu")
+    with pytest.raises(install.SetupError, match=r"4\.0 GB free.*10 GB needed"):
+        install.check_disk("gpu")
+
+
+@pytest.mark.parametrize(
+    "arguments, advice",
+    [
+        (["--index-url", "http://127.0.0.1:9/simple", "--retries", "1"], "did not answer"),
+        (["--no-index"], "No version of it fits"),
+    ],
+)
+def test_a_failing_pip_is_explained(plain, tmp_path, arguments, advice, capfd):
+    plain.setattr(install, "LOG", tmp_path / "setup.log")
+    with pytest.raises(install.SetupError, match=advice):
+        install.pip("a package", *arguments, "no-such-package-here", isolated=True)
+    assert "no-such-package-here" in capfd.readouterr().err  # pip's own error is not hidden
+
+
+def test_a_disk_that_fills_up_is_explained():
+    assert "disk is full" in install.diagnose("OSError: [Errno 28] No space left on device")
+
+
+def test_colabs_torch_is_never_replaced(plain):
+    plain.setenv("COLAB_GPU", "1")
+    plain.setattr(environment, "version_of", lambda name: "2.6.0+cu124")
+    plain.setattr(install, "pip", lambda *arguments, **options: pytest.fail("pip was called"))
+    with pytest.raises(install.SetupError, match=r"torch 2\.6\.0.*left alone.*new runtime"):
+        install.install_torch([T4])
+
+
+@pytest.mark.parametrize("cpu_index_works", [True, False])
+def test_without_a_gpu_torch_is_the_cpu_build(plain, cpu_index_works):
+    calls = []
+
+    def pip(what, *arguments, required=True, isolated=False):
+        calls.append((arguments, required, isolated))
+        return required or cpu_index_works
+
+    plain.setattr(environment, "version_of", lambda name: None)
+    plain.setattr(install, "pip", pip)
+    install.install_torch([])
+    assert install.CPU_INDEX in calls[0][0] and calls[0][2]
+    assert [arguments for arguments, *_ in calls[1:]] == ([] if cpu_index_works else [(install.CPU_TORCH,)])
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# stands for Python 3.12: it logs its calls, and makes environments that hold itself
+echo "$0 $*" >> "$CALLS"
+case "$1 $2" in
+  "-V "*) echo "Python 3.12.0" ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+  "-m helpers.machine.install") [ "$3" != --check ] || exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(plain, tmp_path):
+    """setup(*arguments, **variables) -> (CompletedProcess, calls), in a copy with only fake Pythons."""
+    folder, tools = tmp_path / "a checkout", tmp_path / "bin"
+    folder.mkdir()
+    tools.mkdir()
+    shutil.copy(environment.ROOT / "colab_setup.sh", folder)
+    for name in ("python3.13", "python3.10"):
+        (tools / name).write_text(FAKE_PYTHON)
+        (tools / name).chmod(0o755)
+    for name in ("bash", "env", "dirname", "grep", "mkdir", "cp", "touch", "rm", "sed", "head", "cat"):
+        (tools / name).symlink_to(shutil.which(name))
+
+    def setup(*arguments, **variables):
+        log = tmp_path / "calls"
+        log.write_text("")
+        done = subprocess.run(
+            ["bash", "colab_setup.sh", *arguments],
+            cwd=folder,
+            env={"PATH": str(tools), "CALLS": str(log), **variables},
+            capture_output=True,
+            text=True,
+        )
+        return done, log.read_text().replace(str(tmp_path), "").splitlines()
+
+    setup.folder, setup.tools = folder, tools
+    return setup
+
+
+def test_the_newest_python_makes_the_environment_once(checkout):
+    done, calls = checkout()
+    assert done.returncode == 0 and "ready" in done.stdout, done.stderr
+    assert "/bin/python3.13 -m venv .venv" in calls
+    assert calls[-1] == "/a checkout/.venv/bin/python -m helpers.machine.install --group run --group test"
+    done, calls = checkout("run", "--quick")
+    assert done.returncode == 0 and not any("-m venv" in call for call in calls)
+    assert calls[-1] == "/a checkout/.venv/bin/python -m helpers run --quick"
+
+
+def test_a_named_python_is_used_and_replaces_another_version(checkout):
+    checkout()
+    other = checkout.tools / "python3.10"
+    other.write_text(FAKE_PYTHON.replace("3.12.0", "3.10.9"))
+    done, calls = checkout("test", "-k", "one two", PYTHON=str(other))
+    assert f"/bin/{other.name} -m venv .venv" in calls
+    assert calls[-1] == "/a checkout/.venv/bin/python -m pytest -k one two"
+
+
+def test_a_named_python_that_has_everything_is_used_as_it_is(checkout):
+    complete = checkout.tools / "python3.10"
+    complete.write_text(FAKE_PYTHON.replace("|| exit 1", "|| exit 0"))
+    done, calls = checkout(PYTHON=str(complete))
+    assert done.returncode == 0 and not checkout.folder.joinpath(".venv").exists()
+    assert calls[-1] == "/bin/python3.10 -m helpers.machine.install --check"
+
+
+def test_in_colab_the_running_python_is_used(checkout):
+    python = str(checkout.tools / "python3.10")
+    done, calls = checkout("run", PYTHON=python, COLAB_RELEASE_TAG="release")
+    assert done.returncode == 0 and not checkout.folder.joinpath(".venv").exists()
+    assert calls[-2:] == [
+        "/bin/python3.10 -m helpers.machine.install --group run",
+        "/bin/python3.10 -m helpers run",
+    ]
+
+
+def test_without_a_suitable_python_the_setup_says_so(checkout):
+    for name in ("python3.13", "python3.10"):
+        (checkout.tools / name).write_text("#!/bin/sh\nexit 1\n")
+    done, _ = checkout()
+    assert done.returncode == 1 and "no Python 3.10 to 3.13 found" in done.stderr
+    done, _ = checkout(PYTHON=str(checkout.tools / "python3.10"))
+    assert done.returncode == 1 and "is not Python 3.10 to 3.13" in done.stderr
+
+
+def test_a_failed_installation_stops_everything(checkout):
+    python = checkout.tools / "python3.13"
+    python.write_text(
+        FAKE_PYTHON.replace(
+            "esac", '  "-m helpers.machine.install") ;;\nesac\n[ "$2" != helpers.machine.install ]'
+        )
+    )
+    done, calls = checkout("run")
+    assert done.returncode != 0 and "helpers.machine.install" in calls[-1]
+
+
+def test_an_unknown_word_shows_how_to_use_it(checkout):
+    done, calls = checkout("tset")
+    assert done.returncode == 2 and "bash colab_setup.sh test" in done.stdout and not calls
+
+
+@pytest.mark.parametrize("command", [["check", "--output-format=concise"], ["format", "--check"]])
+def test_the_repository_is_lint_free(command):
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *command, "."], cwd=environment.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,107 @@
+import math
+
+import pytest
+import torch
+
+from helpers.measure import ceilings
+
+SIZES = (8, 64 * 40, 65_536, 65_536 + 40)  # one word, mid-program, whole programs, one word over
+
+
+def buffers(numel, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    blocks = -(-numel // 64)
+    weight = torch.randint(0, 256, (numel // 2, 1), dtype=torch.uint8, generator=generator)
+    absmax = torch.randint(0, 256, (blocks,), dtype=torch.uint8, generator=generator)
+    absmax2 = torch.randn(-(-blocks // 256), generator=generator)
+    return [tensor.to(device) for tensor in (weight, absmax, absmax2)]
+
+
+def run(kernel, numel, choice, device, dtype=torch.bfloat16):
+    """The output with a guard of NaN on both sides, as 32-bit integers."""
+    guarded = torch.full((numel + 32,), math.nan, dtype=dtype, device=device)
+    kernel(*buffers(numel, device), guarded[16 : 16 + numel], **choice)
+    assert guarded[:16].isnan().all() and guarded[16 + numel :].isnan().all()
+    return guarded[16 : 16 + numel].view(torch.int32).view(-1, 4)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("choice", ceilings.variants("cuda"), ids=str)
+def test_triton_floor_writes_what_it_read(numel, choice, device):
+    expected = ceilings.oracle(*buffers(numel, device), numel, choice["words"], choice["threads"])
+    assert torch.equal(run(ceilings.triton_floor, numel, choice, device), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("choice", ceilings.variants("cuda"), ids=str)
+def test_cuda_floor_writes_the_same(numel, choice, device):
+    if ceilings.cuda_missing():
+        pytest.skip(ceilings.cuda_missing())
+    mine, theirs = (
+        run(kernel, numel, choice, device) for kernel in (ceilings.cuda_floor, ceilings.triton_floor)
+    )
+    assert torch.equal(mine, theirs)
+
+
+def test_every_byte_that_is_read_shows_in_the_output():
+    numel, words, threads = 2 * 16_384, 2, 128
+    tensors = buffers(numel, "cpu")
+    before = ceilings.oracle(*tensors, numel, words, threads).clone()
+    for tensor in tensors:
+        raw = tensor.view(-1).view(torch.uint8)
+        for index in {0, 1, raw.numel() // 2, raw.numel() - 1}:
+            raw[index] ^= 255
+            assert not torch.equal(ceilings.oracle(*tensors, numel, words, threads), before)
+            raw[index] ^= 255
+
+
+def test_bytes_moved_is_the_formats_sum():
+    numel = 16_384 * 10
+    assert ceilings.bytes_moved(numel) == numel * (0.5 + 1 / 64 + 4 / 16_384 + 2)
+    assert ceilings.bytes_moved(numel, itemsize=4) - ceilings.bytes_moved(numel) == 2 * numel
+    assert ceilings.bytes_moved(numel, nested=False) == numel * (0.5 + 4 / 64 + 2)
+    assert ceilings.bytes_moved(2**30) / 2**30 == pytest.approx(2.516, abs=5e-4)
+
+
+def test_bytes_moved_rounds_partial_blocks_up():
+    assert ceilings.bytes_moved(65) == 33 + 2 + 4 + 130
+    assert ceilings.bytes_moved(16_385) == 8193 + 257 + 8 + 2 * 16_385
+
+
+@pytest.mark.parametrize("short", range(3))
+def test_buffers_that_are_too_short_are_refused(short):
+    tensors = buffers(65_536, "cpu")
+    tensors[short] = tensors[short][:-1]
+    with pytest.raises(ValueError, match=("weight", "absmax", "absmax2")[short]):
+        ceilings.triton_floor(*tensors, torch.empty(65_536, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        torch.empty(65_540, dtype=torch.float16),
+        torch.empty(65_536),
+        torch.empty(65_536, 2, dtype=torch.float16)[:, 0],
+    ],
+    ids=["not a multiple of 8", "32 bits", "strided"],
+)
+def test_outputs_it_cannot_fill_are_refused(out):
+    with pytest.raises(ValueError, match="16-bit output"):
+        ceilings.triton_floor(*buffers(65_536, "cpu"), out)
+
+
+def test_variants_cover_the_launch_choices():
+    cuda = ceilings.variants("cuda")
+    assert {v["words"] for v in cuda} == {1, 2, 4, 8} and {v["threads"] for v in cuda} == {128, 256}
+    assert len(cuda) == 16 and len({tuple(v.items()) for v in cuda}) == 16
+    assert all(v in cuda for v in ceilings.variants("triton"))
+    assert all(
+        v in ceilings.variants(kind) for kind in ("cuda", "triton") for v in ceilings.variants(kind, True)
+    )
+
+
+def test_why_cuda_is_missing_is_said_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "GPU" in ceilings.cuda_missing()

@@ -1,0 +1,54 @@
+"""The kernel compiles as expected with the oldest Triton, Colab's and the newest; others with -m optin."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import triton_versions  # noqa: E402
+
+from helpers.machine import environment  # noqa: E402
+
+COLAB = "3.6.0"
+IN_CI = (triton_versions.OLDEST, COLAB, triton_versions.NEWEST_SEEN)
+
+
+def check(version):
+    try:
+        triton_versions.install(version)
+    except RuntimeError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"needs the package registry: {error}")
+    rows, wrong = triton_versions.check(version)
+    assert not wrong, "\n".join(wrong)
+    assert len(rows) == 9
+
+
+@pytest.mark.parametrize("version", IN_CI)
+def test_oldest_colab_and_newest(version):
+    check(version)
+
+
+@pytest.mark.optin
+@pytest.mark.parametrize("version", [v for v in triton_versions.VERSIONS if v not in IN_CI])
+def test_every_other_version(version):
+    check(version)
+
+
+@pytest.mark.parametrize("version", ["2.3.1", "3.1.0", "3.2.0"])
+def test_a_triton_too_old_is_refused_at_import_with_the_fix(version):
+    code = f"import triton; triton.__version__ = {version!r}; from helpers.nf4 import kernel as nf4_kernel; nf4_kernel"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=environment.ROOT, timeout=120
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 1 and last.startswith("ImportError")
+    assert version in last and "3.3" in last and "pip install" in last
+
+
+def test_the_oldest_version_is_what_the_environment_says():
+    assert environment.release(triton_versions.OLDEST)[:2] == environment.MIN_TRITON
