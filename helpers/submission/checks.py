@@ -541,7 +541,7 @@ def _eviction(ptx):
 def _namespace(candidate):
     """The globals in which the candidate was defined, with the kernel and its companions."""
     names = getattr(candidate, "__globals__", {})
-    missing = [name for name in (KERNEL, "settings", "force", "compile_spec") if name not in names]
+    missing = [name for name in (KERNEL, "settings", "force", ) if name not in names]
     if missing:
         raise LookupError(f"no {', '.join(missing)} beside {candidate!r}: pass your_dequantize_nf4 itself")
     return names

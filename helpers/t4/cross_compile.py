@@ -112,11 +112,12 @@ def _build_ours(request) -> dict:
     import torch
 
     from helpers.nf4 import kernel as nf4_kernel
+    from helpers.t4 import compile_spec
 
     module, arch = nf4_kernel, request["arch"]
     spec_keys = request.keys() - {"source", "arch", "out_dtype", "nested", "force"}
     with module.force(**decisions(module, arch) | request.get("force", {})):
-        spec = module.compile_spec(
+        spec = compile_spec.compile_spec(
             getattr(torch, request["out_dtype"]),
             request["nested"],
             settings=module.settings(),

@@ -167,7 +167,7 @@ def _case(module, what: str, dtype, nested: bool, device, arch: int) -> dict:
     import torch
     from bitsandbytes.functional import dequantize_4bit
 
-    from helpers.t4 import cross_compile, sass
+    from helpers.t4 import compile_spec, cross_compile, sass
 
     if what == CASES[0]:
         weight, state = _all_codes(nested, dtype, device)
@@ -178,7 +178,7 @@ def _case(module, what: str, dtype, nested: bool, device, arch: int) -> dict:
     around = torch.full((numel + 2 * _GUARD,), math.nan, dtype=dtype, device=device)
     out = around[_GUARD : _GUARD + numel].view(state.shape)
     with module.force(**cross_compile.decisions(module, arch)):
-        grid, args = module.launch_arguments(weight, state, out)
+        grid, args = compile_spec.launch_arguments(weight, state, out)
         small = numel <= module.settings().small
     compiled = sass.compile_kernel(dtype, nested, arch, tail=numel % 8 != 0, small=small)
     run_ptx(compiled.ptx, compiled.name, grid, compiled.num_warps, args, compiled.shared)

@@ -19,7 +19,7 @@ from helpers.machine import environment
 from helpers.oracle import reference
 from helpers.stress import mutants
 from helpers.submission import checks
-from helpers.t4 import cross_compile
+from helpers.t4 import compile_spec, cross_compile
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -235,7 +235,7 @@ def ptx_for_t4(kernel):
     from triton.backends.compiler import GPUTarget
 
     with kernel.force(card="t4", asm=True):
-        spec = kernel.compile_spec(torch.float16, settings=kernel.settings())
+        spec = compile_spec.compile_spec(torch.float16, settings=kernel.settings())
     source = triton.compiler.ASTSource(spec["fn"], spec["signature"], spec["constexprs"], spec["attrs"])
     return triton.compile(source, target=GPUTarget("cuda", 75, 32), options=spec["options"]).asm["ptx"]
 
