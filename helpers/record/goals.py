@@ -1,151 +1,161 @@
-"""The table of speed targets, filled from one benchmark result."""
+"""The speed goals, and what one benchmark result says of each."""
 
-SMALLEST, LARGEST = 2**16, 2**30  # elements: the span in which no size may be slower than Unsloth today
-TARGET_SIZES = (4_194_304, 16_777_216, 58_720_256, 234_881_024)  # elements, each with a share to reach
+import statistics
+from typing import NamedTuple
+
+from helpers.record.names import BYTE_MOVER, CEILINGS, DTYPES, LARGEST, SHARES, SMALLEST, label, size_text
+from helpers.record.results import Benchmark, GpuCase, ratio
+
 ROUNDS = 1000  # of the official protocol
 NOT_MEASURED = "not measured"
-DTYPES = ("float16", "bfloat16")
-FLOORS = {"floor_cuda": "CUDA C", "floor_triton": "Triton"}  # the ceiling to use, the stricter one first
-HEADER = ("target", "Unsloth today", "ours", "must reach", "met")
+HEADER = ("goal", "Unsloth today", "ours", "must reach", "met")
+HOST_SHAPE, HOST_DTYPE = (1024, 4096), "bfloat16"  # the smallest official layer: there a call weighs most
 
 
-def size_text(numel: int) -> str:
-    """65536 -> '64K', 2**30 -> '1G', 58720256 -> '58.7M' (decimal where it is no power of two)."""
-    for unit, scale in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
-        if numel >= scale and numel.bit_count() == 1:
-            return f"{numel // scale}{unit}"
-    return f"{numel / 1e6:.3g}M" if numel >= 1e6 else f"{numel / 1e3:.3g}k"
+class Goal(NamedTuple):
+    """A row of texts; `met` is None where there is no verdict."""
+
+    name: str
+    today: str
+    ours: str
+    must_reach: str
+    met: bool | None
 
 
-def _row(name: str, today: str | None, ours: str | None, must_reach: str, met: bool | None) -> dict:
-    texts = {"unsloth_today": today, "ours": ours}
-    filled = {key: NOT_MEASURED if text is None else text for key, text in texts.items()}
-    return {"name": name, **filled, "must_reach": must_reach, "met": None if ours is None else met}
+def _goal(name: str, today: str | None, ours: str | None, must_reach: str, met: bool | None) -> Goal:
+    verdict = None if ours is None else met
+    return Goal(name, today or NOT_MEASURED, ours or NOT_MEASURED, must_reach, verdict)
 
 
-def _number(value: float | None, digits: int = 2, unit: str = "") -> str | None:
+def _text(value: float | None, digits: int = 2, unit: str = "") -> str | None:
     return None if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _pair(values: list[float | None], digits: int) -> str | None:
+def _pair(values: list[float | None], digits: int = 3) -> str | None:
     return None if None in values else " / ".join(f"{value:.{digits}f}" for value in values)
 
 
-def _protocol(data: dict) -> list[dict]:
-    found = data.get("protocol", {})
-    rows = []
-    for baseline, label, bar in (
-        ("unsloth_today", "Unsloth today", 1.60),
-        ("unsloth_classic", "Unsloth classic", 2.00),
-    ):
-        ours, today = (
-            found.get("entries", {}).get(name, {}).get("speedup_over", {}).get(baseline)
-            for name in ("kernel", "unsloth_today")
-        )
-        name, met = f"official protocol, speedup over {label}", ours is not None and ours >= bar
-        if found.get("rounds", ROUNDS) < ROUNDS:
-            name, met = f"{name} ({found['rounds']} rounds only)", None
-        rows.append(_row(name, _number(today), _number(ours), f">= {bar:.2f}", met))
-    return rows
+def _protocol(data: Benchmark) -> list[Goal]:
+    goals, found = [], data.protocol
+    short = f" ({found.rounds} rounds only)" if found and found.rounds < ROUNDS else ""
+    for baseline, bar in (("unsloth_today", 1.60), ("unsloth_classic", 2.00)):
+        ours, today = (found and found.speedup(name, baseline) for name in ("kernel", "unsloth_today"))
+        name = f"official protocol, speedup over {label(baseline)}{short}"
+        met = None if short else (ours or 0) >= bar
+        goals.append(_goal(name, _text(today), _text(ours), f">= {bar:.2f}", met))
+    mover = data.byte_mover
+    share = mover and mover.share
+    name = f"official protocol, share of a kernel that {label(BYTE_MOVER)} on the same launch path"
+    met = None if mover and mover.rounds < ROUNDS else (share or 0) >= 0.95
+    return [*goals, _goal(name, None, _text(share), ">= 0.95", met)]
 
 
-def _host(data: dict) -> list[dict]:
-    cases = {(*case["shape"], case["dtype"]): case for case in data.get("host", {}).get("cases", [])}
-    case = cases.get((1024, 4096, "bfloat16"), {})
-    rows = []
-    for what, label in (("returned", "until the call returns"), ("synchronized", "with a synchronize")):
-        ours, today = (case.get(what, {}).get(name, {}).get("ratio") for name in ("kernel", "unsloth_today"))
-        name = f"host time {label}, 1024x4096 bf16, over allocate + fill"
-        met = ours is not None and ours <= 1.05
-        rows.append(_row(name, _number(today), _number(ours), "<= 1.05", met))
-    return rows
+def _host(data: Benchmark) -> list[Goal]:
+    cases = data.host.cases if data.host else []
+    case = next((c for c in cases if (c.shape, c.dtype) == (HOST_SHAPE, HOST_DTYPE)), None)
+    goals = []
+    for moment, words in (("returned", "until the call returns"), ("synchronized", "with a synchronize")):
+        rows = getattr(case, moment) if case else {}
+        ours, today = (ratio(rows, name, "empty_strided + fill_") for name in ("kernel", "unsloth_today"))
+        name = f"host time {words}, 1024x4096 bf16, over allocate + fill"
+        goals.append(_goal(name, _text(today), _text(ours), "<= 1.05", (ours or 9) <= 1.05))
+    return goals
 
 
-def _shares(data: dict) -> list[dict]:
+def _cases(data: Benchmark) -> dict[tuple[int, str], GpuCase]:
+    return {(case.numel, case.dtype): case for case in data.gpu.sizes if case.rows} if data.gpu else {}
+
+
+def _shares(data: Benchmark) -> list[Goal]:
     """Share of the speed of the kernel without arithmetic; both dtypes must reach the bar."""
-    cases = {(case["numel"], case["dtype"]): case for case in data.get("gpu", {}).get("sizes", [])}
-    kind = next((k for k in FLOORS if any(k in case.get("share", {}) for case in cases.values())), None)
-    rows = []
-    for numel in TARGET_SIZES:
-        bar = 0.90 if numel == TARGET_SIZES[0] else 0.97
-        shares = [cases.get((numel, dtype), {}).get("share", {}).get(kind, {}) for dtype in DTYPES]
-        ours, today = ([share.get(name) for share in shares] for name in ("kernel", "unsloth_today"))
-        name = f"GPU time, share of a no-arithmetic {FLOORS.get(kind, 'CUDA C')} kernel, {numel / 1e6:.3g}M"
+    cases = _cases(data)
+    kind = next((kind for kind in CEILINGS if any(kind in case.rows for case in cases.values())), None)
+    language = label(kind or next(iter(CEILINGS))).removeprefix("ceiling, ")
+    goals = []
+    for numel, bar in SHARES.items():
+        rows = [cases[numel, dtype].rows if (numel, dtype) in cases else {} for dtype in DTYPES]
+        ours, today = ([ratio(row, kind, name) for row in rows] for name in ("kernel", "unsloth_today"))
+        name = (
+            f"GPU time, share of a no-arithmetic {language} kernel, {numel / 1e6:.3g}M elements, fp16 / bf16"
+        )
         met = None not in ours and min(ours) >= bar
-        name += " elements, fp16 / bf16"
-        rows.append(_row(name, _pair(today, 3), _pair(ours, 3), f">= {bar:.2f}", met))
-    return rows
+        goals.append(_goal(name, _pair(today), _pair(ours), f">= {bar:.2f}", met))
+    return goals
 
 
-def _gpu(data: dict) -> list[dict]:
-    """Against Unsloth today on GPU time; no verdict unless the whole span was measured in both dtypes."""
-    gpu = data.get("gpu", {})
-    found = gpu.get("vs_unsloth_today")
-    measured = {
-        (case["numel"], case["dtype"])
-        for case in gpu.get("sizes", [])
-        if "unsloth_today" in case.get("vs", {})
-    }
-    whole = {(numel, dtype) for numel in (SMALLEST, LARGEST) for dtype in DTYPES} <= measured
-    span = f"{size_text(SMALLEST)} to {size_text(LARGEST)} elements"
-    lowest = mean = today = worst = None
-    if found:
-        sizes = [numel for numel, _ in measured]
-        span = f"{size_text(min(sizes))} to {size_text(max(sizes))} elements, {found['cases']} cases"
-        lowest, mean, today = found["lowest"], found["geometric_mean"], "1.00"
-        worst = f"{lowest:.3f} (at {size_text(found['lowest_at'][0])} {found['lowest_at'][1]})"
+def against_today(data: Benchmark) -> dict[tuple[int, str], float]:
+    """{(elements, dtype): GPU time of Unsloth today over ours}, of all sizes that have both."""
+    found = {key: ratio(case.rows, "unsloth_today", "kernel") for key, case in _cases(data).items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _gpu(data: Benchmark) -> list[Goal]:
+    """The lowest ratio and the mean; no verdict unless the whole span was measured in both dtypes."""
+    ratios = against_today(data)
+    whole = {(numel, dtype) for numel in (SMALLEST, LARGEST) for dtype in DTYPES} <= ratios.keys()
+    sizes = [numel for numel, _ in ratios] or [SMALLEST, LARGEST]
+    span = f"{size_text(min(sizes))} to {size_text(max(sizes))} elements"
+    low = mean = lowest = None
+    if ratios:
+        (numel, dtype), low = min(ratios.items(), key=lambda item: item[1])
+        mean = statistics.geometric_mean(ratios.values())
+        lowest = f"{low:.3f} (at {size_text(numel)} {DTYPES[dtype]})"
     return [
-        _row(f"{name}, {span}", today, text, must_reach, (value or 0) >= bar if whole else None)
-        for name, value, text, must_reach, bar in (
-            ("GPU time, speedup over Unsloth today, lowest", lowest, worst, ">= 1.00", 1.00),
-            ("GPU time, speedup over Unsloth today, geometric mean", mean, _number(mean, 3), ">= 1.10", 1.10),
+        _goal(f"GPU time, speedup over Unsloth today, {what}, {span}", ratios and "1.00", text, bar, verdict)
+        for what, text, bar, verdict in (
+            ("lowest", lowest, ">= 1.00", low >= 1 if whole else None),
+            ("geometric mean", _text(mean, 3), ">= 1.10", mean >= 1.1 if whole else None),
         )
     ]
 
 
-def _sass(data: dict) -> list[dict]:
-    found = data.get("sass", {}).get("rows", {})
-    ours, today = ([found.get(dtype, {}).get(name) for dtype in DTYPES] for name in ("ours", "unsloth_today"))
-    missed = [text for row in found.values() for text in row["over_budget"]]
-    name = "SASS for sm_75, instructions per output element above 2M elements, fp16 / bf16"
-    bar = "<= 7 / 9, no shared memory, no spills, 128-bit stores"
-    return [_row(name, _pair(today, 2), _pair(ours, 2), bar, not missed)]
+def _compile(data: Benchmark) -> list[Goal]:
+    """The worst of all numbers of tokens, forward and with backward."""
+    cases = data.compile.cases if data.compile else []
+    goals = []
+    for words, reference, way, must_reach, bar in (
+        ("over this kernel eager", "kernel", "eager", "<= 1.00", 1.0),
+        ("under Unsloth today compiled", "unsloth_today", "compiled", ">= 1.20", 1.2),
+        ("under bitsandbytes compiled", "bitsandbytes", "compiled", ">= 2.20", 2.2),
+    ):
+        name = f"torch.compile, 24 weights and products, this kernel compiled {words}, worst case"
+        times = [(case.compiled.get("kernel"), getattr(case, way).get(reference)) for case in cases]
+        if not times or any(None in pair for pair in times):
+            goals.append(_goal(name, None, None, must_reach, None))
+            continue
+        own = reference == "kernel"
+        ratios = [ours.p50 / other.p50 if own else other.p50 / ours.p50 for ours, other in times]
+        worst = max(ratios) if own else min(ratios)
+        goals.append(_goal(name, None, _text(worst), must_reach, worst <= bar if own else worst >= bar))
+    return goals
 
 
-def _compiles(data: dict) -> dict:
-    found = data.get("compiles", {}).get("rows", [])
-    counts = [row["compiles"] for row in found]
-    kinds = ", ".join(f"{row['dtype']} {row['state']}" for row in found)
+def _compiles(data: Benchmark) -> Goal:
+    rows = data.compiles.rows if data.compiles else []
+    counts = [row.compiles for row in rows]
+    kinds = ", ".join(f"{row.dtype} {row.state}" for row in rows)
     name = "compiles over all layer shapes of Llama-3 8B and 70B" + (f" ({kinds})" if kinds else "")
-    met = bool(counts) and all(count == 1 for count in counts)
-    return _row(name, None, ", ".join(map(str, counts)) or None, "1 each", met)
+    return _goal(name, None, ", ".join(map(str, counts)) or None, "1 each", all(n == 1 for n in counts))
 
 
-def _cold(data: dict) -> list[dict]:
-    found = data.get("cold", {}).get("kernel", {})
-    rows = []
-    for state, label, bar in (
+def _cold(data: Benchmark) -> list[Goal]:
+    goals = []
+    for state, name, bar in (
         ("empty", "first call ever (empty caches)", 1.0),
         ("warm", "first call in a new process (warm disk cache)", 0.2),
     ):
-        seconds = found.get(state, {}).get("median", {}).get("first_call")
-        met = seconds is not None and seconds <= bar
-        rows.append(_row(label, None, _number(seconds, 2, " s"), f"<= {bar:.1f} s", met))
-    return rows
+        seconds = data.cold.kernel.median(state, "first_call") if data.cold else None
+        goals.append(_goal(name, None, _text(seconds, 2, " s"), f"<= {bar:.1f} s", (seconds or 9) <= bar))
+    return goals
 
 
-def targets(result: dict) -> list[dict]:
-    """Rows {name, unsloth_today, ours, must_reach, met}: texts, and met True, False or None (no verdict).
-
-    result: the content of a benchmark result file, or its `data`.
-    """
-    data = result.get("data", result)
-    rows = [*_protocol(data), *_host(data), *_shares(data), *_gpu(data)]
-    return [*rows, *_sass(data), _compiles(data), *_cold(data)]
+def goals(data: Benchmark) -> list[Goal]:
+    """Every goal, with what this result says of it."""
+    found = [*_protocol(data), *_host(data), *_shares(data), *_gpu(data)]
+    return [*found, *_compile(data), _compiles(data), *_cold(data)]
 
 
-def table(result: dict) -> list[list[str]]:
-    """The targets of a result as a table for `helpers.record.tables`: rows of texts, the header first."""
+def table(data: Benchmark) -> list[list[str]]:
+    """The goals as rows of texts, the header first."""
     met = {True: "yes", False: "no", None: NOT_MEASURED}
-    columns = ("name", "unsloth_today", "ours", "must_reach")
-    return [list(HEADER), *([*(row[key] for key in columns), met[row["met"]]] for row in targets(result))]
+    return [list(HEADER), *([*goal[:-1], met[goal.met]] for goal in goals(data))]

@@ -1,20 +1,159 @@
-"""What code a stored result was measured with."""
+"""What code a stored result was measured with: two hashes over the kernel's syntax, not its text.
 
+Docstrings, comments, layout and error texts change nothing. *device* is what is compiled, *host* all else
+of the kernel (plans, launch, checks, operator). The decisions taken for the card are stored beside the hashes
+and resolved again for that card, so that a choice for another card makes nothing stale.
+"""
+
+import ast
+import contextlib
+import dataclasses
 import functools
 import hashlib
+import re
+from types import SimpleNamespace
+from unittest import mock
 
-from helpers.machine.environment import ROOT
+from helpers.machine.environment import ROOT, release
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
 KERNEL = ROOT / "helpers" / "nf4" / "kernel.py"
+DEVICE_SECTIONS = ("kernel-asm", "kernel-portable", "kernel-row", "kernel-kernel")  # where none says part=
+DEVICE_NAMES = ("_constexprs",)  # compiled for, wherever they stand
+SHOWN = ("reason", "sms", "capability")  # fields of Settings that say which card it is, and decide nothing
+
+
+def sections(text: str) -> dict[str, tuple[str, str]]:
+    """{id: (part, source)} of a module in `# %%` sections; part is "device", "host" or "" where unsaid."""
+    found = {}
+    for section in re.split(r"^(?=# %%)", text, flags=re.M):
+        head, _, body = section.partition("\n")
+        named = dict(re.findall(r'(\w+)="([^"]*)"', head)) if head.startswith("# %%") else {}
+        if "id" in named:
+            found[named["id"]] = (named.get("part", ""), body)
+    return found
+
+
+class _Code(ast.NodeTransformer):
+    """Leaves what runs: no docstrings, no texts of errors."""
+
+    def visit_Raise(self, node):
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = []
+        return self.generic_visit(node)
+
+    def visit_Call(self, node):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if name.startswith("_require"):
+            texts = (ast.JoinedStr, ast.BinOp)
+            node.args = [
+                arg
+                for arg in node.args
+                if not isinstance(arg, texts)
+                and not (isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+            ]
+        return self.generic_visit(node)
+
+    def _body(self, node):
+        if ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+        return self.generic_visit(node)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Module = _body
+
+
+def _dump(node) -> str:
+    """ast.dump, the same in every Python: fields that some versions add or omit when empty are left out."""
+    if isinstance(node, ast.AST):
+        fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
+        return type(node).__name__ + str([(n, _dump(v)) for n, v in fields if v not in (None, [])])
+    return str([_dump(item) for item in node]) if isinstance(node, list) else repr(node)
+
+
+def code_hash(statements: list[ast.stmt]) -> str:
+    """First 16 hex digits of the SHA-256 over the statements' syntax."""
+    module = _Code().visit(ast.Module(body=statements, type_ignores=[]))
+    return hashlib.sha256(_dump(module).encode()).hexdigest()[:16]
+
+
+def split(text: str) -> tuple[str, str]:
+    """(device hash, host hash) of the kernel module's text."""
+    parts = {"device": [], "host": []}
+    marked = any(part for part, _ in sections(text).values())
+    for name, (part, body) in sections(text).items():
+        if not marked:
+            part = "device" if name in DEVICE_SECTIONS else "host"
+        for statement in ast.parse(body).body:
+            compiled = getattr(statement, "name", "") in DEVICE_NAMES
+            parts["device" if part == "device" or compiled else "host"].append(statement)
+    return code_hash(parts["device"]), code_hash(parts["host"])
 
 
 @functools.cache
-def source() -> str:
-    """The kernel module's text."""
-    return KERNEL.read_text(encoding="utf-8")
+def _now() -> tuple[str, str]:
+    return split(KERNEL.read_text(encoding="utf-8"))
 
 
-def kernel_hash() -> str:
-    """First 16 hex digits of the SHA-256 of source(): what every stored result is stamped with."""
-    return hashlib.sha256(source().encode()).hexdigest()[:16]
+def device() -> str:
+    return _now()[0]
+
+
+def host() -> str:
+    return _now()[1]
+
+
+def label() -> str:
+    """The kernel as it is now, as a caption shows it: eight digits of each hash."""
+    return f"{device()[:8]}.{host()[:8]}"
+
+
+def _plain(settings) -> dict:
+    """JSON types, without what only names the card."""
+    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in SHOWN}
+
+
+def kernel():
+    """The stamp of a result: the kernel as it is now, with its decisions for the card at hand."""
+    from helpers.nf4 import kernel as nf4_kernel
+    from helpers.record.results import Kernel
+
+    settings = nf4_kernel.settings()
+    facts = {"sms": settings.sms, "capability": settings.capability}
+    return Kernel(label=label(), device=device(), host=host(), settings=_plain(settings) | facts)
+
+
+def decisions(environment, sms: int) -> dict:
+    """The decisions that the kernel as it is now would take on the card of a stored environment."""
+    from helpers.nf4 import kernel as nf4_kernel
+
+    if environment.capability is None:
+        with mock.patch.multiple(nf4_kernel, INTERPRETED=True):
+            return _plain(nf4_kernel.settings(_unused()))
+    major, minor = environment.capability
+    card = SimpleNamespace(name=environment.gpu, major=major, minor=minor, multi_processor_count=sms)
+    checked = {"INTERPRETED": False, "CHECKED": True, "TRITON": release(environment.triton)[:2]}
+    force = nf4_kernel.force(card=environment.forced) if environment.forced else contextlib.nullcontext()
+    with (
+        mock.patch.multiple(nf4_kernel, **checked),
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.get_device_properties", lambda _: card),
+        force,
+    ):
+        return _plain(nf4_kernel.settings(_unused()))
+
+
+_indices = iter(range(1 << 20, 1 << 30))
+
+
+def _unused() -> int:
+    """An index that no card has: what the kernel keeps about it is nobody else's."""
+    return next(_indices)
+
+
+def device_changed(result) -> bool:
+    """Whether what was compiled for a stored result differs from what would be compiled for it now."""
+    stamp = result.kernel
+    if stamp.device != device():
+        return True
+    stored = {name: value for name, value in stamp.settings.items() if name not in SHOWN}
+    return stored != decisions(result.environment, stamp.settings["sms"])

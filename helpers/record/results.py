@@ -1,28 +1,575 @@
-"""Result files: JSON with `environment`, `kernel_hash` and `data`, one folder a card under results/."""
+"""Result files: their typed schema, one reader and one writer. One folder a card under results/.
 
-import json
+A file holds `environment`, `kernel` (which one was measured) and `data`, whose type follows from the file's
+name (`SCHEMA`). A figure that is not in such a file is not shown anywhere.
+"""
+
+import statistics
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from helpers.record import hashes
+import msgspec
+
 from helpers.machine import environment
 
+EARLIER = "measured with an earlier kernel"
 
-def write(name: str, data, folder: Path | None = None) -> Path:
-    """Store `data` (JSON-serializable) with today's environment and kernel hash. `folder` defaults to this
-    card's folder under results/. Returns the file's path."""
-    folder = Path(folder) if folder else environment.result_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name.removesuffix('.json')}.json"
-    content = {"environment": environment.describe(), "kernel_hash": hashes.kernel_hash(), "data": data}
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+class Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """What every part of a result file is made of: a misspelt or unknown key is an error."""
+
+
+class Times(Record):
+    """Microseconds of one call over the rounds of an interleaved run."""
+
+    p50: float
+    rounds: int
+    p20: float | None = None  # of ten rounds or more
+    p80: float | None = None
+    repeats: list[float] = []  # all of them, of fewer than ten rounds
+    bytes: int | None = None  # that must cross DRAM
+    way: str = ""  # of GPU times: graph or profiler
+    variant: str = ""  # of a ceiling: the launch choice that was the fastest
+
+    @classmethod
+    def of(cls, seconds: list[float], bytes: int | None = None, **more: str) -> "Times":
+        """From seconds by round. ValueError when there are none."""
+        if not seconds:
+            raise ValueError("times of nothing: at least one round is needed")
+        us = sorted(1e6 * value for value in seconds)
+        spread = {"repeats": [1e6 * value for value in seconds]}
+        if len(us) >= 10:  # values that were measured, nothing between them
+            spread = {"p20": us[round(0.2 * (len(us) - 1))], "p80": us[round(0.8 * (len(us) - 1))]}
+        return cls(p50=statistics.median(us), rounds=len(us), bytes=bytes, **spread, **more)
+
+    @property
+    def gb_s(self) -> float:
+        return self.bytes / self.p50 / 1e3
+
+
+Rows = dict[str, Times]
+
+
+def ratio(rows: Rows, numerator: str, denominator: str) -> float | None:
+    """The canonical ratio: medians of interleaved rounds, divided. None where either was not measured."""
+    if numerator not in rows or denominator not in rows:
+        return None
+    return rows[numerator].p50 / rows[denominator].p50
+
+
+# --- helpers bench ---
+
+
+class Baseline(Record):
+    label: str
+    version: str | None
+    absent: str  # why it could not be measured; "" when it was
+
+
+class Parts(Record):
+    """Where the microseconds of one call go; `kernels` is None where they cannot be counted."""
+
+    allocations: int
+    kernels: int | None
+    returned_us: float
+    wait_us: float
+    allocate_us: float
+    launch_us: float | None = None
+    rest_us: float | None = None
+
+
+class HostCase(Record):
+    shape: tuple[int, int]  # (out_features, in_features), of one layer
+    dtype: str
+    calls_a_round: int
+    returned: Rows  # until the call returns
+    synchronized: Rows  # with a synchronize
+    failures: dict[str, str] = {}
+
+
+class Host(Record):
+    cases: list[HostCase]
+    units: Rows  # single steps that a call is made of
+    parts: dict[str, Parts]
+    steps: Rows = {}  # our call with one of its shortcuts taken away, until it returns
+
+
+class Entry(Record):
+    """One contestant of the official protocol. `seconds[i]` is repeat i over all configurations."""
+
+    label: str
+    seconds: list[float]
+    per_config: dict[str, list[float]]
+    identical: bool | None = None  # every checked weight equal bit for bit
+    version: str | None = None
+    failure: str = ""
+    reason: str = ""
+    note: str = ""
+
+    @property
+    def p50(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+class Protocol(Record):
+    entries: dict[str, Entry]
+    rounds: int
+    repeats: int
+    checked_against: str
+    device: str
+    configs: list[str]
+
+    def speedup(self, name: str, baseline: str) -> float | None:
+        """Median seconds of `baseline` over those of `name`; None where either has no time."""
+        mine, theirs = (self.entries[n].p50 if n in self.entries else None for n in (name, baseline))
+        return theirs / mine if mine and theirs else None
+
+
+class ByteMover(Record):
+    """The official protocol's timed rounds with a kernel that only moves the bytes, on our launch path."""
+
+    rounds: int
+    configs: list[str]
+    seconds: dict[str, list[float]]  # kernel, byte_mover: one value a repeat, over all configurations
+
+    @property
+    def share(self) -> float:
+        """Of the byte-mover's speed that the kernel reaches."""
+        return statistics.median(self.seconds["byte_mover"]) / statistics.median(self.seconds["kernel"])
+
+
+class GpuCase(Record):
+    """GPU time of one size. `skipped` says why nothing was measured."""
+
+    shape: tuple[int, int]
+    numel: int
+    dtype: str
+    buffers: int  # sets that the calls rotate through
+    bytes_rotated: int = 0
+    rows: Rows = {}
+    layers: list[str] = []  # that have this size
+    variants: dict[str, float] = {}  # of the ceilings, p50
+    not_captured: dict[str, str] = {}
+    failures: dict[str, str] = {}
+    absent: dict[str, str] = {}
+    skipped: str = ""
+
+
+class Gpu(Record):
+    sizes: list[GpuCase]
+    layers: list[GpuCase]
+    l2_bytes: int | None = None
+
+
+class GemmCase(Record):
+    shape: tuple[int, int]
+    layer: str
+    tokens: int
+    dtype: str
+    units_in_graph: int
+    rows: Rows
+    failures: dict[str, str] = {}
+
+
+class Gemm(Record):
+    cases: list[GemmCase]
+
+
+class Starts(Record):
+    """Seconds of each step of fresh processes, one dictionary a process."""
+
+    empty: list[dict[str, float]]  # Triton's cache was empty
+    warm: list[dict[str, float]]  # ... filled by another process
+
+    def median(self, state: str, step: str) -> float:
+        """state: 'empty' or 'warm'."""
+        return statistics.median(run[step] for run in getattr(self, state))
+
+
+class Cold(Record):
+    kernel: Starts
+    trivial: Starts | None = None  # a kernel that stores one number: Triton's own share
+
+
+class CompileCount(Record):
+    dtype: str
+    state: str  # nested or flat
+    shapes: int
+    compiles: int
+    specializations: int | None = None
+
+
+class Compiles(Record):
+    rows: list[CompileCount]
+    shapes: list[tuple[int, int]]
+
+
+class AblationCase(Record):
+    numel: int
+    dtype: str
+    bytes_rotated: int
+    rows: Rows  # "as chosen", and one decision changed at a time
+    failures: dict[str, str] = {}
+
+
+class Ablation(Record):
+    cases: list[AblationCase]
+
+
+class CompileCase(Record):
+    """24 weights, each followed by its product, eager and under one torch.compile."""
+
+    tokens: int
+    backward: bool
+    eager: Rows
+    compiled: Rows
+    failures: dict[str, str] = {}
+
+
+class Compile(Record):
+    weights: int
+    shape: tuple[int, int]
+    dtype: str
+    cases: list[CompileCase]
+    call_eager: Rows  # one dequantization alone, until it returns
+    call_compiled: Rows
+    failures: dict[str, str] = {}
+
+
+class CallCost(Record):
+    """What one call executes in Python, free of noise."""
+
+    bytecodes: int
+    python_calls: int
+    c_calls: int
+
+
+class Benchmark(Record):
+    """A section that was not measured is None, and `not_measured` or `failed` says why."""
+
+    quick: bool
+    baselines: dict[str, Baseline] = {}
+    host: Host | None = None
+    call_cost: dict[str, CallCost] | None = None
+    protocol: Protocol | None = None
+    byte_mover: ByteMover | None = None
+    gpu: Gpu | None = None
+    gemm: Gemm | None = None
+    compile: Compile | None = None
+    cold: Cold | None = None
+    compiles: Compiles | None = None
+    ablation: Ablation | None = None
+    not_measured: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    seconds: dict[str, float] = {}  # by section
+    measured_apart: dict[str, str] = {}  # section: when, where sections of several runs were merged
+    unsloth_fused: bool | None = None  # Unsloth's fused kernel was in use to the end
+
+
+# --- the other commands ---
+
+
+class Evidence(Record):
+    criterion: str
+    passed: bool | None
+    details: dict[str, Any] = {}
+    needs: str = ""
+    text: str = ""
+
+
+class ScoreLine(Record):
+    name: str
+    points: dict[str, int | None]  # classic, today
+    best: int
+    evidence: str
+
+
+class Score(Record):
+    headline: str
+    totals: dict[str, int]
+    maximum: int
+    lines: list[ScoreLine]
+    also: dict[str, str]
+    evidence: dict[str, Evidence]
+
+
+class Cell(Record):
+    title: str
+    seconds: float
+    protocol: bool = False
+    setup: bool = False
+    not_on_a_t4: bool = False
+
+
+class NotebookRun(Record):
+    cells: list[Cell]
+
+
+class Spread(Record):
+    p20: float
+    p50: float
+    p80: float
+    low: float | None = None  # a 95% interval of the median
+    high: float | None = None
+
+
+class OtherKernel(Record):
+    kernel: str
+    ms: float
+    launches: float
+
+
+class Arm(Record):
+    """A training step with or without the kernel."""
+
+    ms: Spread
+    peak_bytes: int | None
+    gpu_ms: float
+    dequantize_ms: float
+    dequantize_launches: dict[str, float]
+    remains: list[OtherKernel]
+
+
+class TrainingSize(Record, rename={"with_": "with"}):
+    rows: int
+    length: int
+    tokens: int
+    same_bits: bool
+    repeatable: bool
+    different_results: dict[str, int]
+    strict: bool
+    without: Arm
+    with_: Arm
+    speedup: Spread
+    rounds: int
+    steps_a_round: int
+    calls: dict[str, int]  # kernel, library, fused
+
+
+class Library(Record):
+    sizes: list[TrainingSize] = []
+    host: Rows = {}
+    load_seconds: float | None = None
+    autocast: bool | None = None
+    seconds: float | None = None
+    failed: str = ""
+
+
+class Training(Record):
+    quick: bool = False
+    layers: int | None = None
+    rank: int | None = None
+    model: dict[str, int] = {}
+    libraries: dict[str, Library] = {}
+    make_seconds: float | None = None
+    not_measured: str = ""
+
+
+class Engine(Record):
+    processes: int | None = None
+    devices: list[str] = []
+    steps: int | None = None
+    step_ms: dict[str, Spread] = {}  # without, with
+    pairs: int | None = None
+    speedup: Spread | None = None
+    same_losses: bool | None = None
+    decoded_by_the_kernel: list[int] = []
+    failed: str = ""
+
+
+class SeveralGpus(Record):
+    model: dict[str, int]
+    engines: dict[str, Engine]
+
+
+class Outcome(Record):
+    outcome: str  # exact, wrong, refused, accepted or crash
+    text: str
+
+
+class Fuzz(Record):
+    cases: int
+    elements: int
+    kinds: int
+    failed: int
+    first_failures: list[Any]
+    seed: int
+    seconds: float
+    device: str
+    ways: dict[str, int]
+
+
+class SoakWindow(Record):
+    us: float
+    host: int
+    allocated: int
+    reserved: int
+
+
+class Soak(Record):
+    launches: int
+    layers: int
+    wrong: int
+    windows: list[SoakWindow]
+    seconds: float
+    grown: list[str]
+
+
+class Mutant(Record):
+    mutant: str
+    verdict: str
+    by: str
+    seconds: float
+
+
+class Mutants(Record):
+    caught: int
+    mutants: list[Mutant]
+
+
+class SuiteRun(Record):
+    passed: int
+    skipped: int
+    failed: list[str]
+    launches: dict[str, int]
+
+
+class OwnTests(Record):
+    """bitsandbytes' own tests with and without this kernel in its place."""
+
+    bitsandbytes: str
+    tests: str
+    selection: str
+    original: SuiteRun
+    substituted: SuiteRun
+    failed_only_with_this_kernel: list[str]
+
+
+SCHEMA = {
+    "benchmark": Benchmark,
+    "score": Score,
+    "notebook": NotebookRun,
+    "training": Training,
+    "several_gpus": SeveralGpus,
+    "libraries": dict[str, dict[str, Outcome]],
+    "fuzz": Fuzz,
+    "soak": Soak,
+    "mutants": Mutants,
+    "mutants_gpu": Mutants,
+    "bitsandbytes_own": OwnTests,
+}
+
+
+# --- the file ---
+
+
+class Environment(Record):
+    """What `helpers.machine.environment.describe()` says."""
+
+    gpu: str | None
+    capability: tuple[int, int] | None
+    driver: str | None
+    cuda: str | None
+    python: str
+    torch: str | None
+    triton: str | None
+    bitsandbytes: str | None
+    unsloth: str | None
+    peft: str | None
+    transformers: str | None
+    date: str
+    colab: bool
+    kaggle: bool
+    interpreter: bool
+    forced: str | None
+
+
+class Kernel(Record):
+    """Which kernel was measured: two hashes over its code, and every decision for the card at hand."""
+
+    label: str  # what a caption shows
+    device: str | None = None  # None in files from before there were two hashes
+    host: str | None = None
+    settings: dict[str, Any] = {}
+
+
+Data = TypeVar("Data")
+
+
+class Result(Record, Generic[Data], omit_defaults=False):
+    environment: Environment
+    kernel: Kernel
+    data: Data
+
+
+def now(data: Data) -> Result[Data]:
+    """A result of this machine and of the kernel as it is now."""
+    from helpers.record import hashes
+
+    facts = msgspec.convert(environment.describe(), Environment)
+    return Result(environment=facts, kernel=hashes.kernel(), data=data)
+
+
+def _file(name: str, folder: Path) -> Path:
+    return Path(folder) / f"{name.removesuffix('.json')}.json"
+
+
+def _type(name: str, schema=None):
+    return schema or SCHEMA.get(name.removesuffix(".json"), dict[str, Any])
+
+
+def write(name: str, data, folder: Path | None = None, schema=None) -> Path:
+    """Store `data`, a Record or what converts to the type of that name, and return the file's path.
+
+    folder: this card's folder under results/ by default. schema: for a file of another name than its type's.
+    Raises msgspec.ValidationError where data does not fit.
+    """
+    data = msgspec.convert(data, _type(name, schema), from_attributes=True)
+    return save(name, now(data), folder or environment.result_folder())
+
+
+def save(name: str, result: Result, folder: Path) -> Path:
+    """Store a whole result."""
+    path = _file(name, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     return path
 
 
-def read(name: str, folder: Path) -> dict:
-    """The whole file (`environment`, `kernel_hash`, `data`). Raises FileNotFoundError."""
-    return json.loads((Path(folder) / f"{name.removesuffix('.json')}.json").read_text(encoding="utf-8"))
+def read(name: str, folder: Path, schema=None) -> Result:
+    """The result stored under that name.
+
+    Raises FileNotFoundError, and msgspec.ValidationError for a file that is not of its type.
+    """
+    content = _file(name, folder).read_bytes()
+    return msgspec.json.decode(content, type=Result[_type(name, schema)])
 
 
-def stale(path: Path) -> bool:
-    """True if the file was measured with other kernel cells than the notebook has now."""
-    return json.loads(Path(path).read_text(encoding="utf-8"))["kernel_hash"] != hashes.kernel_hash()
+def find(name: str, folder: Path, schema=None) -> Result | None:
+    """`read`, or None where there is no such file."""
+    return read(name, folder, schema) if _file(name, folder).exists() else None
+
+
+def stale(result: Result, what: str = "call") -> bool:
+    """Whether the kernel has changed since, in what the figure depends on.
+
+    what: "gpu" for GPU times (they depend on what is compiled alone), "call" for everything else.
+    """
+    from helpers.record import hashes
+
+    if what not in ("gpu", "call"):
+        raise ValueError(f"what is {what!r}, expected 'gpu' or 'call'")
+    return hashes.device_changed(result) or (what == "call" and result.kernel.host != hashes.host())
+
+
+def caption(result: Result | None, what: str = "call") -> str:
+    """Card, date, kernel and versions of a result in one line; it says when the kernel is an earlier one."""
+    if result is None:
+        return "no result file"
+    facts = result.environment
+    forced = f" ({environment.forced_text(facts.forced)})" if facts.forced else ""
+    quick = ", quick run" if getattr(result.data, "quick", False) else ""
+    versions = ", ".join(f"{n} {v}" for n, v in (("torch", facts.torch), ("triton", facts.triton)) if v)
+    parts = [f"{facts.gpu or 'no GPU'}{forced}", f"{facts.date[:10]}{quick}", f"kernel {result.kernel.label}"]
+    earlier = f" ({EARLIER})" if stale(result, what) else ""
+    return " | ".join([*parts, versions]) + earlier
