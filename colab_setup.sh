@@ -4,10 +4,14 @@
 # bash colab_setup.sh test [pytest ...]    set up, run the tests
 #
 # Outside Colab and Kaggle everything goes into .venv beside this file; inside, into the running Python, with torch,
-# triton and all else that is there left as it is. PYTHON=/path/to/python chooses the Python: one that has all that
-# is needed is used as it is, any other makes the .venv. Set up again at will: nothing is installed twice.
+# triton and all else that is there left as it is. A .venv that is there is used, with pip added where it has none;
+# one that cannot be used (another Python, or none) stays untouched, and .venv-py3.12 or the like is made beside it.
+# PYTHON=/path/to/python chooses the Python: one that has all that is needed is used as it is. Set up again at will:
+# nothing is installed twice, and two set-ups at once wait for each other.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+unset CDPATH
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this folder's `helpers`, also with PYTHONSAFEPATH=1
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
 
@@ -33,21 +37,27 @@ find_python() { # the newest that can make environments, else the newest
   fail "no Python 3.10 to 3.13 found ($(python3 --version 2>&1 || true)). Install one, or name it: PYTHON=/path/to/python"
 }
 
-make_venv() {
+fits() { # FOLDER: an environment that can be used, of PYTHON's version where that is set
+  works "$1/bin/python" && { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V)" = "$("$1/bin/python" -V)" ]; }
+}
+
+make_venv() { # sets `venv`
   local python; python=$(find_python)
-  if works .venv/bin/python pip; then
-    [ -n "${PYTHON:-}" ] || return 0
-    [ "$("$python" -V)" != "$(.venv/bin/python -V)" ] || return 0
+  venv=.venv
+  if [ -e .venv ] || [ -L .venv ]; then
+    fits .venv || venv=.venv-py$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')
   fi
-  [ ! -e .venv ] || [ -f .venv/pyvenv.cfg ] || fail ".venv exists and is no Python environment: move it away."
-  echo "making .venv with $("$python" -V) ($(command -v "$python"))"
-  rm -rf .venv
-  if works "$python" ensurepip; then
-    "$python" -m venv .venv || fail "python -m venv failed (see above)."
-  else # Debian and Ubuntu pack ensurepip apart
-    "$python" -m venv --without-pip .venv 2>&1 && "$python" -m pip --python .venv/bin/python install --quiet pip ||
-      fail "this Python has no ensurepip: sudo apt install python3-venv (then run the same command again)."
+  if ! fits "$venv"; then
+    [ $venv = .venv ] || echo ".venv is not used and stays as it is: $(.venv/bin/python -V 2>&1 || true)"
+    echo "making $venv with $("$python" -V) ($(command -v "$python"))"
+    "$python" -m venv --without-pip "$venv" || fail "python -m venv $venv failed (see above)."
   fi
+  works "$venv/bin/python" pip || add_pip "$venv/bin/python" "$python" >/dev/null 2>&1 || fail "$venv has no pip and none" \
+    "could be added: sudo apt install python3-venv (or: uv pip install --python $venv pip), then run the same command again."
+}
+
+add_pip() { # ENVIRONMENT'S PYTHON, ANOTHER: Debian and Ubuntu pack ensurepip apart
+  "$1" -m ensurepip || "$2" -m pip --python "$1" install pip || uv pip install --python "$1" pip
 }
 
 mode=${1:-setup}
@@ -56,9 +66,13 @@ case $mode in
   setup) groups=() ;;
   run) groups=(--group run) ;;
   test) groups=(--group run --group test) ;;
-  *) sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]##*/}"; exit 2 ;;
+  *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]##*/}"; exit 2 ;;
 esac
 
+if mkdir -p build 2>/dev/null && { : >>build/setup.lock; } 2>/dev/null && command -v flock >/dev/null; then
+  exec 9>>build/setup.lock
+  flock -n 9 || { echo "another set-up is at work in this folder: waiting for it"; flock 9; }
+fi
 if compgen -e | grep -qE '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)'; then
   python=${PYTHON:-python3}
   works "$python" pip || fail "$python ($("$python" -V 2>&1)) is not Python 3.10 to 3.13 with pip."
@@ -67,9 +81,10 @@ elif [ -n "${PYTHON:-}" ] && "$PYTHON" -m helpers.machine.install --check ${grou
   python=$PYTHON
 else
   make_venv
-  python=$PWD/.venv/bin/python
+  python=$PWD/$venv/bin/python
   "$python" -m helpers.machine.install --group run --group test
 fi
+exec 9>&- # the lock
 
 case $mode in
   setup) echo "ready: $python" ;;

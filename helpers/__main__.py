@@ -1,30 +1,44 @@
-"""python -m helpers doctor | run | bench | sass | score | train-bench: each has its own --help."""
+"""python -m helpers COMMAND: every tool of this repository; each has its own --help."""
 
 import importlib
 import sys
 
+from helpers.machine import environment
+
 COMMANDS = {
-    "doctor": (
-        "helpers.measure.doctor",
-        "check this machine: versions, correctness, speed; what to fix and how",
-    ),
-    "run": ("helpers.submission.execute", "execute the notebook, print the score and where the files are"),
-    "bench": ("helpers.measure.benchmark", "measure against the baselines"),
-    "sass": ("helpers.t4.sass", "cross-compile for a card and count its instructions"),
-    "score": ("helpers.submission.scoring", "the marking table from evidence on this machine"),
-    "train-bench": ("helpers.training.train_bench", "the kernel inside a QLoRA training step"),
+    "doctor": ("measure.doctor", "check this machine: versions, correctness, speed; what to fix"),
+    "run": ("submission.execute", "execute the notebook, print the score and where the files are"),
+    "sync": ("submission.sync", "write the modules' sections into the notebook's cells, or back"),
+    "score": ("submission.scoring", "the marking table from evidence on this machine"),
+    "bench": ("measure.benchmark", "time the kernel against the baselines"),
+    "sass": ("t4.sass", "cross-compile for a card and count its instructions"),
+    "train-bench": ("training.train_bench", "the kernel in QLoRA steps, prefill, loading and merging"),
+    "several-gpus": ("training.several_gpus", "QLoRA under DDP and FSDP, on every GPU here"),
+    "fuzz": ("stress.fuzz", "random layouts, sizes, values and settings against the oracle"),
+    "soak": ("stress.soak", "millions of launches: memory, time and bits must not drift"),
+    "mutants": ("stress.mutants", "bugs seeded into the kernel, each of which the tests must catch"),
+    "libraries": ("stress.libraries", "what each library makes of every layout, odd and broken ones too"),
+    "sanitizer": ("stress.sanitizer", "compute-sanitizer over the kernel's edge cases"),
+    "bitsandbytes-tests": ("stress.bitsandbytes_tests", "bitsandbytes' own 4-bit tests on this kernel"),
+    "readme": ("show.readme", "draw README's tables from the result files, or check them"),
 }
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         print("usage: python -m helpers COMMAND [--help]\n")
-        for name, (_, what) in COMMANDS.items():
-            print(f"  {name:12} {what}")
+        for name, (_, line) in COMMANDS.items():
+            print(f"  {name:18}  {line}")
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
-    module = COMMANDS[argv[0]][0]
     sys.argv[0] = f"python -m helpers {argv[0]}"  # what argparse shows as the program
-    return importlib.import_module(module).main(argv[1:])
+    try:
+        environment.prepare()  # before anything imports triton
+        return importlib.import_module(f"helpers.{COMMANDS[argv[0]][0]}").main(argv[1:])
+    except ModuleNotFoundError as error:
+        if (error.name or "helpers").split(".")[0] == "helpers":
+            raise
+        print(f"{error.name} is not installed: bash colab_setup.sh test installs it", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import getpass
 import importlib.metadata
 import os
 import platform
@@ -42,25 +43,40 @@ def interpreter() -> bool:
 
 
 def prepare() -> bool:
-    """Choose Triton's interpreter where there is no GPU; call it before triton is imported.
+    """Set this process up to run kernels; the command line, the notebook and the tests call it first.
 
-    With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4: call it before torch.compile.
-    cuBLAS is told to repeat its results, which it reads once, before its first product.
-    Returns True when kernels will run in the interpreter. Raises RuntimeError when triton was imported
-    too early for the choice to take effect.
+    Chooses Triton's interpreter where there is no GPU, tells cuBLAS to repeat its results, and gives a
+    process without a home folder or a user name both. With NF4_FORCE=t4 torch reports no native bf16 from
+    here on, as on a T4. Returns True when kernels will run in the interpreter. Raises RuntimeError when
+    triton was imported too early for the choice to take effect.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    give_home()
+    if version_of("torch") is None:
+        return interpreter()
     if not has_gpu() and not interpreter():
         if "triton" in sys.modules:
             raise RuntimeError(
                 "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: kernels "
-                "cannot run here. Call helpers.machine.environment.prepare() before the first `import triton`; in a "
-                "notebook restart the runtime and run from the top."
+                "cannot run here. Call helpers.machine.environment.prepare() before the first "
+                "`import triton`; in a notebook restart the runtime and run from the top."
             )
         os.environ["TRITON_INTERPRET"] = "1"
     if forced() == "t4" and native_bf16():
         _hide_native_bf16()
     return interpreter()
+
+
+def give_home():
+    """Let caches go to build/home, and name the user, where a container's bare user has no home or name."""
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        home = ROOT / "build" / "home"
+        home.mkdir(parents=True, exist_ok=True)
+        os.environ["HOME"] = str(home)
+    try:
+        getpass.getuser()
+    except (ImportError, KeyError, OSError):  # which of them depends on the version of Python
+        os.environ["USER"] = f"uid{os.getuid()}"
 
 
 def forced() -> str | None:
@@ -148,11 +164,11 @@ def describe() -> dict:
     """Facts for the head of every result file; all values are JSON types."""
     import torch
 
-    found = capability()
+    card = capability()
     return {
         "gpu": gpu_name(),
-        "capability": list(found) if found else None,
-        "driver": driver() if found else None,
+        "capability": list(card) if card else None,
+        "driver": driver() if card else None,
         "cuda": torch.version.cuda,
         **versions(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -201,10 +217,10 @@ def no_gpu() -> str | None:
 
 def old_gpu() -> str | None:
     """Why the GPU at hand is too old and what to do; None when it is new enough or absent."""
-    found = capability()
-    if found is None or found >= MIN_CAPABILITY:
+    card = capability()
+    if card is None or card >= MIN_CAPABILITY:
         return None
-    have, need = ("sm_{}{}".format(*pair) for pair in (found, MIN_CAPABILITY))
+    have, need = ("sm_{}{}".format(*pair) for pair in (card, MIN_CAPABILITY))
     return f"{gpu_name()} is {have}; the kernel needs {need} or newer. {switch_on_gpu()}"
 
 
@@ -216,11 +232,11 @@ def old_triton() -> str | None:
         if not (colab() or kaggle())
         else "Start a new runtime of the newest image."
     )
-    found = version_of("triton")
-    if found is None:
+    version = version_of("triton")
+    if version is None:
         return f"Triton is not installed; {need} or newer is needed. {fix}"
-    if release(found) < MIN_TRITON:
-        return f"Triton {found} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"
+    if release(version) < MIN_TRITON:
+        return f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"
     return None
 
 

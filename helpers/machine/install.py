@@ -28,9 +28,7 @@ LOG = environment.ROOT / "build" / "setup.log"
 GROUPS = ("run", "test", "gpu", "unsloth")
 PYTHONS = ((3, 10), (3, 13))
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CPU_TORCH = (
-    "torch==2.13.0"  # where the CPU index cannot be reached, some machines keep a CPU build of this one
-)
+CPU_TORCH = "torch==2.13.0"  # without the CPU index: some machines keep a CPU build of this one
 NEED_GB = {"cpu": 3, "gpu": 10, "hosted": 2}
 VERIFY = """
 import torch, triton, bitsandbytes
@@ -107,20 +105,20 @@ def requirements(*groups: str) -> dict:
 
 def installed() -> dict[str, str]:
     """Normal name and version of every installed distribution."""
-    found = {}
+    versions = {}
     for distribution in importlib.metadata.distributions():
         name, version = distribution.metadata["Name"], distribution.version
         if name and version:  # a damaged entry has neither
-            found.setdefault(normal(name), version)
-    return found
+            versions.setdefault(normal(name), version)
+    return versions
 
 
-def missing(required: dict, found: dict[str, str]) -> dict:
-    """The requirements that `found` does not satisfy."""
+def missing(required: dict, versions: dict[str, str]) -> dict:
+    """The requirements that `versions` do not satisfy."""
     return {
         name: requirement
         for name, requirement in required.items()
-        if name not in found or not requirement.specifier.contains(found[name], prereleases=True)
+        if name not in versions or not requirement.specifier.contains(versions[name], prereleases=True)
     }
 
 
@@ -200,15 +198,15 @@ def pip(what: str, *arguments: str, required: bool = True, isolated: bool = Fals
             except subprocess.TimeoutExpired:
                 print(f"  {time.monotonic() - start:3.0f} s: {last_line(log, mark)}", flush=True)
         log.seek(mark)
-        said = log.read()
+        output = log.read()
     if process.returncode == 0:
         print(f"  done in {time.monotonic() - start:.0f} s", flush=True)
         return True
     if not required:
-        print(f"  not installed: {diagnose(said)}", flush=True)
+        print(f"  not installed: {diagnose(output)}", flush=True)
         return False
-    print("\n".join(line for line in said.splitlines() if line.startswith("ERROR")), file=sys.stderr)
-    raise SetupError(f"{what} did not install. {diagnose(said)}\nAll that pip said: {LOG}")
+    print("\n".join(line for line in output.splitlines() if line.startswith("ERROR")), file=sys.stderr)
+    raise SetupError(f"{what} did not install. {diagnose(output)}\nAll that pip said: {LOG}")
 
 
 def last_line(log, mark: int) -> str:
@@ -220,15 +218,15 @@ def last_line(log, mark: int) -> str:
 
 def install_torch(gpus: list) -> None:
     """Install torch unless the one already there will do: with CUDA for a GPU, else the small CPU build."""
-    found = environment.version_of("torch")
+    present = environment.version_of("torch")
     torch = requirements()["torch"]
-    wrong_build = bool(gpus) and "+cpu" in (found or "")
-    if found and not wrong_build and torch.specifier.contains(found, prereleases=True):
+    wrong_build = bool(gpus) and "+cpu" in (present or "")
+    if present and not wrong_build and torch.specifier.contains(present, prereleases=True):
         return
-    if found and hosted():
+    if present and hosted():
         build = " (a build without CUDA)" if wrong_build else ""
         raise SetupError(
-            f"torch {found}{build} does not fit {torch}, and the torch of Colab and Kaggle is left alone: "
+            f"torch {present}{build} does not fit {torch}, and the torch of Colab and Kaggle is left alone: "
             "start a new runtime of the newest image."
         )
     if gpus:
@@ -249,17 +247,17 @@ def install(groups: list[str], gpus: list) -> None:
     check_disk("hosted" if hosted() else "gpu" if gpus else "cpu")
     LOG.unlink(missing_ok=True)
     install_torch(gpus)
-    found, required = installed(), wanted(groups, gpus)
-    unfit = missing(required, found)
-    if hosted() and "triton" in found and "triton" in unfit:
+    present, required = installed(), wanted(groups, gpus)
+    unfit = missing(required, present)
+    if hosted() and "triton" in present and "triton" in unfit:
         raise SetupError(f"{environment.old_triton() or 'Triton does not fit'} ({required['triton']})")
     alone = set(requirements("unsloth")) - set(requirements())
     together = {name: item for name, item in required.items() if name not in alone}
     # In Colab and Kaggle nothing that fits may change; in an environment of our own only these two matter.
-    pinned = set(found) - set(unfit) if hosted() else {"torch", "triton"} & set(found) - set(unfit)
+    pinned = set(present) - set(unfit) if hosted() else {"torch", "triton"} & set(present) - set(unfit)
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text("".join(f"{name}=={found[name]}\n" for name in sorted(pinned)))
+        constraints.write_text("".join(f"{name}=={present[name]}\n" for name in sorted(pinned)))
         pip(", ".join(together), *map(str, together.values()), "--constraint", str(constraints))
     if gpus:
         pip(", ".join(sorted(alone)), "--no-deps", *(str(required[name]) for name in sorted(alone)))
@@ -295,18 +293,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say what is missing")
     options = parser.parse_args(argv)
     gpus = nvidia_gpus()
-    found = installed()
-    gaps = missing(wanted(options.group, gpus), found)
+    present = installed()
+    gaps = missing(wanted(options.group, gpus), present)
     if options.check:
         for name, requirement in gaps.items():
-            print(f"missing: {requirement} (installed: {found.get(name, 'none')})")
+            print(f"missing: {requirement} (installed: {present.get(name, 'none')})")
         return 1 if gaps else 0
+    environment.give_home()  # where pip keeps its cache
     try:
         check_machine(gpus)
         if gaps or fingerprint(options.group, gpus) not in stamps():
             install(options.group, gpus)
         else:
-            print(f"nothing to install: Python {platform.python_version()}, torch {found['torch']}")
+            print(f"nothing to install: Python {platform.python_version()}, torch {present['torch']}")
     except SetupError as error:
         print(f"\nSET-UP FAILED: {error}", file=sys.stderr)
         return 1

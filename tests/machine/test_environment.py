@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from helpers.__main__ import COMMANDS
 from helpers.machine import environment
 
 
@@ -219,6 +220,7 @@ def test_prepare_refuses_when_triton_was_imported_too_early():
 
 def test_helpers_need_no_torch_to_be_imported():
     """The set-up runs before anything is installed."""
-    code = "import sys\nsys.modules['torch'] = None\nimport helpers.machine.install, helpers.measure.doctor, helpers.submission.execute"
+    names = ["helpers.__main__", *(f"helpers.{COMMANDS[name][0]}" for name in ("doctor", "run"))]
+    code = "import sys; sys.modules['torch'] = None; import helpers.machine.install, " + ", ".join(names)
     done = subprocess.run([sys.executable, "-c", code], cwd=environment.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,5 +1,7 @@
 """colab_setup.sh, requirements.txt and what they promise; and the formatting of the whole repository."""
 
+import concurrent.futures
+import fcntl
 import os
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ from collections import namedtuple
 
 import pytest
 
+from helpers.__main__ import COMMANDS
 from helpers.machine import environment, install
 
 COLAB = {  # the public freeze of 2026-08-19
@@ -143,10 +146,12 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$0 $*" >> "$CALLS"
 case "$1 $2" in
   "-V "*) echo "Python 3.12.0" ;;
-  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && touch "$3/pyvenv.cfg" ;;
+  "-c import sys; print(*sys"*) echo 3.12 ;;
+  "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && touch "$4/pyvenv.cfg" ;;
   "-m helpers.machine.install") [ "$3" != --check ] || exit 1 ;;
 esac
 """
+TOOLS = "bash env dirname grep mkdir cp touch rm sed head cat flock".split()
 
 
 @pytest.fixture
@@ -159,7 +164,7 @@ def checkout(plain, tmp_path):
     for name in ("python3.13", "python3.10"):
         (tools / name).write_text(FAKE_PYTHON)
         (tools / name).chmod(0o755)
-    for name in ("bash", "env", "dirname", "grep", "mkdir", "cp", "touch", "rm", "sed", "head", "cat"):
+    for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
 
     def setup(*arguments, **variables):
@@ -181,20 +186,131 @@ def checkout(plain, tmp_path):
 def test_the_newest_python_makes_the_environment_once(checkout):
     done, calls = checkout()
     assert done.returncode == 0 and "ready" in done.stdout, done.stderr
-    assert "/bin/python3.13 -m venv .venv" in calls
+    assert "/bin/python3.13 -m venv --without-pip .venv" in calls
     assert calls[-1] == "/a checkout/.venv/bin/python -m helpers.machine.install --group run --group test"
     done, calls = checkout("run", "--quick")
     assert done.returncode == 0 and not any("-m venv" in call for call in calls)
     assert calls[-1] == "/a checkout/.venv/bin/python -m helpers run --quick"
 
 
-def test_a_named_python_is_used_and_replaces_another_version(checkout):
+def test_a_named_python_of_another_version_leaves_the_environment_alone(checkout):
     checkout()
+    mine = checkout.folder / ".venv" / "mine"
+    mine.touch()
     other = checkout.tools / "python3.10"
-    other.write_text(FAKE_PYTHON.replace("3.12.0", "3.10.9"))
-    done, calls = checkout("test", "-k", "one two", PYTHON=str(other))
-    assert f"/bin/{other.name} -m venv .venv" in calls
-    assert calls[-1] == "/a checkout/.venv/bin/python -m pytest -k one two"
+    other.write_text(FAKE_PYTHON.replace("3.12", "3.10"))
+    for _ in range(2):
+        done, calls = checkout("test", "-k", "one two", PYTHON=str(other))
+        assert done.returncode == 0 and mine.exists(), done.stderr
+        assert calls[-1] == "/a checkout/.venv-py3.10/bin/python -m pytest -k one two"
+    assert not any("-m venv" in call for call in calls)
+
+
+def broken(folder):
+    """A `.venv` of a Python that is gone."""
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to("/no/such/python")
+
+
+def no_environment(folder):
+    folder.mkdir()
+
+
+def too_old(folder):
+    broken(folder)
+    (folder / "bin" / "python").unlink()
+    (folder / "bin" / "python").write_text('#!/bin/sh\n[ "$1" != -V ] || echo Python 3.8.1\nexit 1\n')
+    (folder / "bin" / "python").chmod(0o755)
+
+
+@pytest.mark.parametrize("make", [broken, no_environment, too_old])
+def test_a_folder_that_cannot_be_used_stays_as_it_is(checkout, make):
+    make(checkout.folder / ".venv")
+    (checkout.folder / ".venv" / "mine").write_text("kept")
+    done, calls = checkout("run")
+    assert done.returncode == 0 and ".venv is not used and stays as it is" in done.stdout, done.stderr
+    assert (checkout.folder / ".venv" / "mine").read_text() == "kept"
+    assert calls[-1] == "/a checkout/.venv-py3.12/bin/python -m helpers run"
+
+
+def test_an_environment_without_pip_is_kept_and_gets_it(checkout):
+    """As `uv venv` makes it."""
+    (checkout.folder / ".venv" / "bin").mkdir(parents=True)
+    (checkout.folder / ".venv" / "mine").touch()
+    python, pip = checkout.folder / ".venv" / "bin" / "python", checkout.folder / "pip"
+    without = f'case "$*" in *"-m ensurepip") touch "{pip}" ;; *" pip") [ -e "{pip}" ]; exit ;; esac'
+    python.write_text(FAKE_PYTHON + without)
+    python.chmod(0o755)
+    done, calls = checkout()
+    assert done.returncode == 0 and pip.exists() and not any("-m venv" in call for call in calls), done.stderr
+    assert (checkout.folder / ".venv" / "mine").exists()
+
+
+def test_where_pip_cannot_be_had_one_line_says_so(checkout):
+    for name in ("python3.13", "python3.10"):
+        python = checkout.tools / name
+        python.write_text(FAKE_PYTHON + 'case "$*" in *" pip" | *ensurepip) exit 1 ;; esac')
+    done, _ = checkout()
+    assert done.returncode == 1 and done.stderr.count("\n") == 2
+    assert ".venv has no pip and none could be added: sudo apt install python3-venv" in done.stderr
+
+
+def test_a_second_setup_waits_for_the_first(checkout):
+    (checkout.folder / "build").mkdir()
+    with open(checkout.folder / "build" / "setup.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            second = pool.submit(checkout)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                second.result(timeout=0.7)
+            assert not (checkout.folder / ".venv").exists()
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            done, _ = second.result(timeout=30)
+    assert done.returncode == 0 and "another set-up is at work in this folder" in done.stdout
+    done, _ = checkout()
+    assert "another" not in done.stdout
+
+
+@pytest.fixture
+def real(plain, tmp_path):
+    """run(*arguments, **options): colab_setup.sh with this Python, in a copy that installs nothing."""
+    folder = tmp_path / "copy"
+    shutil.copytree(environment.ROOT / "helpers", folder / "helpers")
+    shutil.copy(environment.ROOT / "colab_setup.sh", folder)
+    (folder / "helpers" / "machine" / "install.py").write_text("print('installed')\n")
+
+    def run(*arguments, command=("bash", "colab_setup.sh"), cwd=folder, env=os.environ):
+        env = {**env, "PYTHON": sys.executable}
+        return subprocess.run([*command, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
+
+    run.folder = folder
+    return run
+
+
+def test_a_foreign_helpers_safe_paths_and_cdpath_change_nothing(real, tmp_path):
+    """A module of that name first on the path, PYTHONSAFEPATH=1, and a checkout's namesake on CDPATH."""
+    foreign = tmp_path / "foreign"
+    (foreign / "copy").mkdir(parents=True)
+    (foreign / "helpers.py").write_text("raise SystemExit('the wrong helpers')\n")
+    hostile = {"PYTHONPATH": str(foreign), "PYTHONSAFEPATH": "1", "CDPATH": str(foreign)}
+    done = real(
+        "run", "--help", command=("bash", "copy/colab_setup.sh"), cwd=tmp_path, env=os.environ | hostile
+    )
+    assert done.returncode == 0 and "usage: python -m helpers run" in done.stdout, done.stdout + done.stderr
+
+
+def test_without_a_home_or_a_name(real):
+    """A container's bare user: a uid that no passwd file knows, and no HOME."""
+    bare_user = ("unshare", "--user", "--map-user=54321")
+    if not shutil.which("unshare") or subprocess.run([*bare_user, "true"], capture_output=True).returncode:
+        pytest.skip("user namespaces are needed to become such a user")
+    tool = real.folder / "helpers" / f"{COMMANDS['run'][0].replace('.', '/')}.py"
+    tool.write_text(
+        "import getpass, pathlib, torch\ndef main(argv):\n    print(pathlib.Path.home(), getpass.getuser())\n"
+    )
+    done = real("run", command=(*bare_user, "bash", "colab_setup.sh"), env={"PATH": os.environ["PATH"]})
+    assert done.returncode == 0, done.stderr
+    assert f"{real.folder}/build/home uid54321" in done.stdout
 
 
 def test_a_named_python_that_has_everything_is_used_as_it_is(checkout):
