@@ -89,5 +89,5 @@ exec 9>&- # the lock
 case $mode in
   setup) echo "ready: $python" ;;
   run) exec "$python" -m helpers run "$@" ;;
-  test) exec "$python" -m pytest "$@" ;;
+  test) exec "$python" -m pytest -n auto --dist worksteal "$@" ;;
 esac

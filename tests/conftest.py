@@ -1,14 +1,24 @@
 import contextlib
 import importlib
+import os
 
 import pytest
 
 from helpers.machine import environment
 
 environment.prepare()  # before anything imports triton
+# One cache for what all processes of all tests compile.
+for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+    os.environ.setdefault(variable, str(environment.ROOT / "build" / "cache" / name))
 # Inductor imports setuptools, which refuses to come after the standard library's distutils.
 with contextlib.suppress(ImportError):
     importlib.import_module("setuptools")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Tests share the cores, but not a GPU, whose memory and launches some of them count."""
+    return 0 if environment.has_gpu() else min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items):
@@ -20,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def kernel():
-    """The notebook's kernel cells as a module."""
+    """The kernel module."""
     from helpers.nf4 import kernel as nf4_kernel
 
     return nf4_kernel

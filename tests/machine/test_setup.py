@@ -1,4 +1,4 @@
-"""colab_setup.sh, requirements.txt and what they promise; and the formatting of the whole repository."""
+"""colab_setup.sh, requirements.txt and what they promise."""
 
 import concurrent.futures
 import fcntl
@@ -202,7 +202,9 @@ def test_a_named_python_of_another_version_leaves_the_environment_alone(checkout
     for _ in range(2):
         done, calls = checkout("test", "-k", "one two", PYTHON=str(other))
         assert done.returncode == 0 and mine.exists(), done.stderr
-        assert calls[-1] == "/a checkout/.venv-py3.10/bin/python -m pytest -k one two"
+        assert (
+            calls[-1] == "/a checkout/.venv-py3.10/bin/python -m pytest -n auto --dist worksteal -k one two"
+        )
     assert not any("-m venv" in call for call in calls)
 
 
@@ -354,11 +356,3 @@ def test_a_failed_installation_stops_everything(checkout):
 def test_an_unknown_word_shows_how_to_use_it(checkout):
     done, calls = checkout("tset")
     assert done.returncode == 2 and "bash colab_setup.sh test" in done.stdout and not calls
-
-
-@pytest.mark.parametrize("command", [["check", "--output-format=concise"], ["format", "--check"]])
-def test_the_repository_is_lint_free(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "."], cwd=environment.ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
