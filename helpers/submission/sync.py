@@ -20,7 +20,10 @@ from helpers.machine.environment import ROOT
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
 MODULES = {
     "kernel": ROOT / "helpers" / "nf4" / "kernel.py",
-    **{name: ROOT / "helpers" / "submission" / f"{name}.py" for name in ("protocol", "evidence", "marking")},
+    **{
+        name: ROOT / "helpers" / "submission" / f"{name}.py"
+        for name in ("protocol", "evidence", "marking", "repository")
+    },
 }
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 FORM = re.compile(r'#@title (.*) \{ display-mode: "form" \}\n')
