@@ -1,177 +1,118 @@
-"""What is stored must belong to the kernel that the notebook shows now."""
-
 import json
-import re
+import statistics
 
-import nbformat
+import msgspec
 import pytest
 
-from helpers.record import hashes
 from helpers.machine import environment
-from helpers.record import results
+from helpers.record import names, results
+from helpers.record.results import Times
 
 ROOT = environment.ROOT
 STORED = sorted((ROOT / "results").glob("*/*.json"))
-COPIES = sorted((ROOT / "results").glob("*/*.ipynb"))
-PLACES = r"(?<![\w.])/(root|home/\w+|tmp)/"
+TYPED = [path for path in STORED if path.stem in results.SCHEMA]
 
 
-@pytest.fixture(scope="module")
-def notebook():
-    return nbformat.read(hashes.NOTEBOOK, as_version=4)
+def test_there_are_stored_results():
+    assert {path.stem for path in TYPED} >= {
+        "benchmark",
+        "score",
+        "notebook",
+        "training",
+        "libraries",
+        "soak",
+    }
 
 
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_stored_file_is_of_its_type_and_keeps_every_figure(path, tmp_path):
+    result = results.read(path.stem, path.parent)
+    assert result.environment.date and result.kernel.label
+    again = results.save(path.stem, result, tmp_path)
+    assert json.loads(again.read_text()) == json.loads(path.read_text())
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_stored_result_is_stale(path):
-    stored = json.loads(path.read_text())
-    assert stored["environment"]["date"] and stored["data"]
-    assert not results.stale(path), f"measured with kernel {stored['kernel_hash']}: run what wrote it again"
+    result = results.read(path.stem, path.parent)
+    assert not results.stale(result), f"measured with kernel {result.kernel.label}: run what wrote it again"
 
 
-@pytest.mark.parametrize("path", COPIES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_stored_copy_of_the_notebook_says_what_it_is(path):
-    """Of a run with forced decisions: of this kernel, complete, labelled, small, and beside its score."""
-    copy = nbformat.read(path, as_version=4)
-    facts = copy.metadata["nf4"]["environment"]
-    assert copy.metadata["nf4"]["kernel_hash"] == hashes.kernel_hash(), "run it again with NF4_FORCE"
-    assert facts["gpu"] and facts["forced"] and path.parent.name.endswith(f"-forced-{facts['forced']}")
-    assert environment.forced_text(facts["forced"]) in copy.cells[0].source
-    code = [cell for cell in copy.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
-    assert path.stat().st_size <= 1_500_000 and not re.search(PLACES, path.read_text())
-    for name in ("score", "notebook"):
-        assert results.read(name, path.parent)["environment"]["forced"] == facts["forced"]
+def test_what_is_written_is_read_back_typed(tmp_path, data):
+    path = results.write("benchmark", data, tmp_path)
+    result = results.read("benchmark", tmp_path)
+    assert path == tmp_path / "benchmark.json" and result.data == data
+    assert result.environment.python == environment.describe()["python"]
+    assert result.kernel.settings and not results.stale(result)
+    assert results.find("benchmark", tmp_path) == result and results.find("score", tmp_path) is None
 
 
-def shown(notebook, cell_id):
-    """What a cell of the stored notebook printed."""
-    cell = next(cell for cell in notebook.cells if cell.id == cell_id)
-    return "".join(output.text for output in cell.outputs if output.output_type == "stream").strip()
+def test_plain_data_must_fit_the_type_of_its_name(tmp_path):
+    mutant = {"mutant": "m", "verdict": "caught", "by": "t", "seconds": 1.0}
+    results.write("mutants.json", {"caught": 1, "mutants": [mutant]}, tmp_path)
+    assert results.read("mutants", tmp_path).data.mutants[0].by == "t"
+    with pytest.raises(msgspec.ValidationError, match="whom"):
+        results.write("mutants", {"caught": 1, "mutants": [mutant | {"whom": 2}]}, tmp_path)
+    with pytest.raises(FileNotFoundError):
+        results.read("mutants", tmp_path / "elsewhere")
 
 
-def test_the_notebook_shows_the_estimate_and_the_forced_run_of_the_stored_files(notebook):
-    from helpers.t4 import estimate
-    from helpers.show import notebook as shows
+def test_a_file_of_another_name_says_its_type(tmp_path, data):
+    results.write("mine.json", data, tmp_path, schema=results.Benchmark)
+    assert results.read("mine", tmp_path, schema=results.Benchmark).data == data
 
-    total = next(line for line in shows.run_all_estimate().splitlines() if line.startswith("  in all"))
-    assert total in shown(notebook, "t4-estimate"), (
-        "run again after the last benchmark: helpers run --in-place"
+
+def test_many_rounds_are_a_median_and_measured_quantiles():
+    seconds = [value * 1e-6 for value in (9, 1, 8, 2, 7, 3, 6, 4, 5, 10, 11)]
+    times = Times.of(seconds, bytes=12_000, way="graph")
+    assert (times.p50, times.p20, times.p80) == pytest.approx((6, 3, 9)) and times.repeats == []
+    assert times.gb_s == pytest.approx(2.0) and times.rounds == 11 and times.way == "graph"
+
+
+def test_of_few_rounds_every_one_is_kept():
+    times = Times.of([3e-6, 1e-6, 2e-6])
+    assert times.repeats == pytest.approx([3, 1, 2]) and times.p50 == pytest.approx(2)
+    assert times.p20 is None and times.p80 is None
+    with pytest.raises(ValueError, match="at least one"):
+        Times.of([])
+
+
+def test_the_ratio_is_of_medians():
+    a, b = [1e-6, 2e-6, 9e-6], [4e-6, 4e-6, 1e-6]
+    rows = {"a": Times.of(a), "b": Times.of(b)}
+    assert results.ratio(rows, "a", "b") == pytest.approx(statistics.median(a) / statistics.median(b))
+    assert results.ratio(rows, "a", "c") is None
+
+
+def test_a_caption_names_card_date_kernel_and_versions(data):
+    result = results.now(data)
+    facts = {"gpu": "NVIDIA H200", "date": "2026-11-21T15:00:00", "torch": "2.11.0", "triton": "3.6.0"}
+    result.environment = msgspec.structs.replace(result.environment, forced="t4", **facts)
+    result.data.quick = True
+    text = results.caption(result)
+    assert text.startswith(
+        f"NVIDIA H200 (T4's decisions forced) | 2026-11-21, quick run | kernel {result.kernel.label}"
     )
-    read = {p.stem: json.loads(p.read_text())["data"] for p in STORED if p.parent.name == "nvidia-h200"}
-    low, high = estimate.estimate_run_all(read, environment.REPEATS_SM75)["total_s"]
-    assert 0 < low < high and f"{low:.0f} to {high:.0f}" in total
-    assert shown(notebook, "t4-forced") == shows.stored_forced(), "run --in-place after the forced run"
+    assert "torch 2.11.0, triton 3.6.0" in text
+    assert results.caption(None) == "no result file"
 
 
-def test_cells_that_show_stored_files_show_them_as_they_are(notebook):
-    from helpers.submission import execute
-    from helpers.show import notebook as shows
-
-    assert set(execute.FROM_FILES) <= {cell.id for cell in notebook.cells}
-    again = "run: python -m helpers run --redraw"
-    for cell_id, text in (("ceiling", shows.floor()), ("t4-stored", shows.stored_t4())):
-        assert shown(notebook, cell_id) == text, again
-    for cell_id, table in (
-        ("steps", shows.steps()),
-        ("targets", shows.stored_targets()),
-        ("gemm", shows.stored_gemm()),
-    ):
-        cell = next(cell for cell in notebook.cells if cell.id == cell_id)
-        assert cell.outputs[-1].data["text/plain"] == repr(table), again
+@pytest.mark.parametrize(
+    ("numel", "text"),
+    [(2**16, "64K"), (2**20, "1M"), (2**30, "1G"), (58_720_256, "58.7M"), (114_688, "115k")],
+)
+def test_sizes_in_words(numel, text):
+    assert names.size_text(numel) == text
 
 
-def test_the_t4_prediction_is_from_the_stored_benchmark():
-    """It takes the host's share of a call and the H200's times from there: run sass after bench."""
-    from helpers.t4 import forecast
-
-    predicted = results.read("machine_code", ROOT / "results" / "t4-predicted")["data"]
-    data = results.read("benchmark", ROOT / "results" / "nvidia-h200")["data"]
-    again = "run: python -m helpers sass --json results/t4-predicted/machine_code.json"
-    assert predicted["official_on_t4"]["host_ratios"] == pytest.approx(forecast.host_ratios(data)), again
-    times = {(case["numel"], case["dtype"]): case["rows"]["kernel"]["p50"] for case in data["gpu"]["sizes"]}
-    ours = [error for error in predicted["model_errors"] if error["contender"] == "kernel"]
-    assert ours
-    for error in ours:
-        assert error["measured_us"] == pytest.approx(times[error["elements"], error["dtype"]]), again
+def test_bytes_of_an_element():
+    n = 2**24
+    assert names.bytes_moved(n) / n == 0.5 + 1 / 64 + 4 / 16384 + 2
+    assert names.bytes_moved(n, 4, nested=False) / n == 0.5 + 4 / 64 + 4
 
 
-def test_the_notebook_times_the_protocol_as_often_as_the_estimate_says(notebook):
-    cell = next(cell for cell in notebook.cells if cell.id == "protocol")
-    assert "repeats=environment.protocol_repeats()" in cell.source and "else 1000" in cell.source
-
-
-def test_an_edited_kernel_makes_results_stale(tmp_path, monkeypatch):
-    path = results.write("some", {"x": 1}, tmp_path)
-    assert not results.stale(path)
-    monkeypatch.setattr(hashes, "kernel_hash", lambda: "another kernel")
-    assert results.stale(path)
-
-
-def test_the_outputs_are_those_of_one_complete_run_of_these_cells(notebook):
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
-    stamp = notebook.metadata["nf4"]
-    assert stamp["kernel_hash"] == hashes.kernel_hash(), "run: python -m helpers run --in-place"
-
-
-def test_the_notebook_is_laid_out_for_colab(notebook):
-    assert notebook.metadata.accelerator == "GPU" and notebook.metadata.colab.gpuType == "T4"
-    ids = [cell.id for cell in notebook.cells]
-    assert len(set(ids)) == len(ids)
-    text = json.dumps(notebook)
-    assert len(text) < 2_000_000
-    assert not re.search(PLACES, text), "paths of a machine in the outputs"
-
-
-def test_readme_and_notebook_name_the_same_repository(notebook):
-    setup = next(cell.source for cell in notebook.cells if "REPO_URL" in cell.source)
-    url = re.search(r'^REPO_URL = "(.*?)"', setup, re.M).group(1)
-    badge = r"\[!\[Open In Colab\]\([^)]*\)\]\(([^)]*)\)"
-    for text in ((ROOT / "README.md").read_text(), notebook.cells[0].source):
-        link = re.search(badge, text).group(1)
-        if url:
-            name = url.removeprefix("https://github.com/").removesuffix(".git")
-            assert link == f"https://colab.research.google.com/github/{name}/blob/main/{hashes.NOTEBOOK.name}"
-        else:
-            assert link.startswith("#"), "no public address yet: the badge must not point anywhere else"
-
-
-def test_the_readme_shows_the_stored_figures(notebook):
-    from helpers.show import readme
-
-    text = readme.README.read_text()
-    assert readme.render(text) == text, "run: python -m helpers.show.readme"
-    names = ("fuzz", "mutants_gpu", "bitsandbytes_own")
-    fuzz, seeded, own = (results.read(name, ROOT / "results" / "nvidia-h200")["data"] for name in names)
-    assert fuzz["failed"] == 0 and f"{fuzz['cases']:,} cases, none failed" in text
-    assert f"{seeded['caught']} of {len(seeded['mutants'])} caught on the H200" in text
-    soak = ROOT / "results" / "nvidia-h200" / "soak.json"
-    if soak.exists():
-        found = results.read(soak.name, soak.parent)["data"]
-        assert (
-            not found["grown"]
-            and f"nothing grew, {found['wrong']} of {found['layers']:,} layers wrong" in text
-        )
-    else:
-        assert "`python -m helpers.stress.soak`; not stored for this state of the cells" in text
-    for who, name in (("unsloth_default", "Unsloth today"), ("unsloth_classic", "classic")):
-        low, _, high = results.read("machine_code", ROOT / "results" / "t4-predicted")["data"][
-            "ratios_on_t4"
-        ][who]
-        assert f"{low:.2f} to {high:.2f} over {name}" in text
-    sanitizer = (ROOT / "results" / "nvidia-h200" / "sanitizer.txt").read_text()
-    (launches,) = set(re.findall(r"(\d+) launches of the edge cases, 0 wrong", sanitizer))
-    assert f"over {launches} launches of the edge cases, clean" in text
-    assert sanitizer.count("exit 0;") == 4 and hashes.kernel_hash() in sanitizer
-    shown = next(cell for cell in notebook.cells if cell.id == "t4-ptx").outputs[0].text
-    elements = int(re.search(r"0 of (\d+) elements differ", shown).group(1))
-    assert f"0 of {elements:,} elements differ" in text
-
-
-def test_a_table_without_its_place_in_the_readme_is_missed():
-    from helpers.show import readme
-
-    with pytest.raises(ValueError, match="<!-- gemm -->"):
-        readme.render(readme.README.read_text().replace("<!-- /gemm -->", ""))
+def test_a_card_has_the_folder_that_the_machine_writes_to(monkeypatch):
+    monkeypatch.setattr(environment, "gpu_name", lambda: "Tesla T4")
+    monkeypatch.delenv("NF4_FORCE", raising=False)
+    assert environment.result_folder().name == names.slug("Tesla T4") == names.T4

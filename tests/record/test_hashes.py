@@ -1,0 +1,116 @@
+"""What makes a stored figure stale, and what does not."""
+
+import msgspec
+import pytest
+
+from helpers.record import hashes, results
+
+MODULE = '''
+import torch  # both parts may import
+
+# %% id="a" part="device"
+def compiled(x):
+    """What it does."""
+    if x < 0:
+        raise ValueError(f"x is {x}, expected 0 or more")
+    return x + 1
+
+# %% id="b" part="host"
+class Plan:
+    """A plan."""
+    def check(self, x):
+        _require(x > 0, "x is wrong: " "do this")
+        _require_tensor("weight", x, 3)
+        return x
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("What it does.", "What it does, in other words."),
+        ("return x + 1", "return (x\n            + 1)  # next"),
+        ("x is {x}, expected 0 or more", "{x} is negative"),
+        ('"x is wrong: " "do this"', 'f"{x}: " + "do that"'),
+        ('"weight", x, 3', '"the weight", x, 3'),
+        ('    """A plan."""\n', ""),
+    ],
+)
+def test_comments_layout_docstrings_and_error_texts_change_nothing(old, new):
+    assert old in MODULE
+    assert hashes.split(MODULE) == hashes.split(MODULE.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("x + 1", "x + 2", 0),
+        ("x < 0", "x <= 0", 0),
+        ("raise ValueError", "raise TypeError", 0),
+        ("_require(x > 0", "_require(x >= 0", 1),
+        ("x, 3)", "x, 4)", 1),
+        ("        return x\n", "        return -x\n", 1),
+    ],
+)
+def test_code_changes_the_hash_of_its_part_alone(old, new, part):
+    before, after = hashes.split(MODULE), hashes.split(MODULE.replace(old, new))
+    assert [a == b for a, b in zip(before, after, strict=True)] == [i != part for i in (0, 1)]
+
+
+def test_the_kernel_has_both_parts():
+    parts = hashes.sections(hashes.KERNEL.read_text(encoding="utf-8"))
+    assert len(parts) >= 5 and hashes.device() != hashes.host()
+    marked = {part for part, _ in parts.values()}
+    assert marked in ({""}, {"device", "host"}), "every section says its part, or none does"
+
+
+@pytest.fixture
+def on_an_h200(kernel):
+    """A result of the kernel as it is, as it would have been stored on an H200."""
+    result = results.now(results.Benchmark(quick=True))
+    result.environment.gpu, result.environment.capability = "NVIDIA H200", (9, 0)
+    result.environment.triton = "3.6.0"
+    result.kernel.settings = hashes.decisions(result.environment, 132) | {"sms": 132, "capability": [9, 0]}
+    return msgspec.json.decode(msgspec.json.encode(result), type=type(result))
+
+
+def test_a_result_of_this_kernel_is_not_stale(on_an_h200):
+    here = results.now(results.Benchmark(quick=True))
+    for result in (here, on_an_h200):
+        assert not results.stale(result, "gpu") and not results.stale(result, "call")
+        assert results.EARLIER not in results.caption(result)
+
+
+def test_a_changed_host_part_leaves_gpu_times_fresh(on_an_h200, monkeypatch):
+    monkeypatch.setattr(hashes, "host", lambda: "another")
+    assert not results.stale(on_an_h200, "gpu") and results.stale(on_an_h200, "call")
+    assert results.EARLIER in results.caption(on_an_h200)
+    assert results.EARLIER not in results.caption(on_an_h200, "gpu")
+
+
+def test_a_changed_device_part_makes_both_stale(on_an_h200, monkeypatch):
+    monkeypatch.setattr(hashes, "device", lambda: "another")
+    assert results.stale(on_an_h200, "gpu") and results.stale(on_an_h200, "call")
+
+
+def test_another_choice_for_this_card_makes_it_stale_and_for_another_card_does_not(on_an_h200, kernel):
+    chosen = on_an_h200.kernel.settings
+    with kernel.force(num_warps=2 * chosen["num_warps"]):
+        assert results.stale(on_an_h200, "gpu")
+    t4 = hashes.decisions(
+        msgspec.structs.replace(on_an_h200.environment, gpu="Tesla T4", capability=(7, 5)), 40
+    )
+    assert t4 != {name: chosen[name] for name in t4}, (
+        "the cards' decisions differ, and each is compared with its own"
+    )
+
+
+def test_a_result_without_hashes_is_of_an_earlier_kernel(on_an_h200):
+    on_an_h200.kernel = results.Kernel(label="8898263178c50c11")
+    assert results.stale(on_an_h200, "gpu")
+    assert "kernel 8898263178c50c11" in results.caption(on_an_h200)
+
+
+def test_only_two_kinds_of_figures_exist(on_an_h200):
+    with pytest.raises(ValueError, match="'gpu' or 'call'"):
+        results.stale(on_an_h200, "host")
