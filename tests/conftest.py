@@ -1,6 +1,9 @@
 import contextlib
 import importlib
+import importlib.util
 import os
+import re
+import sys
 
 import pytest
 
@@ -34,6 +37,29 @@ def kernel():
     from helpers.nf4 import kernel as nf4_kernel
 
     return nf4_kernel
+
+
+@pytest.fixture
+def changed_kernel(kernel, tmp_path):
+    """changed_kernel(name, old="", new=""): the kernel with a text replaced, as a module of that name.
+
+    It is an ordinary file in a temporary folder, and registers an operator of its own.
+    """
+
+    def load(name, old="", new=""):
+        with open(kernel.__file__, encoding="utf-8") as file:
+            text = file.read()
+        assert old in text
+        path = tmp_path / f"{name}.py"
+        path.write_text(
+            re.sub(r"\bnf4_triton(?=::|\.)", f"nf4_{name}", text.replace(old, new)), encoding="utf-8"
+        )
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """Random layouts, sizes, values and settings against the exact oracle, bit for bit.
 
-One description of what can be drawn serves both: Hypothesis draws from it on the CPU (tests/stress/test_fuzz.py,
-with shrinking), `random.Random` on the GPU, where `python -m helpers.stress.fuzz --cases 100000` spreads the cases
-over processes and compares on the GPU, with one synchronization a batch. A failure is printed as a Case that
-can be pasted into `fuzz.check(...)`.
+One description of what can be drawn serves both: Hypothesis draws from it on the CPU, with shrinking
+(tests/stress/test_fuzz.py), `random.Random` on the GPU, where `python -m helpers fuzz --cases 100000` spreads
+the cases over processes and compares on the GPU, with one synchronization per batch. A failure is printed as a
+Case that can be pasted into `fuzz.check(...)`.
 """
 
 import argparse
@@ -18,15 +18,15 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
 
-from helpers.nf4 import kernel as nf4_kernel
 from helpers.machine import environment
+from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import results
+from helpers.stress.states import mismatches, state_of
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORAGES = {"uint8": torch.uint8, **DTYPES}
@@ -140,26 +140,18 @@ def build(case: Case, device: str):
         length = 2  # a weight of shape (1, 1) would be its own transpose
     weight = cut(packed, length * size, size).view(STORAGES[case.storage])
     weight = weight.view(1, -1) if case.transposed else weight.view(-1, 1)
-    blocks = -(-n // kind.blocksize)
-    state = SimpleNamespace(
-        shape=torch.Size(case.shape),
-        dtype=DTYPES[kind.dtype],
-        quant_type=kind.quant_type,
-        blocksize=kind.blocksize,
-        nested=kind.nested,
-        state2=None,
-        offset=None,
+    _, state = state_of(
+        case.shape,
+        DTYPES[kind.dtype],
+        functools.partial(cut, packed),
+        functools.partial(cut, floats),
+        kind.nested,
+        kind.quant_type,
+        kind.blocksize,
+        kind.blocksize2,
     )
     if kind.nested:
-        state.absmax, state.offset = cut(packed, blocks), cut(plain, 1)[0]
-        state.state2 = SimpleNamespace(
-            absmax=cut(floats, -(-blocks // kind.blocksize2)),
-            code=cut(floats, 256),
-            blocksize=kind.blocksize2,
-            dtype=torch.float32,
-        )
-    else:
-        state.absmax = cut(floats, blocks)
+        state.offset = cut(plain, 1)[0]
     return weight, state
 
 
@@ -169,67 +161,36 @@ def wrong(kernel, case: Case, device: str) -> torch.Tensor:
     Without `out` the kernel is called twice: the second call repeats the first one's launch plan.
     """
     weight, state = build(case, device)
-    n = state.shape.numel()
-    # Interpreted, the kernel multiplies as bitsandbytes' CPU build does, and as its CUDA build on a GPU.
-    expected = reference.dequantize(weight, state)
+    expected = reference.dequantize(weight, state)  # as the build of bitsandbytes for this device multiplies
     if case.out_skip is None:
-        found = [kernel._your_dequantize_nf4(weight, state) for _ in range(2 if device != "cpu" else 1)]
-        guards = 0
-    else:
-        memory = torch.full((2 * GUARD + case.out_skip + n,), float("nan"), dtype=state.dtype, device=device)
-        first = GUARD + case.out_skip
-        out = memory[first : first + n].view(state.shape)
-        found = [kernel._your_dequantize_nf4(weight, state, out=out)]
-        guards = (~memory[:first].isnan()).sum() + (~memory[first + n :].isnan()).sum()
-    for result in found:
-        facts, wanted = (result.shape, result.dtype), (expected.shape, expected.dtype)
-        if facts != wanted:
-            raise AssertionError(f"a result of {facts}, expected {wanted}")
-    return sum(_different(result, expected) for result in found) + guards
-
-
-def _different(x, y):
-    bits = torch.int32 if x.dtype == torch.float32 else torch.int16
-    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
-    return (differ & ~(x.isnan() & y.isnan())).sum()
+        calls = 2 if device != "cpu" else 1
+        return sum(mismatches(kernel._your_dequantize_nf4(weight, state), expected) for _ in range(calls))
+    n, first = state.shape.numel(), GUARD + case.out_skip
+    memory = torch.full((first + n + GUARD,), float("nan"), dtype=state.dtype, device=device)
+    out = memory[first : first + n].view(state.shape)
+    result = kernel._your_dequantize_nf4(weight, state, out=out)
+    guards = torch.cat([memory[:first], memory[first + n :]])
+    return mismatches(result, expected) + (~guards.isnan()).sum()
 
 
 def check(case: Case, device: str | None = None) -> int:
     """Run one case (a printed failure, pasted); returns the number of wrong elements."""
-    kernel = nf4_kernel
     device = device or ("cuda" if environment.has_gpu() else "cpu")
-    with kernel.force(**WAYS[case.kind.way]):
-        return int(wrong(kernel, case, device))
-
-
-def strategy(largest: int):
-    """Hypothesis strategy of cases that Triton's interpreter can run: the ways of its portable path."""
-    from hypothesis import strategies as st
-
-    @st.composite
-    def cases(draw):
-        def pick(options):
-            if isinstance(options, range):
-                return draw(st.integers(options.start, options.stop - 1))
-            return draw(st.sampled_from(options))
-
-        return draw_case(pick, draw_kind(pick, ways=("own",)), largest)
-
-    return cases()
+    with nf4_kernel.force(**WAYS[case.kind.way]):
+        return int(wrong(nf4_kernel, case, device))
 
 
 def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> dict:
     """`count` cases of one kind in batches; one synchronization a batch. Returns counts and failed cases."""
-    kernel = nf4_kernel
     source = random.Random(seed)
     failed, elements = [], 0
-    with kernel.force(**WAYS[kind.way]):
+    with nf4_kernel.force(**WAYS[kind.way]):
         for start in range(0, count, BATCH):
             batch = [draw_case(source.choice, kind, largest) for _ in range(min(BATCH, count - start))]
             verdicts = []
             for case in batch:
                 try:
-                    verdicts.append(torch.as_tensor(wrong(kernel, case, device)))
+                    verdicts.append(wrong(nf4_kernel, case, device))
                 except Exception as error:
                     raise RuntimeError(f"at or shortly before {case}: {error}") from error
             counts = torch.stack(verdicts).tolist()
@@ -255,10 +216,8 @@ def _news(seen, kind):
     return sum(value not in before for value, before in zip(dataclasses.astuple(kind), seen, strict=True))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers.stress.fuzz", description=__doc__.split("\n\n")[0]
-    )
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument(
         "--kinds", type=int, default=112, help="combinations that need a compilation of their own"
@@ -266,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--seed", type=int, default=3407)
     arguments = parser.parse_args(argv)
-    environment.prepare()
     device = "cuda" if environment.has_gpu() else "cpu"
     ways = tuple(WAYS) if device == "cuda" else ("own",)
     largest = 40_000 if device == "cuda" else 5_000
@@ -302,7 +260,3 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(failed[:5]))
     print(f"written: {path}")
     return 1 if failed or data["cases"] != arguments.cases else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

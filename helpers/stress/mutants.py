@@ -1,32 +1,30 @@
-"""Mutation testing of the tests: plausible bugs seeded into the kernel cells' text, each of which must be caught.
+"""Mutation testing of the tests: plausible bugs seeded into the kernel's code, each of which must be caught.
 
-`python -m helpers.stress.mutants` replaces one string of the kernel cells at a time, puts the changed module where
-`helpers.nf4_kernel` finds it, and runs the quick tests in a forked child until one fails. Without a GPU the bugs
-of the portable path, the checks, the plans and the operator are tried in the interpreter; with one (`--gpu`)
-those of the assembly too. A mutant that survives is a hole in the tests; one whose text no longer occurs is an
-error, so the list cannot rot. A control, the kernel without a bug, must pass the same tests.
+`python -m helpers mutants` replaces one sequence of tokens in helpers/nf4/kernel.py at a time, in a copy of the
+repository, and runs the quick tests there until one fails. Without a GPU the bugs of the portable path, the
+checks, the plans and the operator are tried in the interpreter; with one (`--gpu`) those of the assembly. A
+mutant that survives is a hole in the tests; one whose tokens no longer occur is an error, so the list cannot
+rot. A control, the kernel without a bug, must pass the same tests.
 """
-# ruff: noqa: E501  (one mutant a line, its strings as they stand in the kernel)
+# ruff: noqa: E501  (one mutant a line)
 
 import argparse
 import concurrent.futures
-import contextlib
-import importlib.abc
-import importlib.util
 import io
 import os
 import re
-import subprocess
-import sys
+import shutil
+import tempfile
 import time
+import token
+import tokenize
 from dataclasses import dataclass
-from types import ModuleType
+from pathlib import Path
 
 from tqdm import tqdm
 
-from helpers.record import hashes
-from helpers.machine import environment
-from helpers.record import results
+from helpers.machine import child, environment
+from helpers.record import hashes, results
 
 # From the quickest to the slowest; a run stops at the first failure.
 QUICK = (
@@ -63,11 +61,11 @@ CONTROL = "(control: no bug)"
 SURVIVED, CAUGHT, BROKEN = "survived", "caught", "could not run"
 LIMIT = 240  # seconds for one mutant; an endless loop counts as caught
 
-MODULE = "helpers.nf4.kernel"
-
 
 @dataclass(frozen=True)
 class Mutant:
+    """`old` and `new`: fragments of code, or of a string where `old` occurs in strings only."""
+
     name: str
     old: str
     new: str
@@ -176,116 +174,108 @@ ASSEMBLY = (
     Mutant("operator: absmax's address not in the key", "for x in (absmax, code2, absmax2, offset)])", "for x in (code2, absmax2, offset)])", gpu=True),
 )  # fmt: skip
 MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + ASSEMBLY}
+LAYOUT = (token.NEWLINE, token.NL, token.INDENT, token.DEDENT, token.COMMENT, token.ENDMARKER, token.ENCODING)
+
+
+def tokens(text: str) -> list[tuple[str, int, int]]:
+    """(token, first position, last position) of code, without its layout and comments. A fragment may end open.
+
+    A comma before a closing bracket is layout, too. An f-string is one token on every Python.
+    """
+    starts = [0]
+    for line in io.StringIO(text):
+        starts.append(starts[-1] + len(line))
+    parts, inside = [], []
+    try:
+        for item in tokenize.generate_tokens(io.StringIO(text).readline):
+            first, last = (starts[row - 1] + column for row, column in (item.start, item.end))
+            name = token.tok_name[item.type]
+            if name == "FSTRING_START":
+                inside.append(first)
+            elif name == "FSTRING_END":
+                first = inside.pop()
+            if not inside and item.type not in LAYOUT:
+                if item.string in (")", "]", "}") and parts and parts[-1][0] == ",":
+                    parts.pop()
+                parts.append((text[first:last], first, last))
+    except (tokenize.TokenError, IndentationError):  # the fragment's end
+        pass
+    return parts
+
+
+def occurrences(text: str, old: str) -> list[tuple[int, int]]:
+    """Where the tokens of `old` occur in code, as positions; in its strings where they occur nowhere else."""
+    code, wanted = tokens(text), [part for part, *_ in tokens(old)]
+    words = [part for part, *_ in code]
+    places = [
+        (code[i][1], code[i + len(wanted) - 1][2])
+        for i in range(len(code) - len(wanted) + 1)
+        if words[i : i + len(wanted)] == wanted
+    ]
+    return places or [
+        (first + match.start(), first + match.end())
+        for part, first, _ in code
+        if part.endswith(('"', "'"))
+        for match in re.finditer(re.escape(old), part)
+    ]
 
 
 def mutate(mutant: Mutant) -> str:
-    """The kernel cells' text with the bug in it. Raises LookupError if `old` does not occur `count` times."""
-    text = hashes.source()
-    if text.count(mutant.old) != mutant.count:
+    """The kernel's text with the bug in it. Raises LookupError if `old` does not occur `count` times."""
+    text = hashes.KERNEL.read_text(encoding="utf-8")
+    places = occurrences(text, mutant.old)
+    if len(places) != mutant.count:
         raise LookupError(
-            f"mutant '{mutant.name}': {mutant.old!r} occurs {text.count(mutant.old)} times in the kernel cells, "
-            f"expected {mutant.count}: adapt helpers/mutants.py to the kernel"
+            f"mutant '{mutant.name}': {mutant.old!r} occurs {len(places)} times in the kernel, "
+            f"expected {mutant.count}: adapt helpers/stress/mutants.py"
         )
-    return text.replace(mutant.old, mutant.new)
-
-
-class _Loader(importlib.abc.InspectLoader):
-    def __init__(self, text, filename):
-        self.text, self.filename = text, filename
-
-    def get_source(self, fullname):
-        return self.text
-
-    def get_code(self, fullname):
-        return compile(self.text, self.filename, "exec")
-
-
-def load(text: str, name: str) -> ModuleType:
-    """Kernel text as a module of its own name, beside or instead of the real one (name = MODULE).
-
-    Beside the real one it registers its operator under its own name.
-    """
-    if name != MODULE:
-        text = re.sub(r"\bnf4_triton(?=::|\.)", f"nf4_triton_{re.sub(r'[^a-z0-9]', '_', name)}", text)
-    filename = f"{name}.kernel_cells.py"
-    spec = importlib.util.spec_from_loader(name, _Loader(text, filename), origin=filename)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if name == MODULE:
-        importlib.import_module("helpers.nf4").kernel = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_tests(mutant: Mutant | None, tests=QUICK) -> tuple[str, str]:
-    """In this process: load the mutant in place of the kernel (None: the kernel itself), run tests until one fails.
-
-    Returns ("caught" | "survived", the first failed test). The process is spoiled afterwards.
-    """
-    import pytest
-
-    if mutant:
-        load(mutate(mutant), MODULE)
-    failed = []
-
-    class Watch:
-        def pytest_runtest_logreport(self, report):
-            if report.failed:
-                failed.append(report.nodeid)
-
-        def pytest_collectreport(self, report):
-            if report.failed:
-                failed.append(report.nodeid)
-
-    tests = [test for test in tests if (environment.ROOT / test.split("::")[0]).exists()]
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-    with contextlib.redirect_stdout(io.StringIO()):
-        status = pytest.main(
-            [*arguments, *(str(environment.ROOT / test) for test in tests)], plugins=[Watch()]
-        )
-    if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise RuntimeError(f"pytest ended with {status!r}")
-    return (CAUGHT, failed[0]) if failed else (SURVIVED, "")
+    for first, last in reversed(places):
+        text = text[:first] + mutant.new + text[last:]
+    return text
 
 
 def examine(name: str, tests=()) -> dict:
-    """One mutant in a process of its own. A crash or a timeout of that process also catches it."""
+    """Run tests on one mutant, in a copy of the repository. A crash or a timeout also catches it."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "helpers.stress.mutants", "--child", name, *tests]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=environment.ROOT, timeout=LIMIT)
-        lines = [line for line in done.stdout.splitlines() if line.startswith(("caught ", "survived"))]
-        if lines:
-            verdict, _, by = lines[-1].partition(" ")
-        elif done.returncode < 0:
-            verdict, by = CAUGHT, f"the process died of signal {-done.returncode}"
-        else:
-            verdict, by = BROKEN, done.stderr.strip()[-500:]
-    except subprocess.TimeoutExpired:
-        verdict, by = CAUGHT, f"no end after {LIMIT} s"
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("helpers", "tests"):
+            shutil.copytree(environment.ROOT / part, Path(folder, part))
+        for part in ("pyproject.toml", hashes.NOTEBOOK.name):
+            shutil.copy(environment.ROOT / part, folder)
+        if name != CONTROL:
+            kernel = Path(folder, hashes.KERNEL.relative_to(environment.ROOT))
+            kernel.write_text(mutate(MUTANTS[name]), encoding="utf-8")
+        tests = tests or (QUICK_GPU if environment.has_gpu() else QUICK)
+        verdict, by = run_tests(folder, tests)
     return {"mutant": name, "verdict": verdict, "by": by, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers.stress.mutants", description=__doc__.split("\n\n")[0]
+def run_tests(folder: str, tests) -> tuple[str, str]:
+    """(verdict, the first failed test or what else happened) of pytest in a copy of the repository."""
+    cache = {"TRITON_CACHE_DIR": str(environment.ROOT / "build" / "cache" / "triton")}
+    command = ["-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", *tests]
+    done = child.python(
+        command, folder=folder, variables={"PYTHONPATH": folder} | cache, timeout=LIMIT, check=False
     )
-    parser.add_argument(
-        "--gpu", action="store_true", help="the mutants of the assembly, on a GPU (not the others)"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=0, help="processes at once (default: cores less two, at most 14)"
-    )
-    parser.add_argument("--only", nargs="+", default=[], help="names of mutants")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    if done.status is None:
+        return CAUGHT, f"no end after {LIMIT} s"
+    if done.status < 0:
+        return CAUGHT, f"the process died of signal {-done.status}"
+    if done.status == 0:
+        return SURVIVED, ""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.out, re.M)
+    if done.status in (1, 2) and failed:  # a failed test; an error while tests were collected
+        return CAUGHT, failed[0]
+    return BROKEN, (done.out + done.err).strip()[-500:]
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--gpu", action="store_true", help="the mutants of the assembly, on a GPU")
+    parser.add_argument("--jobs", type=int, help="processes at once (default: cores less two, at most 14)")
+    parser.add_argument("--only", nargs="+", default=[], help="names of mutants", choices=list(MUTANTS))
     parser.add_argument("tests", nargs="*", help="tests to run (default: the quick ones)")
     arguments = parser.parse_args(argv)
-    environment.prepare()
-    if arguments.child is not None:
-        quick = QUICK_GPU if environment.has_gpu() else QUICK
-        verdict, by = run_tests(MUTANTS.get(arguments.child), arguments.tests or quick)
-        print(f"\n{verdict} {by}", flush=True)
-        return 0
     if arguments.gpu and not environment.has_gpu():
         print(environment.no_gpu())
         return 2
@@ -294,14 +284,9 @@ def main(argv: list[str] | None = None) -> int:
         mutate(MUTANTS[name])
     names = [CONTROL, *names]
     jobs = arguments.jobs or max(1, min(14, (os.cpu_count() or 1) - 2))
-    rows = []
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        tasks = [pool.submit(examine, name, arguments.tests) for name in names]
-        for task in tqdm(
-            concurrent.futures.as_completed(tasks), total=len(tasks), unit=" mutants", mininterval=5
-        ):
-            rows.append(task.result())
-    rows.sort(key=lambda row: names.index(row["mutant"]))
+        rows = pool.map(lambda name: examine(name, arguments.tests), names)
+        rows = list(tqdm(rows, total=len(names), unit=" mutants", mininterval=5))
     width = max(map(len, names))
     for row in rows:
         print(f"{row['mutant']:{width}}  {row['verdict']:8}  {row['by']}  ({row['seconds']} s)")
@@ -309,12 +294,6 @@ def main(argv: list[str] | None = None) -> int:
     caught = sum(row["verdict"] == CAUGHT for row in rows)
     print(f"{caught} of {len(rows)} mutants caught; the kernel itself: {control['verdict']}")
     if not arguments.only:
-        path = results.write(
-            "mutants_gpu" if arguments.gpu else "mutants", {"caught": caught, "mutants": rows}
-        )
-        print(f"written: {path}")
+        name = "mutants_gpu" if arguments.gpu else "mutants"
+        print(f"written: {results.write(name, {'caught': caught, 'mutants': rows})}")
     return 0 if caught == len(rows) and control["verdict"] == SURVIVED else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

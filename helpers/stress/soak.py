@@ -1,8 +1,8 @@
 """Millions of launches over changing layers in one process: no growth of memory, no slowdown, no wrong bit.
 
-`python -m helpers.stress.soak --launches 10000000` keeps a set of small layers in rotation and replaces one of them
-every 2000 launches, so that plans are made, used and dropped all the time. New layers are compared to
-the oracle on the GPU; time and memory are noted window by window, and only between windows is there a
+`python -m helpers soak --launches 10000000` keeps a set of small layers in rotation and replaces one of them
+every 2000 launches, so that plans are made, used and dropped all the time. New layers are compared with the
+oracle on the GPU; time and memory are noted window by window, and only between windows is there a
 synchronization.
 """
 
@@ -16,11 +16,12 @@ import time
 import torch
 from tqdm import tqdm
 
-from helpers.nf4 import kernel as nf4_kernel
 from helpers.machine import environment
+from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import results
-from helpers.stress import compare_libraries
+from helpers.stress.libraries import of_elements
+from helpers.stress.states import mismatches
 
 LAYERS = 64
 EVERY = 2000  # launches between two replacements
@@ -40,56 +41,48 @@ def resident_bytes() -> int:
 
 def fresh(number: int, device: str):
     """Layer `number`: sizes and dtypes in turn, random contents."""
-    dtype = reference.DTYPES[number % 3]
-    layer = compare_libraries.of_elements(device, SIZES[number % len(SIZES)], dtype)
+    layer = of_elements(device, SIZES[number % len(SIZES)], reference.DTYPES[number % 3])
     layer.weight.data.bitwise_xor_(number & 255)
     return layer
 
 
-def wrong_bits(result, layer):
-    """Whether a result differs from the oracle, as a tensor on the device: nothing waits for it."""
-    expected = reference.dequantize(layer.weight, layer.weight.quant_state)
-    bits = torch.int32 if expected.dtype == torch.float32 else torch.int16
-    return (result.contiguous().view(bits) != expected.contiguous().view(bits)).any()
-
-
 def run(launches: int, windows: int, device: str) -> dict:
     """Totals, and one row a window: us a call, bytes of host, allocated and reserved memory."""
-    call = nf4_kernel.your_dequantize_nf4
-    every = EVERY if device == "cuda" else 50
-    layers = [fresh(number, device) for number in range(LAYERS if device == "cuda" else 6)]
-    made, done, rows = len(layers), 0, []
+    gpu, call = device == "cuda", nf4_kernel.your_dequantize_nf4
+    every, count, made, done, rows = EVERY if gpu else 50, LAYERS if gpu else 6, 0, 0, []
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    for layer in layers:
-        wrong += wrong_bits(call(layer), layer)
-    bounds = [launches * (i + 1) // windows for i in range(windows)]
+    layers = {}
+
+    def replace_one():
+        nonlocal made, wrong
+        layers[made % count] = layer = fresh(made, device)
+        expected = reference.dequantize(layer.weight, layer.weight.quant_state)
+        for _ in range(2):  # the first call makes the plan
+            wrong += mismatches(call(layer), expected)
+        made += 1
+
+    for _ in range(count):
+        replace_one()
     with tqdm(total=launches, unit=" launches", unit_scale=True, mininterval=5, file=sys.stdout) as bar:
-        for bound in bounds:
-            first, seconds = done, 0.0
+        for window in range(windows):
+            first, bound, seconds = done, launches * (window + 1) // windows, 0.0
             while done < bound:
-                count = min(every, bound - done)
-                rotation = [layers[(done + i) % len(layers)] for i in range(count)]
+                rotation = [layers[(done + i) % count] for i in range(min(every, bound - done))]
                 start = time.perf_counter()
                 for layer in rotation:
                     call(layer)
                 seconds += time.perf_counter() - start
-                done += count
-                layer = fresh(made, device)
-                wrong += wrong_bits(call(layer), layer)
-                wrong += wrong_bits(call(layer), layer)
-                layers[made % len(layers)] = layer
-                made += 1
+                done += len(rotation)
+                replace_one()
             gc.collect()
-            row = {
+            if gpu:
+                torch.cuda.synchronize()
+            rows.append({
                 "us": 1e6 * seconds / (done - first),
                 "host": resident_bytes(),
-                "allocated": 0,
-                "reserved": 0,
-            }
-            if device == "cuda":
-                torch.cuda.synchronize()
-                row |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
-            rows.append(row)
+                "allocated": torch.cuda.memory_allocated() if gpu else 0,
+                "reserved": torch.cuda.memory_reserved() if gpu else 0,
+            })  # fmt: skip
             bar.update(done - first)
     return {"launches": done, "layers": made, "wrong": int(wrong), "windows": rows}
 
@@ -100,45 +93,34 @@ def growth(windows: list[dict]) -> list[str]:
     third = max(1, len(kept) // 3)
 
     def medians(name):
-        ends = kept[:third], kept[-third:]
-        return [statistics.median(window[name] for window in end) for end in ends]
+        return [statistics.median(window[name] for window in end) for end in (kept[:third], kept[-third:])]
 
-    found = []
+    sentences = []
     before, after = medians("us")
     if after > before * SLOWER:
-        found.append(f"slower: {before:.2f} us a call at first, {after:.2f} us at last")
+        sentences.append(f"slower: {before:.2f} us a call at first, {after:.2f} us at last")
     for name, label, limit in (("host", "host memory", GROWN), ("allocated", "GPU memory", 2**20)):
         before, after = medians(name)
         if after - before > limit:
-            found.append(f"{label} grew by {(after - before) / 2**20:.1f} MiB")
-    return found
+            sentences.append(f"{label} grew by {(after - before) / 2**20:.1f} MiB")
+    return sentences
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers.stress.soak", description=__doc__.split("\n\n")[0]
-    )
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--launches", type=int, default=10_000_000)
     parser.add_argument("--windows", type=int, default=50)
     arguments = parser.parse_args(argv)
-    environment.prepare()
     device = "cuda" if environment.has_gpu() else "cpu"
     start = time.perf_counter()
     data = run(arguments.launches, arguments.windows, device)
     data["seconds"] = round(time.perf_counter() - start, 1)
-    data["grown"] = (
-        growth(data["windows"]) if device == "cuda" else []
-    )  # the interpreter's time is not its own
+    data["grown"] = growth(data["windows"]) if device == "cuda" else []  # the interpreter's own does vary
     first, last = data["windows"][0], data["windows"][-1]
-    host, allocated = ([window[name] / 2**20 for window in (first, last)] for name in ("host", "allocated"))
-    total = f"{data['launches']:,} launches, {data['layers']:,} layers"
-    print(f"{total}, {data['wrong']} wrong, {data['seconds']} s")
-    print(f"us a call {first['us']:.2f} -> {last['us']:.2f}, MiB of host {host[0]:.0f} -> {host[1]:.0f}, "
-          f"of GPU {allocated[0]:.1f} -> {allocated[1]:.1f}")  # fmt: skip
+    print(f"{data['launches']:,} launches, {data['layers']:,} layers, {data['wrong']} wrong")
+    print(f"us a call: {first['us']:.2f} -> {last['us']:.2f}")
+    for name, label in (("host", "host"), ("allocated", "GPU")):
+        print(f"MiB of {label} memory: {first[name] / 2**20:.1f} -> {last[name] / 2**20:.1f}")
     print("\n".join(data["grown"]) or "nothing grew")
     print(f"written: {results.write('soak', data)}")
     return 1 if data["wrong"] or data["grown"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,17 +3,19 @@
 import copy
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from packaging import version
 
-from helpers.machine import environment
+from helpers.machine import child, environment
 from helpers.oracle import reference
 
 pytest.importorskip("bitsandbytes")
@@ -333,25 +335,20 @@ class TestExport:
                 torch.testing.assert_close(loaded(x), expected)
 
 
-def test_the_triton_cache_knows_the_assembly():
+def test_the_triton_cache_knows_the_assembly(kernel, tmp_path):
     """A change of the assembly, a global of the kernel, changes the cache key: no older kernel is served."""
-    code = """
-        from helpers.nf4 import kernel as nf4_kernel; from helpers.record import hashes; from helpers.stress import mutants
-        old = 'mul.rn.ftz.f32 a, a, $6;'
-        texts = [hashes.source(), hashes.source(), hashes.source().replace(old, old + ' ')]
-        keys = [mutants.load(text, f"version{i}")._your_dequantize_nf4_kernel.cache_key
-                for i, text in enumerate(texts)]
-        print("keys", keys[0] == keys[1], keys[0] == keys[2])
-    """
-    variables = {**os.environ, "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=environment.ROOT,
-        env=variables,
+    text, old = Path(kernel.__file__).read_text(), "mul.rn.ftz.f32 a, a, $6;"
+    assert old in text
+    for i, changed in enumerate((text, text, text.replace(old, old + " "))):
+        own = re.sub(r"\bnf4_triton(?=::|\.)", f"nf4_version{i}", changed)
+        (tmp_path / f"version{i}.py").write_text(own)
+    code = (
+        "import version0, version1, version2\n"
+        "key = lambda module: module._your_dequantize_nf4_kernel.cache_key\n"
+        "print('keys', key(version0) == key(version1), key(version0) == key(version2))"
     )
-    assert "keys True False" in done.stdout, done.stdout + done.stderr
+    done = child.python(["-c", code], folder=tmp_path, variables={"TRITON_INTERPRET": "0"})
+    assert "keys True False" in done.out
 
 
 class TestModes:

@@ -14,10 +14,7 @@ import weakref
 import pytest
 import torch
 
-from helpers.record import hashes
-from helpers.machine import environment
 from helpers.oracle import reference
-from helpers.stress import mutants
 from helpers.submission import checks
 from helpers.t4 import compile_spec, cross_compile
 
@@ -198,9 +195,8 @@ class TestCompilation:
         assert exact(kernel.your_dequantize_nf4(layer), layer), "the next call works"
 
     @ON_GPU
-    def test_assembly_that_ptxas_refuses(self, make_layer):
-        text = hashes.source().replace("mul.rn.ftz.f32 a, a, $6;", "no.such.instruction a, a, $6;")
-        broken = mutants.load(text, "refused_by_ptxas")
+    def test_assembly_that_ptxas_refuses(self, make_layer, changed_kernel):
+        broken = changed_kernel("refused", "mul.rn.ftz.f32 a, a, $6;", "no.such.instruction a, a, $6;")
         layer = make_layer(64, 320, torch.float16)
         with broken.force(asm=True), pytest.raises(RuntimeError) as caught:
             broken.your_dequantize_nf4(layer)
@@ -209,10 +205,9 @@ class TestCompilation:
             assert exact(broken.your_dequantize_nf4(layer), layer), "the process goes on"
 
     @ON_GPU
-    def test_the_cache_serves_no_older_kernel(self, kernel, make_layer):
+    def test_the_cache_serves_no_older_kernel(self, kernel, make_layer, changed_kernel):
         """After a change of the assembly the very next call runs the new one, compiled or not."""
-        text = hashes.source().replace("mul.rn.ftz.f32 a, a, $6;", "mul.rn.ftz.f32 a, a, 0f00000000;")
-        changed = mutants.load(text, "changed_assembly")
+        changed = changed_kernel("changed", "mul.rn.ftz.f32 a, a, $6;", "mul.rn.ftz.f32 a, a, 0f00000000;")
         layer = make_layer(64, 320, torch.float16)
         expected = kernel.your_dequantize_nf4(layer)
         for call in (changed.your_dequantize_nf4, torch.compile(changed.your_dequantize_nf4, fullgraph=True)):
@@ -343,42 +338,3 @@ def counted_launch(kernel, layer):
         return original(*arguments) or (lambda stream, address: None)
 
     return launch
-
-
-class TestSoak:
-    """`python -m helpers.stress.soak` itself, at a size for CI; a long run stores soak.json."""
-
-    def test_flat_here(self, tmp_path, monkeypatch):
-        import json
-
-        from helpers.stress import soak
-
-        monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-        launches = 200_000 if environment.has_gpu() else 400
-        soak.main(["--launches", str(launches), "--windows", "8"])
-        (path,) = tmp_path.rglob("soak.json")
-        data = json.loads(path.read_text())["data"]
-        assert data["launches"] == launches and data["wrong"] == 0 and len(data["windows"]) == 8
-        assert not any("memory" in text for text in data["grown"]), "too short a run to judge time by"
-
-    @pytest.mark.parametrize(
-        "windows, expected",
-        [
-            ([dict(us=5.0, host=100, allocated=7)] * 20, []),
-            ([dict(us=5.0 + (i == 15), host=100, allocated=7) for i in range(20)], []),
-            ([dict(us=5.0 + 0.1 * i, host=100, allocated=7) for i in range(20)], ["slower"]),
-            ([dict(us=5.0, host=100 + i, allocated=7) for i in range(20)], ["host memory"]),
-            ([dict(us=5.0, host=100, allocated=7 + i) for i in range(20)], ["GPU memory"]),
-        ],
-    )
-    def test_growth_is_seen(self, windows, expected):
-        from helpers.stress import soak
-
-        windows = [
-            {**window, "host": window["host"] * 2**20, "allocated": window["allocated"] * 2**20}
-            for window in windows
-        ]
-        found = soak.growth(windows)
-        assert len(found) == len(expected) and all(
-            word in text for word, text in zip(expected, found, strict=True)
-        )

@@ -1,4 +1,4 @@
-"""Random cases against the oracle: Hypothesis in the interpreter here, `python -m helpers.stress.fuzz` on a GPU."""
+"""Random cases against the oracle: Hypothesis in the interpreter here, `python -m helpers fuzz` on a GPU."""
 
 import dataclasses
 import json
@@ -13,7 +13,20 @@ from helpers.oracle import reference
 from helpers.stress import fuzz
 
 hypothesis = pytest.importorskip("hypothesis")
+pytest.importorskip("hypothesis.strategies")
 CASES = 2000
+
+
+@hypothesis.strategies.composite
+def cases(draw, largest):
+    """Cases that Triton's interpreter can run: the ways of its portable path."""
+
+    def pick(options):
+        if isinstance(options, range):
+            return draw(hypothesis.strategies.integers(options.start, options.stop - 1))
+        return draw(hypothesis.strategies.sampled_from(options))
+
+    return fuzz.draw_case(pick, fuzz.draw_kind(pick, ways=("own",)), largest)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy in the interpreter, about NaN
@@ -24,7 +37,7 @@ CASES = 2000
     derandomize=True,
     suppress_health_check=list(hypothesis.HealthCheck),
 )
-@hypothesis.given(case=fuzz.strategy(largest=3000))
+@hypothesis.given(case=cases(largest=3000))
 def test_random_cases(case):
     """Layout, size, values: bit for bit, nothing written beside the output."""
     assert fuzz.check(case) == 0
@@ -32,7 +45,7 @@ def test_random_cases(case):
 
 @pytest.mark.gpu
 def test_random_cases_on_the_gpu(kernel):
-    """A share of what `python -m helpers.stress.fuzz` runs: every way, few kinds, as each costs compilations."""
+    """A share of what `python -m helpers fuzz` runs: every way, few kinds, as each costs compilations."""
     failed = []
     for i, way in enumerate(fuzz.WAYS):
         (kind,) = fuzz.kinds(1, seed=i, ways=(way,))
@@ -42,8 +55,8 @@ def test_random_cases_on_the_gpu(kernel):
 
 def test_the_cases_reach_every_option():
     """What the GPU run draws covers each option of each field, special values and all forms of output."""
-    found = fuzz.kinds(112, seed=3407)
-    assert len(set(found)) == 112
+    kinds = fuzz.kinds(112, seed=3407)
+    assert len(set(kinds)) == 112
     for field, options in {
         "dtype": set(fuzz.DTYPES),
         "quant_type": {"nf4", "fp4"},
@@ -52,9 +65,9 @@ def test_the_cases_reach_every_option():
         "blocksize2": {0, *fuzz.BLOCKSIZES2},
         "way": set(fuzz.WAYS),
     }.items():
-        assert {getattr(kind, field) for kind in found} == options
+        assert {getattr(kind, field) for kind in kinds} == options
     source = random.Random(0)
-    cases = [fuzz.draw_case(source.choice, kind, 40_000) for kind in found for _ in range(20)]
+    cases = [fuzz.draw_case(source.choice, kind, 40_000) for kind in kinds for _ in range(20)]
     sizes = [math.prod(case.shape) for case in cases]
     assert 0 in sizes and max(sizes) > 30_000 and {n % 8 for n in sizes} == set(range(8))
     assert {case.storage for case in cases} == set(fuzz.STORAGES)
