@@ -1,5 +1,21 @@
-"""From a checkout: `from helpers.integrate import use_nf4_kernel`."""
+"""From a checkout what `nf4_triton` is where it is installed: `from helpers.integrate import use_nf4_kernel`."""
 
-from helpers.nf4.integrate import Switch, UnknownInternals, use_nf4_kernel
+from helpers.nf4 import (
+    Switch,
+    UnknownInternals,
+    UnsupportedState,
+    dequantize,
+    restore,
+    trainer_callback,
+    use_nf4_kernel,
+)
 
-__all__ = ["Switch", "UnknownInternals", "use_nf4_kernel"]
+__all__ = [
+    "Switch",
+    "UnknownInternals",
+    "UnsupportedState",
+    "dequantize",
+    "restore",
+    "trainer_callback",
+    "use_nf4_kernel",
+]

@@ -1,13 +1,18 @@
-"""What stands at each call site while the kernel is switched on (helpers.nf4.integrate does the switching).
+"""What stands at each call site while the kernel is switched on (integrate.py does the switching).
 
 Each function here makes the replacement of one library function: same arguments, same result bit for bit.
 Where the kernel does not cover a state, where the library multiplies without dequantizing, and while switched
-off, it calls the library's own function. The fast path adds a few attribute reads to the kernel's call.
+off, it calls the library's own function. The fast path adds a few attribute reads to the kernel's call. The
+kernel's functions are looked up at each call, so a kernel that was loaded again is the one that decodes.
 """
 
 import collections
+import functools
+import math
 import threading
 import types
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +23,7 @@ _functorch = torch._C._are_functorch_transforms_active
 _plain_tensors = torch._C.DisableTorchFunctionSubclass  # Params4bit answers every method through Python
 _lock = threading.Lock()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+STORAGES = (torch.uint8, *DTYPES)
 
 
 class Library:
@@ -31,22 +37,29 @@ class Library:
 
 @dataclass(eq=False)
 class Site:
-    """One function of a library, what stands in for it, and who decoded since the switch was made.
+    """One function of a library, what stands in for it, and who decoded since it was put there.
 
     kernel: calls the kernel decoded; library: calls left to the library, by `reasons`; fused: products the
     library forms from packed weights in one kernel of its own, where nothing is dequantized.
     Calls inside a compiled graph are not seen here. Counts of threads that run at once may miss a few.
     """
 
-    name: str
-    original: object
-    replacement: object = None
+    name: str  # module and attribute
+    original: Callable
+    library_switch: Library
+    replacement: Callable | None = None
     watched: bool = False  # the replacement only counts
-    places: list = field(default_factory=list)  # (module, attribute) that hold the replacement now
     kernel: int = 0
     library: int = 0
     fused: int = 0
     reasons: collections.Counter = field(default_factory=collections.Counter)
+
+    def stand_in(self, function: Callable) -> None:
+        """Make `function` the replacement, under the original's name, module and signature: so it is pickled
+        by reference as the original is, and says by `nf4_site` what it is."""
+        functools.update_wrapper(function, self.original, updated=())
+        function.nf4_site = self
+        self.replacement = function
 
     def tally(self) -> dict:
         """What was counted so far."""
@@ -62,114 +75,135 @@ class Site:
 
 
 class _InDtype:
-    """A quant_state seen with another output dtype; the tensors are the state's own. bitsandbytes' forward
-    decodes straight to the input's dtype, whatever the state's."""
+    """A quant_state seen with another output dtype: bitsandbytes' forward decodes to the input's dtype,
+    whatever the state's. It holds no tensor and not the state, so it keeps nothing alive."""
 
-    def __init__(self, dtype):
-        self.dtype = dtype
+    def __init__(self, state, dtype):
+        self._state, self.dtype = weakref.ref(state), dtype
 
-    def follow(self, state):
-        self.absmax, self.shape, self.quant_type = state.absmax, state.shape, state.quant_type
-        self.blocksize, self.nested, self.state2, self.offset = (
-            state.blocksize,
-            state.nested,
-            state.state2,
-            state.offset,
-        )
-        return self
 
-    def __reduce__(self):
-        return (type(None), ())  # copies and pickles of a model start without it
+for _name in ("absmax", "shape", "quant_type", "blocksize", "nested", "state2", "offset"):
+    setattr(_InDtype, _name, property(lambda self, _name=_name: getattr(self._state(), _name)))
+_InDtype.packing_format_for_cpu = property(
+    lambda self: getattr(self._state(), "packing_format_for_cpu", False)
+)
+# Beside the states and not on them: a copy or a pickle of a state has none of it.
+_views: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def in_dtype(state, dtype):
     """`state`, or a view of it that decodes to `dtype`."""
     if state.dtype is dtype:
         return state
-    views = state.__dict__.get("_nf4_views")
-    if views is None:
-        views = state._nf4_views = {}
-    view = views.get(dtype)
-    if view is None:
-        view = views[dtype] = _InDtype(dtype)
-    return view.follow(state)
+    view = _views.get(state)
+    if view is None or view.dtype is not dtype:
+        view = _views[state] = _InDtype(state, dtype)
+    return view
 
 
-def _traceable(kernel, weight, state) -> bool:
-    """May this be traced as the kernel's operator? Metadata only; the operator checks the rest."""
-    return (
-        (weight.is_cuda or kernel.INTERPRETED)
-        and state.dtype in DTYPES
-        and state.quant_type in ("nf4", "fp4")
-        and not getattr(state, "packing_format_for_cpu", False)
-        and state.blocksize & (state.blocksize - 1) == 0
-        and (not state.nested or state.state2.blocksize & (state.state2.blocksize - 1) == 0)
-    )
+def forget_views() -> None:
+    """Drop all views, and the launches planned for them."""
+    _views.clear()
 
 
-def unsloth_fast_dequantize(site: Site, library: Library, kernel, state_type):
+def _covered(kernel, weight, state) -> bool:
+    """May this be traced as the kernel's operator? What the operator would refuse takes the library's path,
+    as in eager code. Metadata only, and Dynamo guards all of it."""
+    n, nested = math.prod(state.shape), state.nested
+    if (
+        not (weight.is_cuda or kernel.INTERPRETED)
+        or state.dtype not in DTYPES
+        or state.quant_type not in ("nf4", "fp4")
+        or getattr(state, "packing_format_for_cpu", False)
+        or state.blocksize & (state.blocksize - 1)
+        or weight.dtype not in STORAGES
+        or not weight.is_contiguous()
+        or weight.numel() * weight.element_size() * 2 < n
+        or (weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(state.shape))
+    ):
+        return False
+    blocks = -(-n // state.blocksize)
+    needed = [(state.absmax, torch.uint8 if nested else torch.float32, blocks)]
+    if nested:
+        state2 = state.state2
+        if state2 is None or state2.dtype is not torch.float32 or state2.blocksize & (state2.blocksize - 1):
+            return False
+        blocks2 = -(-blocks // state2.blocksize)
+        needed += [(state2.absmax, torch.float32, blocks2), (state2.code, torch.float32, 256)]
+        needed += [(state.offset, torch.float32, 1)]
+    for tensor, dtype, count in needed:
+        if tensor is None or tensor.dtype != dtype or tensor.device != weight.device:
+            return False
+        if tensor.numel() < count or not tensor.is_contiguous():
+            return False
+    return True
+
+
+def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
     """For Unsloth's fast_dequantize. `use_global_buffer` only allows a result that the next call overwrites:
     here each is fresh. Other formats (8 bit, NVFP4, int4, MXFP4) have other state types and pass through."""
-    original, decode, unsupported = site.original, kernel._your_dequantize_nf4, kernel.UnsupportedState
+    original, library = site.original, site.library_switch
 
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+    def fast_dequantize(W, quant_state=None, out=None, *more, **named):
         if type(quant_state) is state_type and library.on:
             if _compiling():
-                if _traceable(kernel, W, quant_state):
-                    return kernel._traced(W, quant_state, out)
-                return original(W, quant_state, out, use_global_buffer, dtype)
+                if _covered(kernel, W, quant_state):
+                    return kernel._your_dequantize_nf4(W, quant_state, out)
+                return original(W, quant_state, out, *more, **named)
             try:
-                result = decode(W, quant_state, out)
-            except unsupported as error:
+                result = kernel._your_dequantize_nf4(W, quant_state, out)
+            except kernel.UnsupportedState as error:
                 site.left(error)
             else:
                 site.kernel += 1
                 return result
-        return original(W, quant_state, out, use_global_buffer, dtype)
+        return original(W, quant_state, out, *more, **named)
 
-    return fast_dequantize
+    site.stand_in(fast_dequantize)
 
 
-def dequantize_4bit(site: Site, library: Library, kernel):
+def dequantize_4bit(site: Site, kernel) -> None:
     """For bitsandbytes.functional.dequantize_4bit, all arguments included: without quant_state, `absmax`
-    (fp32) and `out` stand for a flat state."""
-    original, decode, unsupported = site.original, kernel._your_dequantize_nf4, kernel.UnsupportedState
+    (fp32) and `out` stand for a flat state. Arguments that a newer release adds are the library's."""
+    original, library = site.original, site.library_switch
 
     def flat(A, absmax, out, blocksize, quant_type):
         state = types.SimpleNamespace(
             absmax=absmax, shape=out.shape, dtype=out.dtype, blocksize=64 if blocksize is None else blocksize,
             quant_type=quant_type, nested=False, state2=None, offset=None,
         )  # fmt: skip
-        return decode(A, state, out)
+        return kernel._your_dequantize_nf4(A, state, out)
 
-    def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
-        if library.on:
+    def dequantize_4bit(
+        A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type="fp4", *more, **named
+    ):
+        if library.on and not more and not named:
             if _compiling():
-                if quant_state is not None and _traceable(kernel, A, quant_state):
-                    return kernel._traced(A, quant_state, out)
+                if quant_state is not None and _covered(kernel, A, quant_state):
+                    return kernel._your_dequantize_nf4(A, quant_state, out)
                 return original(A, quant_state, absmax, out, blocksize, quant_type)
             try:
                 if quant_state is not None:
-                    result = decode(A, quant_state, out)
+                    result = kernel._your_dequantize_nf4(A, quant_state, out)
                 elif absmax is not None and out is not None:
                     result = flat(A, absmax, out, blocksize, quant_type)
                 else:
                     return original(A, quant_state, absmax, out, blocksize, quant_type)
-            except unsupported as error:
+            except kernel.UnsupportedState as error:
                 site.left(error)
             else:
                 site.kernel += 1
                 return result
-        return original(A, quant_state, absmax, out, blocksize, quant_type)
+        return original(A, quant_state, absmax, out, blocksize, quant_type, *more, **named)
 
-    return dequantize_4bit
+    site.stand_in(dequantize_4bit)
 
 
-def gemm_fallback(site: Site, library: Library, kernel):
+def gemm_fallback(site: Site, kernel) -> None:
     """For the dequantize-then-multiply branch inside bitsandbytes' CUDA operator gemm_4bit: what compiled
     graphs run, and eager calls that `matmul_4bit` below leaves to the operator."""
-    original, unsupported = site.original, kernel.UnsupportedState
-    operator = torch.ops.nf4_triton.dequantize
+    original, library = site.original, site.library_switch
+    operators = torch.ops.nf4_triton
 
     def _dequant_linear_fallback(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None,
@@ -178,11 +212,11 @@ def gemm_fallback(site: Site, library: Library, kernel):
         if library.on:
             nested = absmax_8bit is not None
             try:
-                weight = operator(
+                weight = operators.dequantize(
                     B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None,
                     absmax_offset, list(shapeB), str(A.dtype), quant_type, blocksize, 256 if nested else 0,
                 )  # fmt: skip
-            except unsupported as error:
+            except kernel.UnsupportedState as error:
                 site.left(error)
             else:
                 site.kernel += 1
@@ -191,25 +225,24 @@ def gemm_fallback(site: Site, library: Library, kernel):
             A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
         )
 
-    return _dequant_linear_fallback
+    site.stand_in(_dequant_linear_fallback)
 
 
-def matmul_4bit(site: Site, library: Library, kernel, functional, cuda_ops):
+def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
     """For bitsandbytes' matmul_4bit, where it dequantizes and multiplies: the same decoded weight into the
     same `linear` (forward) and `matmul` (backward), without the operator's dispatch, two helper kernels and
     the subclass views between them. Which product is taken is asked of bitsandbytes itself (`cuda_ops`; None
     on a CPU, where it always dequantizes): few rows go to its fused kernels, whose sums round differently.
     """
-    original, decode, unsupported = site.original, kernel._your_dequantize_nf4, kernel.UnsupportedState
+    original, library, tensor = site.original, site.library_switch, torch.Tensor
     fused = getattr(cuda_ops, "_gemm_4bit_use_custom_fn", None)
     most_rows = getattr(cuda_ops, "_gemm_4bit_custom_max_m", 0)
-    tensor = torch.Tensor
     on_cpu = kernel.INTERPRETED and cuda_ops is None
 
     class MatMul4Bit(torch.autograd.Function):
         @staticmethod
         def forward(ctx, A, B, bias, quant_state):
-            weight = decode(B, in_dtype(quant_state, A.dtype))
+            weight = kernel._your_dequantize_nf4(B, in_dtype(quant_state, A.dtype))
             ctx.packed, ctx.state = B, quant_state
             return linear(A, weight, bias)
 
@@ -248,23 +281,26 @@ def matmul_4bit(site: Site, library: Library, kernel, functional, cuda_ops):
                     if A.requires_grad and torch.is_grad_enabled():
                         result = apply(A, B, bias, quant_state)
                     else:
-                        result = linear(A, decode(B, in_dtype(quant_state, A.dtype)), bias)
+                        result = linear(
+                            A, kernel._your_dequantize_nf4(B, in_dtype(quant_state, A.dtype)), bias
+                        )
                     site.kernel += 1
                     return result
-            except (unsupported, AttributeError, IndexError, TypeError, ValueError) as error:
+            except (AttributeError, IndexError, TypeError, ValueError) as error:
                 # Whatever is wrong with these arguments, bitsandbytes' own text says it best.
                 site.left(error)
         return original(A, B, quant_state, out, bias)
 
-    return matmul_4bit
+    site.stand_in(matmul_4bit)
 
 
-def watch(site: Site):
-    """Count what bitsandbytes' CUDA build still dequantizes itself; changes nothing."""
+def watch(site: Site) -> None:
+    """Count the calls of a function that stays the library's; changes nothing."""
     original = site.original
 
-    def _dequantize_4bit_impl(A, absmax, blocksize, quant_type, dtype, out):
-        site.library += 1
-        return original(A, absmax, blocksize, quant_type, dtype, out)
+    def watched(*arguments, **named):
+        if not _compiling():
+            site.library += 1
+        return original(*arguments, **named)
 
-    return _dequantize_4bit_impl
+    site.stand_in(watched)

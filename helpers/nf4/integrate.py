@@ -1,66 +1,63 @@
-"""The kernel inside the libraries people fine-tune with: one call, the same bits, reversible.
+"""Switch the kernel on and off in the libraries people fine-tune with: one call, the same bits, reversible.
 
-    from helpers.nf4.integrate import use_nf4_kernel
-
-    use_nf4_kernel()                 # from here on, in every library already imported
-    with use_nf4_kernel("peft"):     # or for a while
-        trainer.train()
-
-Every function that dequantizes is replaced in all modules that refer to it (helpers.nf4.call_sites has the
-replacements). States the kernel does not cover go to the library's own path, counted: `switch.counts()`.
+Replaced are the names by which modules of bitsandbytes, Unsloth, PEFT, transformers, TRL and
+accelerate refer to a function that dequantizes (libraries.py), in every such module imported by then,
+by functions that call the kernel (call_sites.py). Never replaced are a name that a script of yours
+imported before the call, a functools.partial, a class attribute, and code that decodes inside a kernel
+of its own; where they can be seen, the switch's text names them. States that the kernel does not cover
+go to the library's own path, counted.
 """
 
-import ast
+import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
-import inspect
 import sys
 import threading
+import types
+import warnings
 from dataclasses import dataclass, field
 
 import torch
 
-from helpers.nf4 import kernel as nf4_kernel
-from helpers.machine import environment
-from helpers.nf4 import call_sites
-from helpers.nf4.call_sites import Library, Site
+from . import autoload, backend, call_sites, kernel, libraries
+from .call_sites import Library, Site
+from .libraries import UnknownInternals, current, reloaded, site_of
 
+__all__ = ["Switch", "UnknownInternals", "restore", "trainer_callback", "use_nf4_kernel"]
 LIBRARIES = ("unsloth", "bitsandbytes", "peft", "transformers")
 # Modules of these packages are searched for references; Unsloth also writes and imports modules of its own.
 PACKAGES = ("bitsandbytes", "unsloth", "peft", "transformers", "trl", "accelerate")
-# Code that is replaced by an equivalent, as read in bitsandbytes 0.50.0, 0.50.1 and 0.50.2.
-KNOWN = {
-    "matmul_4bit": "b1af5aac6955",
-    "MatMul4Bit": "ed850bab240f",
-    "gemm_4bit on CUDA": "9cef37263286",
-    "_dequant_linear_fallback": "4e5f00cbe3fb",
-}
-_lock = threading.RLock()
-_installed: dict[str, "_Installed"] = {}  # switched on now
-_built: dict[str, "_Installed"] = {}  # made earlier in this process: taken again, so nothing compiles anew
-
-
-class UnknownInternals(RuntimeError):
-    """A library is not as this module knows it, so nothing of it was touched; the text names what differs."""
+# A reload of this module keeps them: what is switched on must stay reachable.
+_lock = globals().get("_lock") or threading.RLock()
+_installed: dict[str, "_Installed"] = globals().get("_installed", {})  # switched on now
+_built: dict[str, "_Installed"] = globals().get("_built", {})  # made before, so nothing compiles anew
+_tested: set = set()  # (the library's function, the kernel's) that gave the same bits
 
 
 @dataclass
 class _Installed:
-    """One library with the kernel inside: its switch, its call sites and who asked for it."""
+    """One library with the kernel inside: its switch, its call sites, what is left, and who asked for it."""
 
     library: Library
     sites: list[Site]
+    left: dict[str, str]  # function: why it stays the library's
     holders: set = field(default_factory=set)
 
 
 class Switch:
-    """What one call of use_nf4_kernel did. Leaving it as a context manager, or `off()`, undoes it."""
+    """What one call of use_nf4_kernel did. Leaving it as a context manager, or `off()`, undoes it.
+
+    libraries: those switched on; refused: {library: why not}; left: {function: why it stays the library's};
+    str(switch) says it all, with what was changed by others since.
+    """
 
     def __init__(self, taken: list[str], routes: dict[str, str], refused: dict[str, str]):
         self.libraries, self.routes, self.refused = tuple(taken), routes, refused
-        self.sites = [site for name in taken for site in _installed[name].sites]
+        self.sites: list[Site] = [site for name in taken for site in _installed[name].sites]
+        self.left: dict[str, str] = {}
+        for name in taken:
+            self.left |= _installed[name].left
         self._before = [site.tally() for site in self.sites]
         self._text = self._describe()
 
@@ -68,80 +65,155 @@ class Switch:
         """Put the libraries' own functions back, except where another open switch still wants the kernel."""
         with _lock:
             for name in self.libraries:
-                if name in _installed:
+                if name in _installed and self in _installed[name].holders:
                     _installed[name].holders.discard(self)
                     if not _installed[name].holders:
-                        _restore(_installed.pop(name))
+                        _remove(_installed.pop(name))
 
-    def __enter__(self):
+    def __enter__(self) -> "Switch":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_) -> None:
         self.off()
 
-    def counts(self) -> dict:
-        """Eager calls by call site since this switch: decoded by the kernel, left to the library and why,
-        products fused by bitsandbytes."""
+    def counts(self) -> dict[str, dict]:
+        """Eager calls by call site since this switch: {"kernel": decoded by the kernel, "library": left
+        to the library, "reasons": why, "fused": products that bitsandbytes forms without dequantizing}.
+        Raises RuntimeError where a library was reloaded since, and the kernel is no longer in it."""
+        if gone := [site.name for site in self.sites if site.library_switch.on and reloaded(site)]:
+            raise RuntimeError(f"{gone[0]} was reloaded since the switch: call use_nf4_kernel() again")
         return {
             site.name: {kind: now - before[kind] for kind, now in site.tally().items()}
             for site, before in zip(self.sites, self._before, strict=True)
         }
 
-    def __str__(self):
-        return self._text
+    def summary(self) -> str:
+        """How many of the eager dequantizations since this switch the libraries did themselves."""
+        counts = self.counts()
+        by_kernel = sum(row["kernel"] for row in counts.values())
+        last = counts.get(libraries.LAST)
+        by_library = last["library"] if last else sum(row["library"] for row in counts.values())
+        return f"{by_library} of {by_kernel + by_library} dequantizations went through the library"
+
+    def __str__(self) -> str:
+        lines = [self._text]
+        for site in self.sites:
+            if site.library_switch.on and not site.watched and current(site.name) is not site.replacement:
+                why = "reloaded" if reloaded(site) else "wrapped or replaced by another library"
+                lines.append(
+                    f"Since then {site.name} was {why}: call use_nf4_kernel() again to be sure of it."
+                )
+        if current(libraries.UNSLOTH) and "not imported" in self.refused.get("unsloth", ""):
+            lines.append(_TOO_LATE)
+        return "\n".join(lines)
 
     def _describe(self) -> str:
         lines = ["The NF4 kernel decodes in:" if self.sites else "The NF4 kernel is not used."]
+        places = _places()
         for site in (site for site in self.sites if not site.watched):
-            where = ", ".join(sorted({module.__name__ for module, _ in site.places}))
+            where = ", ".join(sorted(places.get(id(site), ())))
             lines.append(f"  {site.name}" + (f" (held by {where})" if where else ""))
         lines += [f"  {name}, {how}" for name, how in self.routes.items()]
+        lines += [f"Left to the library: {name}: {why}" for name, why in self.left.items()]
+        if self.sites:
+            lines += [f"Not replaced: {name}, {why}" for name, why in _kept(self.sites).items()]
+            lines += [note for note in [libraries.several_bitsandbytes()] if note]
         lines += [f"Not in {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
 
 
-def use_nf4_kernel(*libraries: str, quiet: bool = False) -> Switch:
+def use_nf4_kernel(*names: str, quiet: bool = False) -> Switch:
     """Let the kernel dequantize in Unsloth, bitsandbytes, PEFT and transformers, or in those named.
 
-    Works at once, and until `off()` of the returned Switch (or the end of its `with` block); prints what
-    changed unless `quiet`. Calls may overlap, in any order and thread: a library is restored when the last
-    one ends. PEFT and transformers dequantize through bitsandbytes, which is switched with them. Without
-    names, a library that is absent, not imported or unknown is left alone and listed; with names that is an
-    error: ImportError, UnknownInternals, or RuntimeError where the kernel cannot run.
+    names: of "unsloth", "bitsandbytes", "peft", "transformers"; none means all that are imported.
+    quiet: print nothing; else what was replaced, what was left and why.
+    Returns a Switch, and works until its `off()` or the end of its `with` block. Calls may overlap, in
+    any order and thread: a library is restored when the last one ends. PEFT and transformers dequantize
+    through bitsandbytes, which is switched with them. A product of which the code is not known (in a
+    newer bitsandbytes) stays the library's and is listed; what it decodes by a switched function is the
+    kernel's.
+
+    Without names, what cannot be switched is left alone and listed. With names it is an error, and
+    nothing is changed: ImportError (not installed), UnknownInternals (a function is missing or takes
+    other arguments), RuntimeError (no GPU, one too old, or bits that differ). ValueError: unknown name.
     """
-    wanted = libraries or LIBRARIES
+    wanted = names or LIBRARIES
     if unknown := [name for name in wanted if name not in LIBRARIES]:
         raise ValueError(f"{unknown[0]!r} is not one of {', '.join(LIBRARIES)}")
     taken, routes, refused = [], {}, {}
     with _lock:
-        for name in wanted:
-            try:
-                _import(name, asked=bool(libraries))
-                for needed in ("bitsandbytes",) if name in _ROUTES else (name,):
-                    _install(needed)
-                    if needed not in taken:
-                        taken.append(needed)
-                if name in _ROUTES:
-                    routes[name] = _ROUTES[name]()
-            except (ImportError, RuntimeError) as error:
-                if libraries:
-                    for orphan in [n for n, one in _installed.items() if not one.holders]:
-                        _restore(_installed.pop(orphan))
-                    raise
-                refused[name] = str(error)
-        switch = Switch(taken, routes, refused)
-        for name in taken:
-            _installed[name].holders.add(switch)
+        autoload.forget()
+        try:
+            for name in wanted:
+                try:
+                    _import(name, asked=bool(names))
+                    for needed in ("bitsandbytes",) if name in libraries.ROUTES else (name,):
+                        _install(needed)
+                        if needed not in taken:
+                            taken.append(needed)
+                    if name in libraries.ROUTES:
+                        routes[name] = libraries.route(name)
+                except (ImportError, RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
+                    if names:
+                        raise
+                    refused[name] = f"{error}" or type(error).__name__
+            switch = Switch(taken, routes, refused)
+            for name in taken:
+                _installed[name].holders.add(switch)
+        except BaseException:
+            for orphan in [name for name, one in _installed.items() if not one.holders]:
+                _remove(_installed.pop(orphan))
+            raise
+        if taken and not current(libraries.UNSLOTH) and _Latecomer not in map(type, sys.meta_path):
+            sys.meta_path.insert(0, _Latecomer())
     if not quiet:
         print(switch)
     return switch
 
 
 def restore() -> None:
-    """Put every library's own functions back, whoever switched them."""
+    """Put every library's own functions back, whoever switched them. Works at any time, also twice, after
+    a reload of this module, or with a second copy of it: what was replaced is found by its mark."""
     with _lock:
-        while _installed:
-            _restore(_installed.popitem()[1])
+        autoload.forget()
+        for installed in _installed.values():
+            installed.library.on = False
+        _installed.clear()
+        _put_back()
+        call_sites.forget_views()
+        sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "_Latecomer"]
+
+
+def trainer_callback(*names: str, quiet: bool = False):
+    """A transformers.TrainerCallback that switches the kernel on when training begins and off when it
+    ends: `Trainer(..., callbacks=[trainer_callback()])`, also for TRL's and Unsloth's trainers. Prints at
+    the end how many dequantizations were left to the library. Arguments as for use_nf4_kernel. Raises
+    ImportError without transformers."""
+    from transformers import TrainerCallback
+
+    class NF4KernelCallback(TrainerCallback):
+        switch: Switch | None = None
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            self.switch = use_nf4_kernel(*names, quiet=quiet or not state.is_world_process_zero)
+
+        def on_train_end(self, args, state, control, **kwargs):
+            if self.switch is None:
+                return
+            if not quiet and state.is_world_process_zero:
+                print(self.switch.summary())
+            self.switch.off()
+
+    return NF4KernelCallback()
+
+
+# Switching
+
+
+def stand_in_of(original):
+    """What stands in for a library's function now: the replacement, or the function itself."""
+    sites = [site for one in list(_installed.values()) for site in one.sites if site.original is original]
+    return sites[0].replacement if sites else original
 
 
 def _import(name: str, asked: bool) -> None:
@@ -157,163 +229,125 @@ def _import(name: str, asked: bool) -> None:
 def _install(name: str) -> None:
     """Put the replacements in place and switch them on; all of the library's or none."""
     installed = _installed.get(name)
-    if installed is None:
-        if problem := _cannot_run():
-            raise RuntimeError(problem)
+    if installed is None or any(map(reloaded, installed.sites)):
         library = Library(name)
-        installed = _Installed(library, _SITES[name](library))  # refuses before anything changes
+        holders = _remove(_installed.pop(name)) if installed else set()
+        sites, left = libraries.SITES[name](library)  # refuses before anything changes
+        _works()
         built = _built.get(name)
-        if built and [site.original for site in built.sites] == [site.original for site in installed.sites]:
-            installed = built
-        _built[name] = installed
-    try:
-        _swap(installed.sites)  # also again: modules imported since the last call may hold the old functions
+        if built and [site.original for site in built.sites] == [site.original for site in sites]:
+            library, sites = built.library, built.sites
+        installed = _built[name] = _Installed(library, sites, left, holders)
+    by_id = {id(site.original): site for site in installed.sites}
+    try:  # also again: modules imported since the last call may hold the old functions
+        for module, attribute, value in _functions():
+            if id(value) in by_id and module.__name__.lower().startswith(PACKAGES):
+                setattr(module, attribute, by_id[id(value)].replacement)
         installed.library.on = True
     except BaseException:
-        _restore(installed)
+        _remove(installed)
+        _installed.pop(name, None)
         raise
     _installed[name] = installed
 
 
-def _swap(sites: list[Site]) -> None:
-    by_id = {id(site.original): site for site in sites}
-    for name, module in list(sys.modules.items()):
-        if module is None or not name.lower().startswith(PACKAGES):
-            continue
-        for attribute, value in list(getattr(module, "__dict__", {}).items()):
-            site = by_id.get(id(value))
-            if site is not None:
-                site.places.append((module, attribute))
-                setattr(module, attribute, site.replacement)
-
-
-def _restore(installed: _Installed) -> None:
-    installed.holders.clear()
+def _remove(installed: _Installed) -> set:
+    """Take one library's replacements out; returns who held them."""
     installed.library.on = False  # every call site at once; what someone else copied stays a mere detour
-    for site in installed.sites:
-        while site.places:
-            module, attribute = site.places.pop()
-            if getattr(module, attribute, None) is site.replacement:
+    _put_back(installed.sites)
+    call_sites.forget_views()
+    return installed.holders
+
+
+def _put_back(sites: list[Site] | None = None) -> None:
+    """Undo replacements wherever a module refers to one: those of `sites`, or all there are."""
+    for module, attribute, value in list(_functions()):
+        site = site_of(value)
+        if site is not None and (sites is None or site in sites):
+            site.library_switch.on = False
+            with contextlib.suppress(Exception):  # a module that takes nothing keeps the detour
                 setattr(module, attribute, site.original)
 
 
-@functools.cache
-def _cannot_run() -> str | None:
-    """Why the kernel cannot decode here; None if it does, with bitsandbytes' bits on a small weight."""
-    if problem := environment.old_triton() or environment.old_gpu():
-        return problem
-    kernel = nf4_kernel
-    if not kernel.INTERPRETED and not environment.has_gpu():
-        return f"{environment.no_gpu()} To try it without, set TRITON_INTERPRET=1 before Python starts."
+def _functions():
+    """(module, attribute, value) of everything callable that any imported module holds by a name."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            for attribute, value in list(vars(module).items()):
+                if type(value) is types.FunctionType:
+                    yield module, attribute, value
+
+
+def _places() -> dict[int, set[str]]:
+    """Names of the modules that hold each site's replacement, by the site's id."""
+    places: dict[int, set[str]] = {}
+    for module, _, value in _functions():
+        if site := site_of(value):
+            places.setdefault(id(site), set()).add(module.__name__)
+    return places
+
+
+def _kept(sites: list[Site]) -> dict[str, str]:
+    """References that can be seen and were not replaced: {name: why}."""
+    originals = {id(site.original) for site in sites if not site.watched}
+    kept = {}
+    for module in list(sys.modules.values()):
+        if not isinstance(module, types.ModuleType) or module.__name__.startswith(__package__):
+            continue
+        ours = module.__name__.lower().startswith(PACKAGES)
+        for attribute, value in list(vars(module).items()):
+            name = f"{module.__name__}.{attribute}"
+            if type(value) is types.FunctionType and id(value) in originals:
+                kept[name] = "a name imported before the call"
+            elif type(value) is functools.partial and id(value.func) in originals:
+                kept[name] = "a partial of it"
+            elif ours and isinstance(value, type) and value.__module__ == module.__name__:
+                for inner, held in list(vars(value).items()):
+                    held = held.__func__ if isinstance(held, staticmethod | classmethod) else held
+                    if id(held) in originals:
+                        kept[f"{name}.{inner}"] = "a class attribute"
+    for module_name, function in libraries.OWN_KERNELS.items():
+        if hasattr(sys.modules.get(module_name), function):
+            kept[f"{module_name}.{function}"] = "which decodes in a kernel of its own"
+    return kept
+
+
+_TOO_LATE = "Unsloth was imported after use_nf4_kernel(): call it again, to switch Unsloth's function too"
+
+
+class _Latecomer:
+    """On sys.meta_path while switched on: says when Unsloth comes too late to be switched; finds nothing."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == "unsloth.kernels.utils" and _installed:
+            warnings.warn(_TOO_LATE, stacklevel=2)
+
+
+def _works() -> None:
+    """Raise RuntimeError unless the kernel decodes here with bitsandbytes' bits. Only a success is
+    remembered: what failed may have been the moment's, such as a full GPU."""
+    if problem := backend.cannot_run():
+        raise RuntimeError(problem)
     from bitsandbytes import functional
 
+    site = site_of(functional.dequantize_4bit)
+    library, ours = site.original if site else functional.dequantize_4bit, kernel._your_dequantize_nf4
+    if (library, ours) in _tested:
+        return
     device = "cpu" if kernel.INTERPRETED else "cuda"
-    values = torch.linspace(-3, 3, 64 * 64, device=device).view(64, 64).half()
-    packed, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-    try:
-        ours, theirs = kernel._your_dequantize_nf4(packed, state), functional.dequantize_4bit(packed, state)
-        same = torch.equal(ours, theirs)
-    except Exception as error:
-        return f"the kernel does not run here: {type(error).__name__}: {error}"
-    return None if same else "the kernel's bits differ from bitsandbytes' here: please report it"
-
-
-def _require(condition, library: str, text: str) -> None:
-    if not condition:
-        version = environment.version_of(library)
-        raise UnknownInternals(f"{library} {version} is not known here, nothing of it was changed: {text}")
-
-
-def _function(module, name: str, parameters: tuple[str, ...]):
-    """The module's function of that name and exactly those parameters."""
-    library, found = module.__name__.split(".")[0], getattr(module, name, None)
-    _require(inspect.isroutine(found), library, f"{module.__name__}.{name} is missing")
-    have = tuple(inspect.signature(found).parameters)
-    _require(have == parameters, library, f"{module.__name__}.{name} takes {have}, expected {parameters}")
-    return found
-
-
-def fingerprint(source: str) -> str:
-    """12 hex digits of a piece of code, blind to indentation, blank lines and comment lines."""
-    lines = (line.strip() for line in source.splitlines())
-    text = "\n".join(line for line in lines if line and not line.startswith("#"))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _operator_source(module, decorator: str) -> str:
-    """Source of the function that `module` registers for an operator, by its decorator's arguments."""
-    source = inspect.getsource(module)
-    for node in ast.parse(source).body:
-        decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
-        if any(decorator in one for one in decorators):
-            return ast.get_source_segment(source, node)
-    return ""
-
-
-def _bitsandbytes(library: Library) -> list[Site]:
-    import bitsandbytes.autograd._functions as products
-    from bitsandbytes import functional
-
-    kernel = nf4_kernel
-    cuda = importlib.import_module("bitsandbytes.backends.cuda.ops") if torch.cuda.is_available() else None
-    dequantize = _function(
-        functional, "dequantize_4bit", ("A", "quant_state", "absmax", "out", "blocksize", "quant_type")
-    )
-    matmul = _function(products, "matmul_4bit", ("A", "B", "quant_state", "out", "bias"))
-    code = {"matmul_4bit": inspect.getsource(matmul), "MatMul4Bit": inspect.getsource(products.MatMul4Bit)}
-    if cuda:
-        fallback = _function(
-            cuda, "_dequant_linear_fallback",
-            ("A", "B", "shapeB", "absmax", "blocksize", "quant_type", "bias",
-             "absmax_8bit", "absmax_code", "absmax_offset"),
-        )  # fmt: skip
-        last = _function(
-            cuda, "_dequantize_4bit_impl", ("A", "absmax", "blocksize", "quant_type", "dtype", "out")
-        )
-        for name in ("_gemm_4bit_use_custom_fn", "_gemm_4bit_custom_max_m"):
-            _require(hasattr(cuda, name), "bitsandbytes", f"backends.cuda.ops.{name} is missing")
-        code["gemm_4bit on CUDA"] = _operator_source(cuda, "'bitsandbytes::gemm_4bit', 'cuda'")
-        code["_dequant_linear_fallback"] = inspect.getsource(fallback)
-    for name, source in code.items():
-        _require(fingerprint(source) == KNOWN[name], "bitsandbytes", f"the code of {name} has changed")
-
-    sites = [
-        site := Site("bitsandbytes.functional.dequantize_4bit", dequantize),
-        product := Site("bitsandbytes.autograd._functions.matmul_4bit", matmul),
-    ]
-    site.replacement = call_sites.dequantize_4bit(site, library, kernel)
-    product.replacement = call_sites.matmul_4bit(product, library, kernel, functional, cuda)
-    if cuda:
-        inside = Site("bitsandbytes.backends.cuda.ops._dequant_linear_fallback", fallback)
-        inside.replacement = call_sites.gemm_fallback(inside, library, kernel)
-        counted = Site("bitsandbytes.backends.cuda.ops._dequantize_4bit_impl", last, watched=True)
-        counted.replacement = call_sites.watch(counted)
-        sites += [inside, counted]
-    return sites
-
-
-def _unsloth(library: Library) -> list[Site]:
-    from bitsandbytes.functional import QuantState
-
-    utils = importlib.import_module("unsloth.kernels.utils")
-    original = _function(utils, "fast_dequantize", ("W", "quant_state", "out", "use_global_buffer", "dtype"))
-    site = Site("unsloth.kernels.utils.fast_dequantize", original)
-    site.replacement = call_sites.unsloth_fast_dequantize(site, library, nf4_kernel, QuantState)
-    return [site]
-
-
-def _through_bitsandbytes(module_name: str) -> str:
-    """Check that a library's helper still looks bitsandbytes' function up at every call."""
-    module = importlib.import_module(module_name)
-    library, helper = module_name.split(".")[0], getattr(module, "dequantize_bnb_weight", None)
-    names = set(getattr(getattr(helper, "__code__", None), "co_names", ()))
-    known = {"functional", "dequantize_4bit"} <= names
-    _require(known, library, f"{module_name}.dequantize_bnb_weight does not call functional.dequantize_4bit")
-    return f"whose {module_name}.dequantize_bnb_weight calls bitsandbytes.functional.dequantize_4bit"
-
-
-_SITES = {"bitsandbytes": _bitsandbytes, "unsloth": _unsloth}
-_ROUTES = {
-    "peft": functools.partial(_through_bitsandbytes, "peft.utils.integrations"),
-    "transformers": functools.partial(_through_bitsandbytes, "transformers.integrations.bitsandbytes"),
-}
+    values = torch.linspace(-3, 3, 64 * 64, dtype=torch.float32, device=device).view(64, 64)
+    for dtype in (torch.float16, torch.bfloat16):
+        name = "bitsandbytes itself"
+        try:
+            options = {"quant_type": "nf4", "compress_statistics": True}
+            packed, state = functional.quantize_4bit(values.to(dtype), **options)
+            expected = library(packed, state)
+            name = "the kernel"
+            same = torch.equal(ours(packed, state), expected)
+        except Exception as error:
+            raise RuntimeError(f"{name} does not run here: {type(error).__name__}: {error}") from error
+        if not same:
+            raise RuntimeError(
+                f"the kernel's {dtype} bits differ from this bitsandbytes', which stays as it is"
+            )
+    _tested.add((library, ours))
