@@ -7,9 +7,9 @@ from helpers.machine import environment
 
 COMMANDS = {
     "doctor": ("measure.doctor", "check this machine: versions, correctness, speed; what to fix"),
-    "run": ("submission.execute", "execute the notebook, print the score and where the files are"),
+    "run": ("submission.run", "execute the notebook, print the score and where the files are"),
     "sync": ("submission.sync", "write the modules' sections into the notebook's cells, or back"),
-    "score": ("submission.scoring", "the marking table from evidence on this machine"),
+    "score": ("submission.score", "the marking table from evidence on this machine"),
     "bench": ("measure.benchmark", "time the kernel against the baselines"),
     "sass": ("t4.sass", "cross-compile for a card and count its instructions"),
     "train-bench": ("training.train_bench", "the kernel in QLoRA steps, prefill, loading and merging"),
@@ -20,7 +20,7 @@ COMMANDS = {
     "libraries": ("stress.libraries", "what each library makes of every layout, odd and broken ones too"),
     "sanitizer": ("stress.sanitizer", "compute-sanitizer over the kernel's edge cases"),
     "bitsandbytes-tests": ("stress.bitsandbytes_tests", "bitsandbytes' own 4-bit tests on this kernel"),
-    "readme": ("show.readme", "draw README's tables from the result files, or check them"),
+    "draw": ("show.draw", "draw README, docs and the notebook from the result files, or check them"),
 }
 
 

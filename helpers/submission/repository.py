@@ -11,6 +11,7 @@ import tempfile
 import urllib.parse
 import urllib.request
 
+REPO_URL = ""  # the public address, https://github.com/OWNER/NAME, once there is one; badges follow it
 NOTEBOOK_NAME = "Unsloth_Puzzles_A.ipynb"
 SECONDS = 4  # that Colab gets for an answer
 # The one form that is used of what Colab says, a notebook on GitHub: owner, repository, branch.
@@ -89,7 +90,7 @@ def _places(address):
         yield _cloned, known
 
 
-def find_repository(address=""):
+def find_repository(address=REPO_URL):
     """The folder of this notebook's repository, importable from here on; None where there is none.
 
     address: what to clone where neither the disk nor Colab has it. Prints what it does, and never raises.
@@ -108,5 +109,7 @@ def find_repository(address=""):
         except Exception as error:
             reason = (getattr(error, "stderr", "") or str(error)).strip().split("\n")[-1]
             print(f"skipped {place[0]}: {type(error).__name__}: {reason}")
-    print("No repository of this notebook here: the rest is skipped. REPO_URL, set above, says where one is.")
+    print(
+        'No repository of this notebook here: the rest is skipped. find_repository("ITS ADDRESS") clones one.'
+    )
     return None

@@ -1,0 +1,258 @@
+"""What README, docs and the notebook show of stored results: one function a block of markdown."""
+
+from helpers.machine import environment
+from helpers.record import goals, names, tables
+from helpers.record.results import caption, find, ratio
+from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
+
+RESULTS = environment.ROOT / "results"
+# What is changed in the stored ablation, and why the kernel decides otherwise.
+REASONS = {
+    "portable path (general, no assembly)": "finished results in 16 lanes: one shuffle per code",
+    "code2 not staged in shared memory": "code2 is fetched beside absmax: one memory latency instead of two",
+    "2 words per thread": "8 words per thread: their loads are under way before the first is used",
+    "4 words per thread": "... and 16M elements fit the card in one wave of programs",
+    "no cache hints": "results are written to leave the cache first",
+    "no hints on loads": "up to 8M elements, what is read once leaves the cache first",
+    "hints on loads": "above 8M elements they cost more than they save",
+    "any number of programs per SM": "beyond one wave, fewer programs at a time: fewer streams in memory",
+    "bf16 rounded in integers": "what a T4 needs costs little where hardware converts",
+}
+LIBRARIES = {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}
+
+
+def stored(name: str, card: str = names.CARD):
+    """A card's stored result of that name, or None."""
+    return find(name, RESULTS / card)
+
+
+def with_caption(result, table: tables.Table, what: str = "call") -> str:
+    return f"{tables.markdown(table)}\n\n*{caption(result, what)}*" if table else "not measured"
+
+
+def badge() -> str:
+    """The link to Colab, once there is an address: a badge that leads nowhere is worse than none."""
+    if not REPO_URL:
+        return ""
+    link = f"https://colab.research.google.com/github/{REPO_URL.removeprefix('https://github.com/')}"
+    image = "https://colab.research.google.com/assets/colab-badge.svg"
+    return f"[![Open In Colab]({image})]({link}/blob/main/{NOTEBOOK_NAME})"
+
+
+def claim() -> str:
+    """The score in one sentence: card, both baselines, and what is known of a T4."""
+    result, timed = stored("score"), stored("protocol")
+    if result is None:
+        return "No run is stored."
+    text = result.data.headline.rstrip(".")
+    if timed:
+        ours, score = next(iter(timed.data.entries)), result.data
+        today, classic = (timed.data.speedup(ours, name) for name in ("unsloth_today", "unsloth_classic"))
+        text = (
+            f"{min(score.totals.values())} of {score.maximum} points on an {result.environment.gpu}: the "
+            f"official protocol runs {today:.2f} times as fast as Unsloth's `fast_dequantize` of today and "
+            f"{classic:.2f} times as fast as its classic path, the puzzle's own baseline"
+        )
+    return f"**{text}; {t4_in_words()}.**\n\n*Stored run: {caption(result)}.*"
+
+
+def t4_in_words() -> str:
+    """What is known of a T4, as the end of a sentence."""
+    if stored("score", names.T4):
+        return f"on a Tesla T4: {stored('score', names.T4).data.headline}"
+    return "no Tesla T4 has run it yet"
+
+
+def score() -> str:
+    """The marking table that the notebook's stored run computed."""
+    result = stored("score")
+    data = result.data
+    columns = {"classic": "vs classic", "today": "vs today"}
+    rows = [["criterion", *columns.values(), "evidence"]]
+    for line in data.lines:
+        points = [line.points[column] for column in columns]
+        rows.append(
+            [line.name, *("-" if p is None else f"{p:+d}" if p else "0" for p in points), line.evidence]
+        )
+    rows.append(["sum", *(f"{data.totals[column]} of {data.maximum}" for column in columns), ""])
+    return f"**{data.headline}**\n\n{with_caption(result, rows)}"
+
+
+def protocol() -> str:
+    result = stored("benchmark")
+    return with_caption(result, tables.protocol(result.data))
+
+
+def saved(data, baseline: str) -> tuple[float, float]:
+    """Microseconds saved over a baseline, summed over the official shapes: (in all, of it GPU time)."""
+    gpu = {(case.numel, case.dtype): case.rows for case in data.gpu.sizes if case.rows}
+    whole = on_gpu = 0.0
+    for case in data.host.cases:
+        rows = gpu[case.shape[0] * case.shape[1], case.dtype]
+        whole += case.synchronized[baseline].p50 - case.synchronized["kernel"].p50
+        on_gpu += rows[baseline].p50 - rows["kernel"].p50
+    return whole, on_gpu
+
+
+def microseconds() -> str:
+    """How much of the win is the kernel and how much is the call, in words."""
+    result, lines = stored("benchmark"), []
+    for name in ("unsloth_today", "unsloth_classic"):
+        whole, on_gpu = saved(result.data, name)
+        lines.append(
+            f"over {names.label(name)} {whole:.0f} us are saved, {on_gpu / whole:.0%} of them "
+            f"by the kernel on the GPU and {1 - on_gpu / whole:.0%} by the call on the host"
+        )
+    return (
+        "**How much is the kernel, how much the call?** One synchronized call of each of the protocol's "
+        f"three shapes, added up: {'; '.join(lines)}. *{caption(result)}.*"
+    )
+
+
+def host_steps() -> str:
+    """Our call with one of its shortcuts taken away: microseconds until it returns."""
+    result = stored("benchmark")
+    steps = result.data.host.steps if result.data.host else {}
+    if not steps:
+        return "The steps of a call were not measured in the stored run."
+    chosen = next(iter(steps.values())).p50
+    rows = [["the call, without", "us until it returns", "over as it is"]]
+    rows += [[name, f"{times.p50:.2f}", f"{times.p50 / chosen:.2f}"] for name, times in steps.items()]
+    return with_caption(result, rows)
+
+
+def steps() -> str:
+    """GPU time with one decision changed over the time as chosen, bf16, and why it is as it is."""
+    result = stored("benchmark")
+    cases = [case for case in result.data.ablation.cases if case.dtype == "bfloat16"]
+    heads = [f"{names.size_text(case.numel)} elements" for case in cases]
+    rows = [["changed", "why it is as it is", *heads]]
+    for name, why in REASONS.items():
+        times = [ratio(case.rows, name, "as chosen") for case in cases]
+        if any(times):
+            rows.append([name, why, *("-" if time is None else f"{time:.2f}" for time in times)])
+    return with_caption(result, rows, "gpu")
+
+
+def speed() -> str:
+    """What the picture of speed by size says, in a sentence."""
+    result, texts = stored("benchmark"), []
+    cases = [case for case in result.data.gpu.sizes if case.numel in names.SHARES and case.rows]
+    kind = next(kind for kind in names.CEILINGS if kind in cases[0].rows)
+    for numel in names.TARGET_SIZES:
+        shares = [[ratio(case.rows, kind, name) for case in cases if case.numel == numel]
+                  for name in ("kernel", "unsloth_today")]  # fmt: skip
+        texts.append(f"{names.size_text(numel)}: {min(shares[0]):.2f} against {min(shares[1]):.2f}")
+    return (
+        "**Share of the byte-mover's speed, this kernel against Unsloth today**, the lower of fp16 and bf16: "
+        f"{'; '.join(texts)}. Above 1: none of the byte-mover's launch choices was faster."
+    )
+
+
+def t4() -> str:
+    """What is known of a T4."""
+    return ""
+
+
+def bench_targets() -> str:
+    result = stored("benchmark")
+    return with_caption(result, goals.table(result.data))
+
+
+def limits() -> str:
+    """What bounds the goals that depend on the host, a line each."""
+    data, lines = stored("benchmark").data, []
+    calls = [case.synchronized for case in data.host.cases] if data.host else []
+    if calls:
+        sums = {name: sum(rows[name].p50 for rows in calls) for name in calls[0]}
+        today, classic = (
+            sums[name] / sums[names.ALLOCATE_FILL] for name in ("unsloth_today", "unsloth_classic")
+        )
+        lines.append(
+            "Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
+            f"{today:.2f} of the time of Unsloth today and 1/{classic:.2f} of classic on this host."
+        )
+    if data.cold and data.cold.trivial:
+        times = [starts.median(state, "first_call") for starts in (data.cold.trivial, data.cold.kernel)
+                 for state in ("empty", "warm")]  # fmt: skip
+        lines.append(
+            f"First call: a Triton kernel that stores one number takes {times[0]:.2f} s with empty caches "
+            f"and {times[1]:.2f} s with warm ones; this kernel {times[2]:.2f} and {times[3]:.2f} s."
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def other_cards() -> str:
+    """The score and the goals of every other card with results of its own."""
+    texts = []
+    for path in sorted(RESULTS.glob("*/benchmark.json")):
+        card = path.parent.name
+        if card == names.CARD or not stored("score", card):
+            continue
+        texts.append(f"**{stored('score', card).data.headline}**")
+        texts.append(with_caption(stored("benchmark", card), goals.table(stored("benchmark", card).data)))
+    return "\n\n".join(texts)
+
+
+def gemm() -> str:
+    result = stored("benchmark")
+    return with_caption(result, tables.gemm(result.data))
+
+
+def compiled() -> str:
+    result = stored("benchmark")
+    return with_caption(result, tables.compiled(result.data))
+
+
+def training() -> str:
+    """One row a library and number of tokens."""
+    result = stored("training")
+    head = ["", "tokens per step", "ms without", "ms with", "speedup (95% interval)", "GPU time dequantizing"]
+    rows = [[*head, "caught", "same bits"]]
+    for library, found in result.data.libraries.items():
+        for size in found.sizes:
+            arms, speed = (size.without, size.with_), size.speedup
+            same = ("yes" if size.same_bits else "NO") if size.repeatable else "not repeatable without it"
+            rows.append([
+                LIBRARIES[library],
+                f"{size.tokens:,}",
+                *(f"{arm.ms.p50:.1f}" for arm in arms),
+                f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})",
+                " -> ".join(f"{arm.dequantize_ms / arm.gpu_ms:.0%}" for arm in arms),
+                f"{size.calls['kernel']} of {size.calls['kernel'] + size.calls['library']}",
+                same,
+            ])  # fmt: skip
+    return with_caption(result, rows)
+
+
+def several_gpus() -> str:
+    result = stored("several_gpus")
+    rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
+    for engine, found in result.data.engines.items():
+        if found.failed:
+            rows.append([engine, "failed", "", "", "", found.failed])
+            continue
+        times = [f"{found.step_ms[arm].p50:.1f}" for arm in ("without", "with")]
+        speed = f"{found.speedup.p50:.2f} ({found.speedup.p20:.2f} to {found.speedup.p80:.2f})"
+        same = f"{'identical' if found.same_losses else 'DIFFER'}, {found.steps} steps"
+        rows.append([engine, str(found.processes), *times, speed, same])
+    return with_caption(result, rows)
+
+
+def libraries() -> str:
+    """The layouts on which not everyone is exact; the others in a sentence."""
+    result = stored("libraries")
+    layouts = list(next(iter(result.data.values())))
+    odd = [layout for layout in layouts
+           if any(outcomes[layout].outcome != "exact" for outcomes in result.data.values())]  # fmt: skip
+    rows = [["layout", *(names.label(name) for name in result.data)]]
+    rows += [[layout, *(outcomes[layout].outcome for outcomes in result.data.values())] for layout in odd]
+    same = len(layouts) - len(odd)
+    text = f"Of {len(layouts)} layouts, all are exact on {same}. The other {len(odd)}:"
+    return f"{text}\n\n{with_caption(result, rows)}"
+
+
+BLOCKS = (
+    badge, claim, score, protocol, microseconds, host_steps, speed, t4, bench_targets, steps, limits,
+    other_cards, gemm, compiled, training, several_gpus, libraries,
+)  # fmt: skip
