@@ -1,1 +1,1 @@
-"""The exact reference, real layers and the baselines everything is compared with."""
+"""The exact reference in plain torch, and real layers to compare with it."""

@@ -3,11 +3,14 @@
     scale[k] = fp32(code2[absmax[k]] * absmax2[k // blocksize2]) + offset    nested: two roundings, no FMA
     out[i]   = dtype(fp32(code[nibble[i]] * scale[i // blocksize]))          high nibble of a byte first
 
-Slow and readable on purpose: everything else in this project is compared with it, and it is compared with
-bitsandbytes itself (tests/oracle/test_reference.py).
+Slow and readable on purpose. It is compared with bitsandbytes itself (tests/oracle/test_reference.py).
 """
 
 import torch
+
+from helpers.submission.protocol import different, same_bits
+
+__all__ = ["DTYPES", "NF4", "TABLES", "dequantize", "different", "same_bits"]
 
 # bitsandbytes decodes with tables built into its kernels, not with quant_state.code.
 NF4 = (
@@ -104,22 +107,3 @@ def _multiply_flushing(a, b):
     product = a * b
     tiny = (a * 2.0**64 * b).abs() < SMALLEST_NORMAL * 2.0**64
     return torch.where(tiny, torch.copysign(torch.zeros_like(product), product), product)
-
-
-def different(x, y):
-    """Number of elements whose bits differ; `x` and `y` must agree in shape and dtype (else ValueError).
-
-    NaN equals NaN: its payload is the device's own choice.
-    """
-    if x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(f"cannot compare {tuple(x.shape)} {x.dtype} with {tuple(y.shape)} {y.dtype}")
-    bits = {2: torch.int16, 4: torch.int32, 1: torch.uint8}[x.element_size()]
-    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
-    if x.is_floating_point():
-        differ &= ~(x.isnan() & y.isnan())
-    return int(differ.sum())
-
-
-def same_bits(x, y):
-    """Whether `x` and `y` agree in shape, dtype and every bit (NaN equals NaN)."""
-    return x.shape == y.shape and x.dtype == y.dtype and different(x, y) == 0

@@ -123,7 +123,7 @@ def expected(layer) -> torch.Tensor:
 def different(x: torch.Tensor, y: torch.Tensor) -> int:
     """Number of elements whose bits differ; NaN equals NaN. ValueError where shape or dtype differ."""
     if x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(f"{x.dtype} {tuple(x.shape)} instead of {y.dtype} {tuple(y.shape)}")
+        raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
     differ = x.contiguous().view(bits) != y.contiguous().view(bits)
     return int((differ & ~(x.isnan() & y.isnan())).sum())

@@ -14,8 +14,7 @@ import torch
 from helpers.record import hashes
 from helpers.machine import environment
 from helpers.measure import benchmark, ceilings, gpu_time, host_time, clocks, workload
-from helpers.oracle import baselines
-from helpers.submission import harness
+from helpers.submission import protocol
 from helpers.measure.contenders import Bench, wrong_bits
 
 pytest.importorskip("bitsandbytes")
@@ -78,8 +77,8 @@ def bench(monkeypatch, kernel):
     monkeypatch.setattr(workload, "LAYERS", {"A": ((64, 64), (64, 128)), "B": ((128, 64),)})
     monkeypatch.setattr(workload, "rotation", lambda numel, **_: 3)
     monkeypatch.setattr(ceilings, "variants", lambda *_: [{"words": 2, "threads": 128, "store": ".cs"}])
-    monkeypatch.setattr(harness, "OFFICIAL", harness.SMALL[:1])
-    return Bench(kernel, baselines.available(), device="cpu")
+    monkeypatch.setattr(protocol, "OFFICIAL", protocol.SMALL[:1])
+    return Bench(kernel, protocol.baselines(), device="cpu")
 
 
 def test_host_rows_hold_everyone_and_the_yardstick(bench, monkeypatch):
@@ -208,7 +207,7 @@ def test_against_today_is_the_geometric_mean_and_the_lowest(bench):
 
 def test_gemm_compares_store_policies_with_multiplication_alone(bench):
     found = gpu_time.gemm(bench)
-    config = harness.OFFICIAL[0]
+    config = protocol.OFFICIAL[0]
     assert [case["shape"] for case in found["cases"]] == [
         [config.intermediate, config.hidden],
         [config.hidden, config.intermediate],
@@ -328,7 +327,7 @@ def test_on_a_gpu_the_sections_measure_without_failures(kernel, monkeypatch):
     monkeypatch.setattr(workload, "SIZES", sizes)
     monkeypatch.setattr(workload, "LAYERS", {"A": ((1024, 4096),)})
     monkeypatch.setattr(Bench, "rounds", lambda self, full, quick: 3)
-    bench = Bench(kernel, baselines.available())
+    bench = Bench(kernel, protocol.baselines())
     found = gpu_time.gpu(bench)
     for case in found["sizes"]:
         assert case["failures"] == {} and case["not_captured"] == {}

@@ -16,7 +16,7 @@ import triton
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.machine import environment
 from helpers.oracle import reference
-from helpers.submission import checks
+from helpers.submission import protocol
 
 pytest.importorskip("bitsandbytes")
 
@@ -97,14 +97,14 @@ def test_fp4_is_supported(kernel, make_layer, dtype):
     layer = make_layer(64, 96, dtype, quant_type="fp4")
     result = kernel.your_dequantize_nf4(layer)
     assert reference.same_bits(result, reference.dequantize(layer.weight, layer.weight.quant_state))
-    assert reference.same_bits(result + 0.0, checks.expected(layer) + 0.0)
+    assert reference.same_bits(result + 0.0, protocol.expected(layer) + 0.0)
 
 
 @pytest.mark.parametrize("dtype", reference.DTYPES)
 def test_flat_is_supported(kernel, make_layer, dtype):
     layer = make_layer(64, 96, dtype, nested=False)
     assert layer.weight.quant_state.state2 is None
-    assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
+    assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
 
 
 @pytest.mark.parametrize("blocksize", [96, 0, -64, 64.0, "64", None])
@@ -323,20 +323,20 @@ def test_zero_elements(kernel, layer, shape, dtype):
 @pytest.mark.parametrize("name", ["absmax", "state2.absmax", "state2.code"])
 def test_longer_tensors_are_as_good(kernel, layer, name):
     """FSDP pads: what is beyond the shape is not read."""
-    expected = checks.expected(layer)
+    expected = protocol.expected(layer)
     replace(layer.weight.quant_state, name, lambda x: torch.cat([x, torch.full_like(x, 255)]))
     assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
 
 
 def test_longer_weight(kernel, layer):
-    expected = checks.expected(layer)
+    expected = protocol.expected(layer)
     longer = torch.cat([layer.weight.data, torch.full_like(layer.weight.data, 0xEE)])
     assert reference.same_bits(kernel._your_dequantize_nf4(longer, layer.weight.quant_state), expected)
 
 
 def test_a_good_state_that_went_bad_is_refused_at_once(kernel, layer):
     """A plan made for the good state must not hide any of it."""
-    assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
+    assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
     state = layer.weight.quant_state
     for name, bad in (
         ("offset", None),
@@ -349,7 +349,7 @@ def test_a_good_state_that_went_bad_is_refused_at_once(kernel, layer):
         setattr(state, name, bad)
         refused(kernel, layer.weight, state, name.removesuffix("type"))
         setattr(state, name, good)
-        assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
+        assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
     refused(kernel, layer.weight.data[:-1], state, "16383 bytes")
     state.state2.dtype = torch.float16
     refused(kernel, layer.weight, state, "state2.dtype")
@@ -362,7 +362,7 @@ def test_a_strided_view_at_a_known_address_is_refused(kernel, layer):
     dense, strided = memory[: len(packed)], memory.view(-1, 2)[:, :1]
     assert dense.data_ptr() == strided.data_ptr() and dense.nbytes == strided.nbytes
     for _ in range(2):
-        assert reference.same_bits(kernel._your_dequantize_nf4(dense, state), checks.expected(layer))
+        assert reference.same_bits(kernel._your_dequantize_nf4(dense, state), protocol.expected(layer))
     refused(kernel, strided, state, "weight", "contiguous")
 
 

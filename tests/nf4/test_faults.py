@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.oracle import reference
-from helpers.submission import checks
+from helpers.submission import protocol
 from helpers.t4 import compile_spec, cross_compile
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -65,12 +65,12 @@ class TestValues:
         layer = make_layer(64, 64, torch.float32, nested=False)
         values = [value for value in self.SPECIAL if not (value and abs(value) < 1e-38)]
         layer.weight.quant_state.absmax[: len(values)] = torch.tensor(values)
-        assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
+        assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
 
     @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 256])
     def test_codebooks_of_any_length(self, kernel, layer, length):
         """quant_state.code is not what bitsandbytes decodes with; its length and contents change nothing."""
-        expected = checks.expected(layer)
+        expected = protocol.expected(layer)
         layer.weight.quant_state.code = torch.full((length,), math.nan, device=layer.weight.device)
         assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
         layer.weight.quant_state.code = None
@@ -101,7 +101,7 @@ class TestValues:
             kernel.your_dequantize_nf4(layer)
 
     def test_an_offset_of_shape_1(self, kernel, layer):
-        expected = checks.expected(layer)
+        expected = protocol.expected(layer)
         layer.weight.quant_state.offset = layer.weight.quant_state.offset.view(1)
         assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
 

@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 
-from helpers.oracle import baselines, layers, reference
-from helpers.submission import checks
+from helpers.oracle import layers, reference
+from helpers.submission import evidence, protocol
 
 pytest.importorskip("bitsandbytes")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -75,14 +75,14 @@ def poisoned(kernel, layer, before=0):
 def layer_and_weight(n, dtype, nested, quant_type, device):
     """A layer of one row, and what bitsandbytes makes of it; both must be left as they are."""
     layer = layers.quantized_layer(n, 1, dtype, nested=nested, quant_type=quant_type, device=device, seed=n)
-    return layer, checks.expected(layer)
+    return layer, protocol.expected(layer)
 
 
 @pytest.mark.parametrize("way", [OWN, *SWITCHES, WAYS[-1]], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(kernel, device, way, dtype):
-    layer = checks.every_code(dtype, device)
-    expected = checks.expected(layer)
+    layer = evidence.every_code(dtype, device)
+    expected = protocol.expected(layer)
     assert reference.same_bits(poisoned(kernel, layer), expected)
     assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
 
@@ -103,7 +103,7 @@ def test_random_layers_of_all_sizes(kernel, device, way, dtype, nested, quant_ty
 def test_blocksizes(kernel, make_layer, way, blocksize):
     for nested, size in itertools.product((True, False), ((128, 96), (8291, 1))):
         layer = make_layer(*size, torch.bfloat16, nested=nested, blocksize=blocksize)
-        assert reference.same_bits(poisoned(kernel, layer), checks.expected(layer)), (nested, size)
+        assert reference.same_bits(poisoned(kernel, layer), protocol.expected(layer)), (nested, size)
 
 
 @pytest.mark.parametrize("blocksize2", [1, 2, 64, 128, 1024])
@@ -130,7 +130,7 @@ def test_special_scales(kernel, make_layer, way, dtype):
     state.absmax.copy_(torch.tensor(values))
     assert reference.same_bits(poisoned(kernel, layer), reference.dequantize(layer.weight, state))
     if layer.weight.is_cuda:
-        assert reference.same_bits(poisoned(kernel, layer), checks.expected(layer))
+        assert reference.same_bits(poisoned(kernel, layer), protocol.expected(layer))
 
 
 def test_subnormal_nested_scales(kernel, make_layer, way):
@@ -147,7 +147,7 @@ def test_subnormal_nested_scales(kernel, make_layer, way):
 def test_quant_storage(kernel, make_layer, way, storage):
     """FSDP-QLoRA keeps the packed bytes in a floating-point tensor."""
     layer = make_layer(128, 96, torch.bfloat16)
-    expected = checks.expected(layer)
+    expected = protocol.expected(layer)
     weight = layer.weight.data.view(-1).view(storage).view(-1, 1)
     result = kernel._your_dequantize_nf4(weight, layer.weight.quant_state)
     assert reference.same_bits(result, expected)
@@ -158,14 +158,14 @@ def test_transposed_weight(kernel, make_layer, way, dtype):
     layer = make_layer(128, 96, dtype)
     result = kernel._your_dequantize_nf4(layer.weight.t(), layer.weight.quant_state)
     assert result.shape == (128, 96) and result.stride() == (1, 128)
-    assert reference.same_bits(result.t(), checks.expected(layer))
+    assert reference.same_bits(result.t(), protocol.expected(layer))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_unaligned_weight_and_output(kernel, make_layer, way, dtype):
     """A weight that starts at any byte, an output that starts at any element."""
     layer = make_layer(8191, 1, dtype)
-    expected, state = checks.expected(layer), layer.weight.quant_state
+    expected, state = protocol.expected(layer), layer.weight.quant_state
     packed = layer.weight.data.view(-1)
     for skip in (0, 1, 2, 3, 4):
         memory = torch.cat([packed.new_full((skip,), 0xEE), packed])
@@ -183,12 +183,12 @@ def test_other_ranks(kernel, make_layer, way, shape):
     state.shape = torch.Size(shape)
     result = kernel._your_dequantize_nf4(layer.weight, state)
     assert result.shape == shape
-    assert reference.same_bits(result.reshape(1, -1), checks.expected(layer))
+    assert reference.same_bits(result.reshape(1, -1), protocol.expected(layer))
 
 
 def test_drop_in_for_fast_dequantize(kernel, make_layer):
     layer = make_layer(128, 96, torch.bfloat16)
-    weight, state, expected = layer.weight, layer.weight.quant_state, checks.expected(layer)
+    weight, state, expected = layer.weight, layer.weight.quant_state, protocol.expected(layer)
     assert kernel.your_fast_dequantize(weight) is weight, "without a state the weight comes back"
     out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
     assert kernel.your_fast_dequantize(weight, state, out=out).data_ptr() == out.data_ptr()
@@ -206,7 +206,7 @@ def test_repeated_calls_stay_exact(kernel, make_layer, way):
     made = [make_layer(128, 64 + 64 * i, dtype, seed=i) for i, dtype in enumerate(DTYPES)]
     for _ in range(3):
         for layer in made:
-            assert reference.same_bits(kernel.your_dequantize_nf4(layer), checks.expected(layer))
+            assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
 
 
 @pytest.mark.parametrize("way", [OWN, *SWITCHES, WAYS[-1]], indirect=True)
@@ -224,9 +224,9 @@ def test_the_ways_are_really_forced(kernel, way):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_against_every_baseline_on_the_gpu(kernel, make_layer, dtype):
     """At the protocol's sizes, by the card's own way and by a T4's."""
-    real = [checks.every_code(dtype, "cuda")]
+    real = [evidence.every_code(dtype, "cuda")]
     real += [make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))]
-    for baseline in baselines.available().values():
+    for baseline in protocol.baselines().values():
         assert baseline.fn, f"{baseline.label}: {baseline.reason}"
         for layer in real:
             expected = baseline.fn(layer).detach()

@@ -14,7 +14,7 @@ import torch
 
 from helpers.oracle import reference
 from helpers.stress import libraries
-from helpers.submission import checks
+from helpers.submission import protocol
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 LAYOUTS = libraries.LAYOUTS
@@ -97,7 +97,7 @@ def test_every_tensor_from_the_middle_of_another(kernel, device, make_layer, way
         return memory[skip : skip + x.numel()].view(x.shape)
 
     layer = make_layer(64, 640, torch.float16)
-    expected, state = checks.expected(layer), layer.weight.quant_state
+    expected, state = protocol.expected(layer), layer.weight.quant_state
     state.absmax, state.offset = moved(state.absmax), moved(state.offset)
     state.state2.absmax, state.state2.code = moved(state.state2.absmax), moved(state.state2.code)
     assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
@@ -234,7 +234,7 @@ def test_after_a_journey(kernel, device, make_layer, name):
     """Saved, loaded, copied or moved, before and after a first use."""
     layer = make_layer(64, 96, torch.float16)
     expected = kernel.your_dequantize_nf4(layer).clone()
-    assert reference.same_bits(expected, checks.expected(layer))
+    assert reference.same_bits(expected, protocol.expected(layer))
     arrived = JOURNEYS[name](layer, device)
     assert arrived.weight.quant_state.nested
     for _ in range(2):
@@ -301,7 +301,7 @@ def test_repacked_for_the_cpu_then_moved_to_the_gpu(kernel, make_layer):
     except kernel.UnsupportedState as error:
         assert "expected" in str(error)
     else:
-        assert reference.same_bits(result, checks.expected(layer))
+        assert reference.same_bits(result, protocol.expected(layer))
 
 
 def test_a_state_that_is_no_quant_state(kernel, make_layer):
