@@ -2,8 +2,8 @@
 
 One description of what can be drawn serves both: Hypothesis draws from it on the CPU, with shrinking
 (tests/stress/test_fuzz.py), `random.Random` on the GPU, where `python -m helpers fuzz --cases 100000` spreads
-the cases over processes and compares on the GPU, with one synchronization per batch. A failure is printed as a
-Case that can be pasted into `fuzz.check(...)`.
+the cases over processes and compares on the GPU, with one synchronization per batch. A failure is printed as
+a Case that can be pasted into `fuzz.check(...)`.
 """
 
 import argparse
