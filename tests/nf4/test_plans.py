@@ -45,16 +45,17 @@ class Planned:
 def planned(kernel, device, monkeypatch):
     if device == "cuda" and not kernel.DIRECT:
         pytest.skip(f"Triton {triton.__version__} launches on its public path: no plans")
-    found = Planned(kernel)
-    monkeypatch.setattr(kernel, "_first_call", found.count)
+    counting = Planned(kernel)
+    monkeypatch.setattr(kernel, "_plans", {})
+    monkeypatch.setattr(kernel, "_first_call", counting.count)
     if device == "cpu":
         interpret(kernel, monkeypatch)
-    return found
+    return counting
 
 
 def interpret(kernel, monkeypatch):
-    """Give the interpreter what the fast path takes from CUDA: an allocator, a stream, a launch."""
-    launch_once = kernel._launch
+    """Give the interpreter what a repeated launch takes from CUDA: an allocator, a stream, a launch."""
+    launch_once, last = kernel._launch, []
 
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
@@ -63,24 +64,25 @@ def interpret(kernel, monkeypatch):
         content = (ctypes.c_uint8 * like.nbytes).from_address(address)
         return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
 
-    def launch(weight, state, out):
-        launch_once(weight, state, out)
-        grid, arguments, constexprs, _ = kernel._configure(weight, state, out)
-        if grid == 0:
-            return None
+    def launch(*arguments):
+        last[:] = arguments
+        return launch_once(*arguments)
+
+    def repeat(compiled, grid, arguments, fixed, limit):
+        jit, _, _, constexprs, settings = last
         seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
         def again(stream, address, out_address):
             tensors = memory(address, seen[0]), memory(out_address, seen[1]), *seen[2:]
-            options = kernel._options(kernel.settings())
-            jit = kernel._your_dequantize_nf4_kernel
-            jit[(grid,)](*tensors, **constexprs, **options)
+            jit[(grid,)](*tensors, **constexprs, **kernel._options(settings))
 
         return again
 
     monkeypatch.setattr(kernel, "_empty_cuda", empty)
     monkeypatch.setattr(kernel, "_stream", lambda index: 0)
     monkeypatch.setattr(kernel, "_launch", launch)
+    monkeypatch.setattr(kernel, "_repeat", repeat)
+    monkeypatch.setattr(kernel, "DIRECT", True)
 
 
 @pytest.fixture
@@ -294,6 +296,7 @@ def test_a_weight_that_moves_keeps_its_plan(planned, layer):
     """FSDP gathers a weight into other memory for each use; the state stays."""
     weight, state = warm(planned, layer)
     kept = []
+    planned(noise(weight.data), state)  # a plain tensor, whose plan is another
     for _ in range(4):
         kept.append(noise(weight.data))
         result, by_plan = planned(kept[-1], state)
@@ -646,7 +649,7 @@ def test_autograd_notices_that_out_was_overwritten(planned, kernel, layer):
         kernel._your_dequantize_nf4(weight, state, out=out)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-        del state._nf4_plan  # and by a first call
+        kernel._plans.clear()  # and by a first call
 
 
 def test_strides_of_a_given_out_are_not_kept(planned, kernel, make_layer):
