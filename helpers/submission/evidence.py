@@ -21,7 +21,7 @@ from helpers.submission.protocol import (
 # profiler or the checks themselves, or recognise that it is watched and behave for as long. Against
 # that stands that its cells, all of them above, can be read.
 
-# %% Tools of the checks id="evidence-tools" tags=["folded"]
+# %% Tools of the checks id="evidence-tools" folded=true
 import json
 import logging
 import math

@@ -1,6 +1,7 @@
 """The puzzle's official protocol under its own names, and watched: its sections are cells of the notebook."""
 
-# %% The libraries' own functions id="protocol-libraries" tags=["folded"]
+# ruff: noqa: E402
+# %% The libraries' own functions id="protocol-libraries" folded=true
 import collections
 import contextlib
 import copy
@@ -21,7 +22,7 @@ from collections.abc import Callable
 import torch
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-DEVICE = "cuda" if ON_GPU else "cpu"  # there Triton interprets the kernel: small shapes, no times
+DEVICE = "cuda" if ON_GPU else "cpu"  # where Triton interprets the kernel: small shapes, no times
 NEEDS_GPU = "an NVIDIA GPU"
 
 
@@ -37,12 +38,17 @@ class Baseline:
     note: str = ""
 
 
-def own_dequantize_4bit(functional):
-    """bitsandbytes' own function, where unsloth_zoo put a wrapper; proved by module and file."""
-    own = inspect.unwrap(functional.dequantize_4bit)
-    if (own.__module__, own.__code__.co_filename) != (functional.__name__, functional.__file__):
-        raise RuntimeError(f"{own.__module__} replaced dequantize_4bit and does not say by what")
+def own_function(module, name):
+    """A library's own function, also where another put a wrapper in its place; proved by its file."""
+    own = inspect.unwrap(getattr(module, name))
+    if (own.__module__, own.__code__.co_filename) != (module.__name__, module.__file__):
+        raise RuntimeError(f"{own.__module__} replaced {module.__name__}.{name}")
     return own
+
+
+def own_dequantize_4bit(functional):
+    """bitsandbytes' own: importing Unsloth puts a wrapper of unsloth_zoo in its place."""
+    return own_function(functional, "dequantize_4bit")
 
 
 def _bitsandbytes(functional):
@@ -51,44 +57,46 @@ def _bitsandbytes(functional):
 
 
 def _unsloth_today(utils):
-    function = utils.fast_dequantize
-    return lambda layer: function(layer.weight, layer.weight.quant_state)
+    own = own_function(utils, "fast_dequantize")
+    return lambda layer: own(layer.weight, layer.weight.quant_state)
 
 
 def _unsloth_classic(utils):
-    function = utils._fast_dequantize_ctypes
-    return lambda layer: function(layer.weight, layer.weight.quant_state, None, False)
+    own = own_function(utils, "_fast_dequantize_ctypes")
+    return lambda layer: own(layer.weight, layer.weight.quant_state, None, False)
+
+
+def _peft(integrations):
+    return own_function(integrations, "dequantize_module_weight")
 
 
 @functools.cache
 def baselines() -> dict[str, Baseline]:
-    """What the kernel is compared with. The first call imports the libraries, bitsandbytes first:
-    Unsloth replaces functions in it."""
-
-    def baseline(name, label, module, make, note):
-        made, package = Baseline(name, label, note=note), module.partition(".")[0]
-        if package == "unsloth" and not ON_GPU:
-            return dataclasses.replace(made, reason=f"needs {NEEDS_GPU}")
+    """What the kernel is compared with. The first call imports the libraries, bitsandbytes first."""
+    order = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")
+    utils, made = "unsloth.kernels.utils", {}
+    for name, label, module, function, note in (
+        ("bitsandbytes", "bitsandbytes", "bitsandbytes.functional", _bitsandbytes,
+         "its own dequantize_4bit; beside Unsloth users get unsloth_zoo's wrapper of it"),
+        ("unsloth_today", "Unsloth today", utils, _unsloth_today, "fast_dequantize as installed"),
+        ("unsloth_classic", "Unsloth classic", utils, _unsloth_classic,
+         "_fast_dequantize_ctypes of the same package, three launches: the puzzle's baseline"),
+        ("peft", "PEFT", "peft.utils.integrations", _peft,
+         "dequantize_module_weight, in the protocol on bitsandbytes' own dequantize_4bit"),
+    ):  # fmt: skip
+        version, fn, reason, package = None, None, "", module.partition(".")[0]
         try:
-            made = dataclasses.replace(made, version=importlib.metadata.version(package))
-            return dataclasses.replace(made, fn=make(importlib.import_module(module)))
+            version = importlib.metadata.version(package)
+            if ON_GPU or package != "unsloth":
+                fn = function(importlib.import_module(module))
+            else:
+                reason = f"needs {NEEDS_GPU}"
         except importlib.metadata.PackageNotFoundError:
-            return dataclasses.replace(made, reason="not installed")
+            reason = "not installed"
         except Exception as error:  # whatever a broken installation raises is the reason to show
-            return dataclasses.replace(made, reason=f"{type(error).__name__}: {error}")
-
-    utils = "unsloth.kernels.utils"
-    made = (
-        baseline("bitsandbytes", "bitsandbytes", "bitsandbytes.functional", _bitsandbytes,
-                 "its own dequantize_4bit; beside Unsloth users get unsloth_zoo's wrapper of it"),
-        baseline("unsloth_today", "Unsloth today", utils, _unsloth_today,
-                 "fast_dequantize as installed"),
-        baseline("unsloth_classic", "Unsloth classic", utils, _unsloth_classic,
-                 "_fast_dequantize_ctypes of the same package, three launches: the puzzle's baseline"),
-        baseline("peft", "PEFT", "peft.utils.integrations", lambda m: m.dequantize_module_weight,
-                 "dequantize_module_weight, in the protocol on bitsandbytes' own dequantize_4bit"),
-    )  # fmt: skip
-    return {one.name: one for one in (*made[1:3], made[0], made[3])}
+            reason = f"{type(error).__name__}: {error}"
+        made[name] = Baseline(name, label, version, fn, reason, note)
+    return {name: made[name] for name in order}
 
 
 @contextlib.contextmanager
@@ -120,20 +128,6 @@ def expected(layer) -> torch.Tensor:
     return result.t() if weight.shape[0] == 1 else result
 
 
-def different(x: torch.Tensor, y: torch.Tensor) -> int:
-    """Number of elements whose bits differ; NaN equals NaN. ValueError where shape or dtype differ."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
-    return int((differ & ~(x.isnan() & y.isnan())).sum())
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree; NaN equals NaN."""
-    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
-
-
 # %% id="protocol-names"
 Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
 OFFICIAL = (
@@ -149,9 +143,10 @@ SMALL = (  # for Triton's interpreter
 WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
 
 
-def config_label(config):
-    size = f"{config.hidden}x{config.intermediate} {str(config.dtype).removeprefix('torch.')}"
-    return f"{size}, input {config.batch}x{config.seq}, seed {config.seed}"
+def must(true, text):
+    """`assert`, also under `python -O`."""
+    if not true:
+        raise AssertionError(text)
 
 
 def bnb_Linear4bit(hd, m, dtype=torch.float16):
@@ -189,12 +184,6 @@ def mlp_forward(X, mlp, fx):
     return (torch.nn.functional.silu(gate) * up) @ fx(mlp.down_proj).t()
 
 
-def must(true, text):
-    """`assert`, also under `python -O`."""
-    if not true:
-        raise AssertionError(text)
-
-
 def synchronize():
     if ON_GPU:
         torch.cuda.synchronize()
@@ -226,10 +215,46 @@ def assert_correct_bnb(weight, dtype):
     must(facts == wanted, f"quant_state: {facts}, expected {wanted}")
 
 
+def build(config):
+    """(MLP, input) of a configuration, in the protocol's order from its seed."""
+    from transformers import set_seed
+
+    default = torch.get_default_dtype()
+    set_seed(config.seed)
+    torch.set_default_dtype(torch.float32)
+    mlp = MLP(config.hidden, config.intermediate, config.dtype)
+    X = torch.randn(config.batch, config.seq, config.hidden, dtype=config.dtype, device=DEVICE)
+    torch.set_default_dtype(default)
+    return mlp, X
+
+
+def warm_up(fx, X, mlp, dtype):
+    """The official checks, twice: the MLP's output, every state, every weight."""
+    for _ in range(2):
+        assert_same(mlp_forward(X, mlp, fx), mlp(X), dtype, "MLP output")
+        results, wanted = (mlp_dequantize(X, mlp, function) for function in (fx, unsloth_dequantize))
+        for name, x, y in zip(WEIGHTS, results, wanted, strict=True):
+            assert_correct_bnb(getattr(mlp, name), dtype)
+            assert_same(x, y, dtype, name)
+
+
 # %% id="protocol-watch"
-STOPS = 10  # of each clock, to compare
-LEFT_BEHIND = 8 << 20  # bytes a configuration that a contender may take past torch's allocator
+STOPS = 10  # of a clock, to compare
 secret = random.SystemRandom()
+
+
+def different(x: torch.Tensor, y: torch.Tensor) -> int:
+    """Number of elements whose bits differ; NaN equals NaN. ValueError where shape or dtype differ."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
+    return int((differ & ~(x.isnan() & y.isnan())).sum())
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit agree; NaN equals NaN."""
+    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
 
 
 def change(mlp, count):
@@ -276,6 +301,10 @@ def timed(fx, X, mlp, rounds):
     return seconds
 
 
+# %% Contenders in turns id="protocol-turns" folded=true
+LEFT_BEHIND = 8 << 20  # bytes of each configuration that a contender may take past torch's allocator
+
+
 def uncounted() -> int:
     """Bytes in use on the GPU that torch's allocator does not know of."""
     if not ON_GPU:
@@ -285,42 +314,17 @@ def uncounted() -> int:
     return total - free - torch.cuda.memory_reserved()
 
 
-# %% id="protocol-run"
-def build(config):
-    """(MLP, input) of a configuration, in the protocol's order from its seed."""
-    from transformers import set_seed
-
-    default = torch.get_default_dtype()
-    set_seed(config.seed)
-    torch.set_default_dtype(torch.float32)
-    mlp = MLP(config.hidden, config.intermediate, config.dtype)
-    X = torch.randn(config.batch, config.seq, config.hidden, dtype=config.dtype, device=DEVICE)
-    torch.set_default_dtype(default)
-    mlp(X), mlp_forward(X, mlp, unsloth_dequantize)  # what libraries load is on nobody's account
-    return mlp, X
-
-
-def warm_up(fx, X, mlp, dtype):
-    """The official checks, twice: the MLP's output, every state, every weight."""
-    for _ in range(2):
-        assert_same(mlp_forward(X, mlp, fx), mlp(X), dtype, "MLP output")
-        results, wanted = (mlp_dequantize(X, mlp, function) for function in (fx, unsloth_dequantize))
-        for name, x, y in zip(WEIGHTS, results, wanted, strict=True):
-            assert_correct_bnb(getattr(mlp, name), dtype)
-            assert_same(x, y, dtype, name)
-
-
 @dataclasses.dataclass
 class Entry:
-    """A contender's part in the protocol: a value a repeat; none where a check failed."""
+    """A contender's part in the protocol; it has times only if it passed every check."""
 
     label: str
     version: str | None = None
     reason: str = ""  # why it took no part
     note: str = ""
     failure: str = ""
-    identical: bool | None = None  # every bit compared was bitsandbytes'
-    seconds: list[float] = dataclasses.field(default_factory=list)  # over all configurations
+    identical: bool | None = None  # to bitsandbytes' weights, every bit compared
+    seconds: list[float] = dataclasses.field(default_factory=list)  # a value a turn, all configurations
     per_config: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -344,20 +348,24 @@ class Comparison:
         mine, theirs = (self.entries[n].p50 if n in self.entries else None for n in (name, baseline))
         return theirs / mine if mine and theirs else None
 
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self)
+
     def __repr__(self):
-        """A line a contender: median seconds, over the first one's, every repeat."""
-        lines, ours = [f"{self.rounds} rounds; checked against {self.checked_against}"], next(iter(self.entries))
+        """A line a contender: median seconds, over the first one's, every turn."""
+        lines = [f"{self.rounds} rounds; right is what agrees with {self.checked_against}"]
         for name, entry in self.entries.items():
             text = entry.reason or entry.failure.split("\n")[0] or f"right; not timed (needs {NEEDS_GPU})"
             if entry.seconds:
-                repeats = " ".join(f"{seconds:.4f}" for seconds in entry.seconds)
-                text = f"{entry.p50:.4f} s  {self.speedup(ours, name) or 0:5.3f}x  of {repeats}"
+                ratio = self.speedup(next(iter(self.entries)), name) or 0
+                turns = " ".join(f"{seconds:.4f}" for seconds in entry.seconds)
+                text = f"{entry.p50:.4f} s  {ratio:5.3f}x  of {turns}"
             lines.append(f"{entry.label:20} {text}")
         return "\n".join(lines)
 
 
-def turns(name, baseline):
-    """How often a contender is timed; a T4 has four minutes for all."""
+def turns_of(name, baseline):
+    """How often a contender is timed: 5 times; on a T4 3 times, and baselines but Unsloth's once."""
     if not ON_GPU:
         return 1
     if torch.cuda.get_device_capability() > (7, 5) and os.environ.get("NF4_FORCE") != "t4":
@@ -368,55 +376,58 @@ def turns(name, baseline):
 def compare(candidates, rounds=1000, repeats=None, configs=None, against=None, tick=lambda: None):
     """Check, then time `candidates` ({name: layer -> weight}) and `against` (all baselines) in turns.
 
-    Each turn is `rounds` rounds, and another contender begins; a failure is recorded and ends a part.
-    repeats: turns each has, else as `turns` says. tick() is called after each.
+    In each turn another contender begins; a failure is recorded and ends a contender's part.
+    repeats: turns of each, else `turns_of` says. tick() is called after each.
     """
-    known = baselines()  # before own_libraries: Unsloth's import replaces functions
+    known = baselines()  # before own_libraries: importing Unsloth replaces functions
     against = known if against is None else against
     entries = {name: Entry(name) for name in candidates}
     entries |= {name: Entry(b.label, b.version, b.reason, b.note) for name, b in against.items()}
     functions = candidates | {name: b.fn for name, b in against.items() if b.fn}
-    left = {name: repeats or turns(name, name in against) for name in functions}
-    configs = configs or (OFFICIAL if ON_GPU else SMALL)
-    rounds = rounds if ON_GPU else min(rounds, 4)
+    turns = {name: repeats or turns_of(name, name in against) for name in functions}
+    configs, rounds = configs or (OFFICIAL if ON_GPU else SMALL), rounds if ON_GPU else min(rounds, 4)
     taken = {name: [] for name in functions}
 
     def run(name, step, *arguments):
-        """A step of a contender's part; None once it failed. Counts memory taken past torch."""
+        """A step of a contender's part, None once it failed; counts memory taken past torch."""
         before = uncounted()
         try:
             return None if entries[name].failure else step(functions[name], *arguments)
         except Exception as error:  # out of memory is a failure like a wrong value
-            entries[name].failure = f"{config_label(config)}: {type(error).__name__}: {error}"
+            entries[name].failure = f"{label(config)}: {type(error).__name__}: {error}"
         finally:
             taken[name][-1] += uncounted() - before
+
+    def label(config):
+        size = f"{config.hidden}x{config.intermediate} {str(config.dtype).removeprefix('torch.')}"
+        return f"{size}, input {config.batch}x{config.seq}, seed {config.seed}"
 
     with own_libraries():
         for config in configs:
             mlp, X = build(config)
+            mlp(X), mlp_forward(X, mlp, unsloth_dequantize)  # what libraries load now is nobody's
             for name in functions:
                 taken[name].append(0)
                 run(name, warm_up, X, mlp, config.dtype)
-            for turn in range(max(left.values())):
+            for turn in range(max(turns.values())):
                 first = turn % len(functions)
                 for name in [*functions, *functions][first : first + len(functions)]:
-                    if turn < left[name]:
+                    if turn < turns[name]:
                         seconds = run(name, timed, X, mlp, rounds)
-                        entries[name].per_config.setdefault(config_label(config), []).append(seconds)
+                        entries[name].per_config.setdefault(label(config), []).append(seconds)
                         tick()
             del mlp, X
             gc.collect()
             torch.cuda.empty_cache()
-    for name, entry in entries.items():
-        if min(taken.get(name, [0])) > LEFT_BEHIND and not entry.failure:
-            entry.failure = f"takes {min(taken[name]) >> 20} MiB past torch in each configuration"
-        entry.identical = True if name in functions and not entry.failure else None
-        if entry.failure or not ON_GPU:
-            entry.per_config = {}
+    for name in functions:
+        entry, least = entries[name], min(taken[name])
+        if least > LEFT_BEHIND and not entry.failure:
+            entry.failure = f"takes {least >> 20} MiB past torch in each configuration"
+        entry.identical = None if entry.failure else True
+        entry.per_config = {} if entry.failure or not ON_GPU else entry.per_config
         entry.seconds = [sum(parts) for parts in zip(*entry.per_config.values(), strict=True)]
-    label = known["unsloth_today" if known["unsloth_today"].fn else "bitsandbytes"].label
-    labels = [config_label(config) for config in configs]
-    return Comparison(entries, rounds, max(left.values()), label, DEVICE, labels)
+    checked = known["unsloth_today" if known["unsloth_today"].fn else "bitsandbytes"].label
+    return Comparison(entries, rounds, max(turns.values()), checked, DEVICE, [label(c) for c in configs])
 
 
 def test_dequantize(dequantize_fx):

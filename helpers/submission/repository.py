@@ -1,6 +1,6 @@
 """Where the notebook's repository is: on disk, where Colab got the notebook from, or at an address given."""
 
-# %% Find the repository id="repository-find" tags=["folded"]
+# %% Find the repository id="repository-find" folded=true
 import json
 import os
 import pathlib

@@ -1,8 +1,8 @@
 """`python -m helpers sync`: the submission's modules and the notebook's tagged cells are one text.
 
 A module is a plain file in percent format, read by jupytext: `# %% Title id="..." tags=[...]`. Each section
-with an `id` is the notebook's cell of that id, tagged with the module's name. One tagged `folded` becomes a
-form under its title; one tagged `module-only` (imports of names that the notebook has already) and the
+with an `id` is the notebook's cell of that id, tagged with the module's name. One with `folded=true` becomes
+a form under its title; one tagged `module-only` (imports of names that the notebook has already) and the
 docstring stay in the file. A module's cells follow the notebook's text cell `NAME-text`; a cell of the
 notebook's own keeps its place in front of the section that it stands before.
 """
@@ -33,9 +33,6 @@ class SyncError(Exception):
     """Nothing was written; the text says why and what to do."""
 
 
-MODULES = {name: path for name, path in MODULES.items() if path.exists()}  # until all are written
-
-
 def read_module(path: Path):
     """The module as a notebook of sections. Raises SyncError where a section has no id."""
     import jupytext
@@ -57,12 +54,10 @@ def sections(book) -> list:
 def as_cell(section, module: str, old=None):
     """The notebook's cell of a section; the outputs are those of the cell `old`."""
     make = nbformat.v4.new_code_cell if section.cell_type == "code" else nbformat.v4.new_markdown_cell
-    tags = list(dict.fromkeys([module, *section.metadata.get("tags", ())]))
-    cell = make(section.source, id=section.metadata["id"], metadata={"tags": tags})
-    if "folded" in tags:
-        if "title" not in section.metadata:
-            raise SyncError(f"{module}: the folded section {cell.id} has no title: # %% Title id=...")
-        cell.source = f'#@title {section.metadata["title"]} {{ display-mode: "form" }}\n{cell.source}'
+    cell = make(section.source, id=section.metadata["id"], metadata={"tags": [module]})
+    if section.metadata.get("folded"):
+        title = section.metadata.get("title", cell.id)
+        cell.source = f'#@title {title} {{ display-mode: "form" }}\n{cell.source}'
         cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
     if old is not None and old.cell_type == cell.cell_type == "code":
         cell.outputs, cell.execution_count = old.outputs, old.execution_count
@@ -104,7 +99,7 @@ def write_sections(book, cells) -> None:
     texts = {cell.id: cell for cell in cells}
     for section in sections(book):
         source, form = texts[section.metadata["id"]].source, None
-        if "folded" in section.metadata.get("tags", ()):
+        if section.metadata.get("folded"):
             form = FORM.match(source)
         if form:
             section.metadata["title"], source = form[1], source[form.end() :]
