@@ -1,4 +1,4 @@
-"""python -m nf4_triton doctor: does the kernel work here, and which functions of which libraries does it take.
+"""python -m nf4_triton doctor: does the kernel work here, and which functions does it take.
 
 Exit status 0 where it works, else 1.
 """

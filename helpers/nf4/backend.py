@@ -11,10 +11,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import kernel
+
+if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
 
 NAMES = ("triton", "torch", "auto")
 MIN_CAPABILITY = (7, 5)  # Tesla T4: the oldest card the kernel is compiled and checked for
@@ -52,7 +56,9 @@ def cannot_run() -> str | None:
 
 
 def dequantize(
-    weight: torch.nn.Module | torch.Tensor, quant_state=None, out: torch.Tensor | None = None
+    weight: torch.nn.Module | torch.Tensor,
+    quant_state: "QuantState | None" = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Decode a 4-bit weight (nf4 or fp4, nested or flat) with bitsandbytes' bits.
 

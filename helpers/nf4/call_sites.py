@@ -61,6 +61,10 @@ class Site:
         function.nf4_site = self
         self.replacement = function
 
+    def key(self) -> tuple:
+        """What makes it the same site again."""
+        return self.original, self.watched
+
     def tally(self) -> dict:
         """What was counted so far."""
         with _lock:

@@ -17,12 +17,16 @@ import threading
 import types
 import warnings
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import autoload, backend, call_sites, kernel, libraries
 from .call_sites import Library, Site
 from .libraries import UnknownInternals, current, reloaded, site_of
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 __all__ = ["Switch", "UnknownInternals", "restore", "trainer_callback", "use_nf4_kernel"]
 LIBRARIES = ("unsloth", "bitsandbytes", "peft", "transformers")
@@ -59,6 +63,7 @@ class Switch:
         for name in taken:
             self.left |= _installed[name].left
         self._before = [site.tally() for site in self.sites]
+        self._with_unsloth = current(libraries.UNSLOTH) is not None
         self._text = self._describe()
 
     def off(self) -> None:
@@ -103,7 +108,7 @@ class Switch:
                 lines.append(
                     f"Since then {site.name} was {why}: call use_nf4_kernel() again to be sure of it."
                 )
-        if current(libraries.UNSLOTH) and "not imported" in self.refused.get("unsloth", ""):
+        if current(libraries.UNSLOTH) and not self._with_unsloth and "unsloth" not in _installed:
             lines.append(_TOO_LATE)
         return "\n".join(lines)
 
@@ -184,7 +189,7 @@ def restore() -> None:
         sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "_Latecomer"]
 
 
-def trainer_callback(*names: str, quiet: bool = False):
+def trainer_callback(*names: str, quiet: bool = False) -> "TrainerCallback":
     """A transformers.TrainerCallback that switches the kernel on when training begins and off when it
     ends: `Trainer(..., callbacks=[trainer_callback()])`, also for TRL's and Unsloth's trainers. Prints at
     the end how many dequantizations were left to the library. Arguments as for use_nf4_kernel. Raises
@@ -235,7 +240,7 @@ def _install(name: str) -> None:
         sites, left = libraries.SITES[name](library)  # refuses before anything changes
         _works()
         built = _built.get(name)
-        if built and [site.original for site in built.sites] == [site.original for site in sites]:
+        if built and [site.key() for site in built.sites] == [site.key() for site in sites]:
             library, sites = built.library, built.sites
         installed = _built[name] = _Installed(library, sites, left, holders)
     by_id = {id(site.original): site for site in installed.sites}

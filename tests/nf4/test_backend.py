@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from helpers.nf4 import backend
+from helpers.nf4 import backend, kernel
 from helpers.oracle import reference
 
 
@@ -13,7 +13,7 @@ def fresh(monkeypatch):
     """No choice remembered from another test, and toys to measure on."""
     backend._choose.cache_clear()
     monkeypatch.delenv("NF4_BACKEND", raising=False)
-    monkeypatch.setattr(backend, "SIZES", dict.fromkeys(("cuda", "cpu"), ((64, 16),)))
+    monkeypatch.setattr(backend, "SIZES", dict.fromkeys(("cuda", "cpu"), (1 << 12,)))
     yield
     backend._choose.cache_clear()
 
@@ -23,20 +23,21 @@ def layer(make_layer):
     return make_layer(64, 32, torch.bfloat16)
 
 
-def exact(layer):
-    return reference.dequantize(layer.weight, layer.weight.quant_state)
+def exact(weight, state, out=None):
+    state.shape = torch.Size(state.shape)
+    return reference.dequantize(weight, state)
 
 
-def slow(layer):
+def slow(weight, state, out=None):
     time.sleep(0.05)
-    return exact(layer)
+    return exact(weight, state)
 
 
-def wrong(layer):
-    return exact(layer) + 1
+def wrong(weight, state, out=None):
+    return exact(weight, state) + 1
 
 
-def broken(layer):
+def broken(weight, state, out=None):
     raise RuntimeError("cannot compile")
 
 
@@ -57,7 +58,7 @@ def test_a_named_path_is_taken_without_measuring(monkeypatch, device, name):
 @pytest.mark.parametrize("name", ["triton", "torch", "auto"])
 def test_every_path_gives_the_same_bits(monkeypatch, layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)
-    assert reference.same_bits(backend.dequantize(layer), exact(layer))
+    assert reference.same_bits(backend.dequantize(layer), exact(layer.weight, layer.weight.quant_state))
 
 
 @pytest.mark.parametrize("triton, torch_path, expected", [(exact, slow, "triton"), (slow, exact, "torch")])
@@ -65,11 +66,11 @@ def test_auto_takes_the_faster_one_and_says_so(monkeypatch, device, caplog, trit
     monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": torch_path})
     with caplog.at_level(logging.WARNING):
         choice = backend.choose(device, torch.float16)
-    assert choice.name == expected and "64x16" in choice.measured
+    assert choice.name == expected and 4096 in choice.measured
     assert f"{expected} (the faster one here" in caplog.text
 
 
-@pytest.mark.parametrize("triton, why", [(wrong, "bits differ"), (broken, "RuntimeError: cannot compile")])
+@pytest.mark.parametrize("triton, why", [(wrong, "bits are wrong"), (broken, "RuntimeError: cannot compile")])
 def test_auto_never_takes_a_kernel_that_is_wrong_or_fails(monkeypatch, device, caplog, triton, why):
     monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": slow})
     choice = backend.choose(device, torch.float16)
@@ -89,7 +90,39 @@ def test_auto_measures_once_for_each_dtype(monkeypatch, device):
     assert seen == [torch.float16, torch.bfloat16]
 
 
-def test_auto_does_not_measure_on_a_card_that_is_too_old(monkeypatch, device):
-    monkeypatch.setattr(backend.environment, "old_gpu", lambda: "sm_60 is too old")
+def test_auto_does_not_measure_where_the_kernel_cannot_run(monkeypatch):
+    monkeypatch.setattr(backend, "cannot_run", lambda: "sm_60 is too old")
     monkeypatch.setattr(backend, "_measure", lambda *_: pytest.fail("measured"))
-    assert backend.choose(device, torch.float16).reason == "sm_60 is too old"
+    assert backend.choose("cuda:0", torch.float16).reason == "sm_60 is too old"
+
+
+STATES = [
+    {},
+    {"quant_type": "fp4"},
+    {"nested": False},
+    {"blocksize": 128},
+    {"quant_type": "fp4", "nested": False, "blocksize": 4096},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", STATES, ids=str)
+def test_the_torch_path_is_exact(make_layer, options, dtype):
+    layer = make_layer(96, 40, dtype, **options)
+    weight, state = layer.weight, layer.weight.quant_state
+    expected = exact(weight, state)
+    assert reference.same_bits(backend.in_torch(weight, state), expected)
+    out = torch.full_like(expected, torch.nan)
+    assert backend.in_torch(weight, state, out) is out and reference.same_bits(out, expected)
+    packed = weight.data.t()
+    assert reference.same_bits(backend.in_torch(packed, state), expected.t())
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_what_cannot_be_decoded_is_an_error(monkeypatch, layer, name):
+    monkeypatch.setenv("NF4_BACKEND", name)
+    with pytest.raises(kernel.UnsupportedState):
+        backend.dequantize(torch.nn.Linear(4, 4))
+    state = layer.weight.quant_state
+    with pytest.raises(kernel.UnsupportedState):
+        backend.dequantize(layer.weight.data[:9], state)
