@@ -122,7 +122,9 @@ def summary(lines, totals, ratios, failed):
     where = facts["gpu"] or "this CPU (Triton's interpreter)"
     where += ", T4's decisions forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
     columns = sorted((totals[c], ratio, c) for c, ratio in ratios.items() if ratio is not None)
-    texts = [f"Unsloth {c} {points} ({f'{ratio:.2f}x' if ratio else 'wrong'})" for points, ratio, c in columns]
+    texts = [
+        f"Unsloth {c} {points} ({f'{ratio:.2f}x' if ratio else 'wrong'})" for points, ratio, c in columns
+    ]
     text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
     text += f"; against {', '.join(texts)}" * bool(texts)
     missing = sum(line.best for line in lines if None in line.points.values())

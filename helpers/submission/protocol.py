@@ -38,17 +38,12 @@ class Baseline:
     note: str = ""
 
 
-def own_function(module, name):
-    """A library's own function, also where another put a wrapper in its place; proved by its file."""
-    own = inspect.unwrap(getattr(module, name))
-    if (own.__module__, own.__code__.co_filename) != (module.__name__, module.__file__):
-        raise RuntimeError(f"{own.__module__} replaced {module.__name__}.{name}")
-    return own
-
-
 def own_dequantize_4bit(functional):
-    """bitsandbytes' own: importing Unsloth puts a wrapper of unsloth_zoo in its place."""
-    return own_function(functional, "dequantize_4bit")
+    """bitsandbytes' own function, where unsloth_zoo puts a wrapper; proved by module and file."""
+    own = inspect.unwrap(functional.dequantize_4bit)
+    if (own.__module__, own.__code__.co_filename) != (functional.__name__, functional.__file__):
+        raise RuntimeError(f"{own.__module__} replaced bitsandbytes.functional.dequantize_4bit")
+    return own
 
 
 def _bitsandbytes(functional):
@@ -57,17 +52,17 @@ def _bitsandbytes(functional):
 
 
 def _unsloth_today(utils):
-    own = own_function(utils, "fast_dequantize")
-    return lambda layer: own(layer.weight, layer.weight.quant_state)
+    function = utils.fast_dequantize
+    return lambda layer: function(layer.weight, layer.weight.quant_state)
 
 
 def _unsloth_classic(utils):
-    own = own_function(utils, "_fast_dequantize_ctypes")
-    return lambda layer: own(layer.weight, layer.weight.quant_state, None, False)
+    function = utils._fast_dequantize_ctypes
+    return lambda layer: function(layer.weight, layer.weight.quant_state, None, False)
 
 
 def _peft(integrations):
-    return own_function(integrations, "dequantize_module_weight")
+    return integrations.dequantize_module_weight
 
 
 @functools.cache
@@ -147,6 +142,10 @@ def must(true, text):
     """`assert`, also under `python -O`."""
     if not true:
         raise AssertionError(text)
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def bnb_Linear4bit(hd, m, dtype=torch.float16):
@@ -399,7 +398,7 @@ def compare(candidates, rounds=1000, repeats=None, configs=None, against=None, t
             taken[name][-1] += uncounted() - before
 
     def label(config):
-        size = f"{config.hidden}x{config.intermediate} {str(config.dtype).removeprefix('torch.')}"
+        size = f"{config.hidden}x{config.intermediate} {name_of(config.dtype)}"
         return f"{size}, input {config.batch}x{config.seq}, seed {config.seed}"
 
     with own_libraries():
