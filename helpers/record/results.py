@@ -28,7 +28,6 @@ class Times(Record):
     p80: float | None = None
     repeats: list[float] = []  # all of them, of fewer than ten rounds
     bytes: int | None = None  # that must cross DRAM
-    way: str = ""  # of GPU times: graph or profiler
     variant: str = ""  # of a ceiling: the launch choice that was the fastest
 
     @classmethod
@@ -147,9 +146,7 @@ class GpuCase(Record):
     buffers: int  # sets that the calls rotate through
     bytes_rotated: int = 0
     rows: Rows = {}
-    layers: list[str] = []  # that have this size
     variants: dict[str, float] = {}  # of the ceilings, p50
-    not_captured: dict[str, str] = {}
     failures: dict[str, str] = {}
     absent: dict[str, str] = {}
     skipped: str = ""
@@ -157,7 +154,6 @@ class GpuCase(Record):
 
 class Gpu(Record):
     sizes: list[GpuCase]
-    layers: list[GpuCase]
     l2_bytes: int | None = None
 
 
@@ -346,8 +342,23 @@ class TrainingSize(Record, rename={"with_": "with"}):
     calls: dict[str, int]  # kernel, library, fused
 
 
+class Operation(Record, rename={"with_": "with"}):
+    """Something done with a whole model, in ms with and without the kernel; `failed` says why it has none."""
+
+    name: str
+    without: Spread | None = None
+    with_: Spread | None = None
+    speedup: Spread | None = None
+    rounds: int = 0
+    steps_a_round: int = 1
+    same_bits: bool | None = None
+    calls: dict[str, int] = {}  # kernel, library, fused
+    failed: str = ""
+
+
 class Library(Record):
     sizes: list[TrainingSize] = []
+    operations: list[Operation] = []
     host: Rows = {}
     load_seconds: float | None = None
     autocast: bool | None = None

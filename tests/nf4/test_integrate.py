@@ -727,7 +727,7 @@ def test_storage_that_moves(make_layer):
 
 @gpu
 def test_the_profiler_sees_one_kernel_a_decode(make_layer):
-    from helpers.training.tiny_training import launches
+    from sameness import launches
 
     layer = make_layer(1024, 1024, BF16)
     x = torch.randn(256, 1024, device="cuda", dtype=BF16)
@@ -739,7 +739,7 @@ def test_the_profiler_sees_one_kernel_a_decode(make_layer):
 
 @gpu
 def test_compiled_on_the_gpu_runs_the_kernel(make_layer):
-    from helpers.training.tiny_training import launches
+    from sameness import launches
 
     torch._dynamo.reset()
     layer = make_layer(1024, 1024, BF16)

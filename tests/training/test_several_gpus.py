@@ -1,16 +1,18 @@
-"""What is made of the processes' findings; the runs themselves need two GPUs."""
+"""Two processes with the kernel, without and in turns, and what is made of their reports."""
 
 import copy
 
 import pytest
 
-from helpers.training import several_gpus
+from helpers.machine import environment
+from helpers.record import results
+from helpers.training import several_gpus, tiny_models
 
 TURNS, TURN = several_gpus.WARM_UP + 5, several_gpus.TURN
 KERNEL = [turn % 2 == 1 for turn in range(TURNS) for _ in range(TURN)]
 
 
-def found(device="cuda:0", factor=1.0):
+def report(device="cuda:0", factor=1.0):
     """Steps of 30 ms without the kernel, 20 ms with it; 9 s in the first turns and at the start of each."""
     base = {"losses": [[2.0, 2.1]] * len(KERNEL), "device": device, "decoded": 0}
     seconds = [
@@ -27,33 +29,34 @@ def found(device="cuda:0", factor=1.0):
 
 
 def test_neighbouring_turns_of_the_slowest_process_are_compared_after_the_warm_up():
-    row = several_gpus.summary([found(), found("cuda:1", 2.0)])
-    assert row["step_ms"]["without"]["p50"] == pytest.approx(60.0) and row["pairs"] == 4
-    assert row["step_ms"]["with"]["p50"] == pytest.approx(40.0)
-    assert row["speedup"] == pytest.approx({"p20": 1.5, "p50": 1.5, "p80": 1.5}) and row["same_losses"]
-    assert row["devices"] == ["cuda:0", "cuda:1"] and row["decoded_by_the_kernel"] == [12, 12]
-    said = several_gpus.line("DDP", row)
-    assert f"60.0 -> 40.0 ms a step (1.50x, 1.50 to 1.50), losses identical over {len(KERNEL)} steps" in said
+    row = several_gpus.summary([report(), report("cuda:1", 2.0)])
+    assert row.step_ms["without"].p50 == pytest.approx(60.0) and row.pairs == 4
+    assert row.step_ms["with"].p50 == pytest.approx(40.0)
+    speed = row.speedup
+    assert (speed.p20, speed.p50, speed.p80) == pytest.approx((1.5, 1.5, 1.5)) and row.same_losses
+    assert row.devices == ["cuda:0", "cuda:1"] and row.decoded_by_the_kernel == [12, 12]
+    sentence = "60.0 -> 40.0 ms per step (1.50x, 1.50 to 1.50), losses identical over"
+    assert f"{sentence} {len(KERNEL)} steps" in several_gpus.line("DDP", row)
 
 
 def test_a_drift_favours_neither():
     """Every step takes 1 ms more than the one before, with the kernel or without."""
-    one = found()
+    one = report()
     one["in turns"]["seconds"] = [0.05 + 0.001 * step for step in range(len(KERNEL))]
-    speed = several_gpus.summary([one])["speedup"]
-    assert speed["p20"] < 1 < speed["p80"] and speed["p50"] == pytest.approx(1, abs=0.01)
+    speed = several_gpus.summary([one]).speedup
+    assert speed.p20 < 1 < speed.p80 and speed.p50 == pytest.approx(1, abs=0.01)
 
 
 @pytest.mark.parametrize("arm", ["with", "without", "in turns"])
 def test_another_loss_in_any_process_is_said(arm):
-    other = copy.deepcopy(found("cuda:1"))
+    other = copy.deepcopy(report("cuda:1"))
     other[arm]["losses"] = [[2.0, 2.2]] * len(KERNEL)
-    row = several_gpus.summary([found(), other])
-    assert not row["same_losses"] and "DIFFER" in several_gpus.line("FSDP 1", row)
+    row = several_gpus.summary([report(), other])
+    assert not row.same_losses and "DIFFER" in several_gpus.line("FSDP 1", row)
 
 
 def test_a_failure_is_shown_as_one():
-    assert several_gpus.line("FSDP 2", {"failed": "no port"}) == "FSDP 2: failed: no port"
+    assert several_gpus.line("FSDP 2", results.Engine(failed="no port")) == "FSDP 2: failed: no port"
 
 
 @pytest.mark.parametrize("steps", ["15", "22"])
@@ -67,3 +70,35 @@ def test_without_two_gpus_nothing_is_measured(capsys, monkeypatch):
     monkeypatch.setattr(several_gpus.environment, "has_gpu", lambda: False)
     assert several_gpus.main([]) == 2
     assert "needs two GPUs" in capsys.readouterr().out
+
+
+def trained(folder, processes, fsdp):
+    """Reports of two tiny steps in each of the three runs; all processes agree and decode with the kernel."""
+    pytest.importorskip("accelerate")
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    model = tiny_models.make(folder, **sizes)
+    options = ("--rows", 1, "--length", 16, "--turn", 1)
+    reports = several_gpus.launch(str(model), processes, fsdp, 2, *options)
+    for one in reports:
+        losses = [run["losses"] for run in one.values()]
+        assert losses == [reports[0]["without"]["losses"]] * 3 and len(losses[0][0]) == processes
+        assert one["with"]["decoded"] > one["in turns"]["decoded"] > one["without"]["decoded"] == 0
+        assert one["in turns"]["kernel"] == [False, True]
+    return reports
+
+
+@pytest.mark.skipif(environment.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
+def test_two_processes_on_the_cpu(tmp_path):
+    """DDP in the interpreter; accelerate runs FSDP on GPUs only."""
+    trained(tmp_path, 2, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", several_gpus.ENGINES.values(), ids=list(several_gpus.ENGINES))
+def test_every_gpu_here(tmp_path, fsdp):
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    reports = trained(tmp_path, torch.cuda.device_count(), fsdp)
+    assert [one["with"]["device"] for one in reports] == [f"cuda:{rank}" for rank in range(len(reports))]

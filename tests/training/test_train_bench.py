@@ -1,10 +1,12 @@
 import contextlib
 import json
 
+import msgspec
 import pytest
 import torch
 
-from helpers.machine import environment
+from helpers.machine import child, environment
+from helpers.record import results
 from helpers.training import tiny_models, train_bench
 
 pytest.importorskip("peft")
@@ -16,7 +18,10 @@ def measured(tmp_path_factory):
     """The worker on a toy: the real thing in miniature, whose times mean nothing."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
     folder = tiny_models.make(tmp_path_factory.mktemp("model"), **sizes)
-    return train_bench.worker("peft", str(folder), sizes=((1, 16),), rounds=1)
+    with pytest.MonkeyPatch.context() as patch:  # the interpreter takes a second a step
+        patch.setattr(train_bench, "REPEATS", 2)
+        patch.setattr(train_bench, "steps_per_sample", lambda tokens: 1)
+        return train_bench.worker("peft", str(folder), sizes=((1, 16),), prompts=(24,), rounds=1)
 
 
 def test_worker(measured):
@@ -27,8 +32,40 @@ def test_worker(measured):
     assert size["calls"]["library"] == 0
     assert size["calls"]["kernel"] + size["calls"]["fused"] == 7 + 4
     assert {"low", "p20", "p50", "p80", "high"} <= size["speedup"].keys() and size["with"]["ms"]["p50"] > 0
-    assert "matmul_4bit, with the kernel" in measured["host"]
     json.dumps(measured)
+
+
+def test_operations_on_a_whole_model(measured):
+    """Each of the seven layers is decoded by the kernel, by some libraries more than once; no bit changes."""
+    rows = {row["name"]: row for row in measured["operations"]}
+    assert list(rows) == ["prefill, 24 tokens", "dequantize the model", "merge the adapter"]
+    for row in rows.values():
+        assert "failed" not in row, row["failed"]
+        assert row["same_bits"] and row["calls"]["library"] == 0
+        assert row["calls"]["kernel"] >= 7 and row["calls"]["kernel"] % 7 == 0 and row["with"]["p50"] > 0
+    assert rows["merge the adapter"]["calls"]["kernel"] == 7
+
+
+def test_an_operation_that_fails_is_reported():
+    def prepare():
+        raise RuntimeError("out of memory")
+
+    row = train_bench.operation("merge", lambda name: contextlib.nullcontext(), prepare, 1)
+    assert row == {"name": "merge", "failed": "RuntimeError: out of memory"}
+    assert "merge: failed: RuntimeError: out of memory" in train_bench.operation_line(
+        "peft", msgspec.convert(row, results.Operation)
+    )
+
+
+def test_what_can_be_done_once_is_made_outside_of_the_clock():
+    made, done = [], []
+
+    def prepare():
+        made.append(len(made))
+        return lambda made=made[-1]: done.append(made)
+
+    row = train_bench.times(lambda name: contextlib.nullcontext(), prepare, 3, prepared=True)
+    assert row["rounds"] == 3 and made == done == list(range(2 * 5))
 
 
 @pytest.mark.parametrize(
@@ -57,8 +94,7 @@ def test_bits_are_compared_over_several_steps(without, with_it, repeatable, same
         return torch.zeros(())
 
     optimizer = torch.optim.SGD([parameter], lr=0.0)
-    found = train_bench._sameness(arm, backward, optimizer, [parameter])
-    assert found == {
+    assert train_bench.sameness(arm, backward, optimizer, [parameter]) == {
         "repeatable": repeatable,
         "same_bits": same,
         "different_results": {"without": len(set(without)), "with": len(set(with_it))},
@@ -77,20 +113,21 @@ def test_another_failure_of_a_compared_step_is_not_hidden():
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        train_bench._sameness(lambda name: contextlib.nullcontext(), backward, optimizer, [])
+        train_bench.sameness(lambda name: contextlib.nullcontext(), backward, optimizer, [])
 
 
 @pytest.mark.parametrize(("longest", "rounds"), [(1000, 7), (-1, 1)])
 def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rounds):
     monkeypatch.setattr(train_bench, "LONGEST", longest)
-    found = train_bench._times(lambda name: contextlib.nullcontext(), lambda: None, 8192, 7)
-    assert found["rounds"] == rounds and found["speedup"]["low"] <= found["speedup"]["p50"]
+    row = train_bench.times(lambda name: contextlib.nullcontext(), lambda: None, 7)
+    assert row["rounds"] == rounds and row["speedup"]["low"] <= row["speedup"]["p50"]
 
 
 def test_table(measured):
-    text = train_bench.table({"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}})
+    data = {"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}}
+    text = train_bench.table(msgspec.convert(data, results.Training))
     assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
-    assert "unsloth: failed: no such thing" in text and "the kernel alone" in text
+    assert "unsloth: failed: no such thing" in text and "merge the adapter" in text
 
 
 def test_without_a_gpu(monkeypatch, tmp_path, capsys):
@@ -102,9 +139,9 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_a_worker_that_fails_is_reported(monkeypatch):
-    def fail(arguments, folder):
-        if arguments[0] == "--worker":
-            raise OSError("no memory")
+    def fail(arguments, **options):
+        if "--worker" in arguments:
+            raise child.ChildFailed("no memory")
 
-    monkeypatch.setattr(train_bench, "_run", fail)
+    monkeypatch.setattr(child, "python", fail)
     assert train_bench.measure(["peft"])["libraries"]["peft"]["failed"] == "no memory"

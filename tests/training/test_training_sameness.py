@@ -3,10 +3,11 @@
 import importlib.util
 
 import pytest
+import sameness  # beside this file
+from sameness import Record, Setup, differences
 
 from helpers.machine import environment
-from helpers.training import tiny_models, tiny_training
-from helpers.training.tiny_training import Record, Setup, differences
+from helpers.training import runs, tiny_models
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -49,7 +50,7 @@ def in_a_process(library, wanted, folders):
     for fields in wanted.values():
         rest = {name: value for name, value in fields.items() if name != "family"}
         setups.append(Setup(folders[fields["family"]], library, **rest))
-    return dict(zip(wanted, tiny_training.in_new_process(setups), strict=True))
+    return dict(zip(wanted, sameness.in_new_process(setups), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +65,13 @@ def unsloth_runs(folders):
     return in_a_process("unsloth", UNSLOTH, folders)
 
 
-def check(runs):
-    assert "failed" not in runs, runs["failed"].error
-    on, off = runs["with"], runs["without"]
-    if "again" in runs:
-        assert not differences(off, runs["again"]), "the library does not repeat itself: nothing to compare"
+def check(records):
+    assert "failed" not in records, records["failed"].error
+    on, off = records["with"], records["without"]
+    if "again" in records:
+        assert not differences(off, records["again"]), (
+            "the library does not repeat itself: nothing to compare"
+        )
     assert not differences(on, off)
     assert len(set(on.losses)) > 1 and len(set(on.gradients)) == len(on.gradients)
     left = {site: tally for site, tally in on.counts.items() if tally["library"]}
@@ -124,8 +127,7 @@ def test_unsloth(unsloth_runs, name):
 def test_smallest_form_in_the_interpreter(folders, family, fields):
     """PEFT + bitsandbytes on the CPU. Unsloth needs a GPU; 50 steps would take minutes in the interpreter."""
     setup = Setup(folders[family], rows=2, length=16, rank=4, **fields)
-    runs = tiny_training.compare(setup)
-    on, _ = check(runs)
+    on, _ = check(sameness.compare(setup))
     assert sum(tally["kernel"] for tally in on.counts.values()) >= 12 * setup.steps - 3
     if setup.merge:
         assert on.merged and on.dequantized
@@ -142,6 +144,6 @@ def test_digests():
     import torch
 
     x = torch.tensor([0.0, 1.0])
-    assert tiny_training.digest([x]) == tiny_training.digest([x.clone()])
-    assert tiny_training.digest([x]) != tiny_training.digest([torch.tensor([-0.0, 1.0])])
-    assert tiny_training.digest([x.bfloat16().t()]) != tiny_training.digest([x])
+    assert runs.digest([x]) == runs.digest([x.clone()])
+    assert runs.digest([x]) != runs.digest([torch.tensor([-0.0, 1.0])])
+    assert runs.digest([x.bfloat16().t()]) != runs.digest([x])

@@ -1,0 +1,121 @@
+"""What every QLoRA run here is made of: the adapted model, determinism, the GPU's view of a step."""
+
+import contextlib
+import hashlib
+import os
+from dataclasses import dataclass
+
+from helpers.training import tiny_models
+
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+DEQUANTIZERS = {  # what the profiler calls the kernels that dequantize, by who launches them
+    "ours": "_your_dequantize_nf4_kernel",
+    "bitsandbytes": "kDequantizeBlockwise",
+    "unsloth": "_nf4_dequant_kernel",
+}
+# For processes that train: nothing is looked up, and sums come out the same each time.
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One QLoRA model. `folder`: a model of helpers.training.tiny_models; `library`: peft or unsloth."""
+
+    folder: str
+    library: str = "peft"
+    dtype: str = "bfloat16"
+    autocast: str | None = None
+    checkpointing: bool = False
+    dora: bool = False
+    rank: int = 8
+    context: int = 512  # the longest sequence, for Unsloth
+
+
+def adapted(setup: Setup, attention: str = "eager"):
+    """The model of a setup, loaded in 4 bit from disk, with fresh LoRA adapters; in training mode.
+
+    `attention` is for PEFT: "eager" repeats bit for bit on every card. Unsloth has its own."""
+    import torch
+
+    dtype = getattr(torch, setup.dtype)
+    lora = dict(r=setup.rank, lora_alpha=2 * setup.rank, target_modules=MODULES)
+    torch.manual_seed(3407)
+    if setup.library == "unsloth":
+        from unsloth import FastLanguageModel
+
+        model, _ = FastLanguageModel.from_pretrained(
+            model_name=setup.folder,
+            max_seq_length=setup.context,
+            dtype=dtype,
+            load_in_4bit=True,
+            use_exact_model_name=True,
+            fix_tokenizer=False,
+            use_gradient_checkpointing=setup.checkpointing,
+        )
+        checkpointing = dict(use_gradient_checkpointing=setup.checkpointing)
+        return FastLanguageModel.get_peft_model(
+            model, **lora, lora_dropout=0, bias="none", random_state=3407, **checkpointing
+        )
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_models.load(setup.folder, dtype, attention=attention)
+    if setup.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM", use_dora=setup.dora)
+    return get_peft_model(model, config, autocast_adapter_dtype=setup.autocast is not None).train()
+
+
+@contextlib.contextmanager
+def deterministic(strict: bool = False):
+    """Deterministic algorithms, so that runs can be compared bit for bit.
+
+    Fused attention's backward is deterministic only if `strict`. Then an operation that has no deterministic
+    implementation raises RuntimeError; otherwise it runs, with a warning.
+    """
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch warns that cuBLAS may vary
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=not strict)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def digest(tensors) -> str:
+    """SHA-256 over the bytes of tensors, 16 hex digits."""
+    import torch
+
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        total.update(flat.cpu().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def gpu_rows(step, steps: int = 1) -> list:
+    """What `steps` calls of `step` ran on the GPU: the profiler's rows of kernels and copies, no ranges."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+        for _ in range(steps):
+            step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    return [
+        row
+        for row in seen.key_averages()
+        if row.device_type == torch.autograd.DeviceType.CUDA
+        and not getattr(row, "is_user_annotation", False)
+        and not row.key.startswith("Optimizer.")
+    ]

@@ -1,0 +1,195 @@
+"""Short QLoRA runs with the kernel and without, to be compared bit for bit.
+
+`in_new_process` runs a list of them in a process of its own: Unsloth must be imported first and changes other
+libraries for good. Run as a file it is that process.
+"""
+
+import contextlib
+import gc
+import json
+import struct
+import sys
+import tempfile
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from helpers.machine import child, environment
+from helpers.training import runs, tiny_models
+
+# Unsloth cuts its loss into as many chunks as the memory that is free allows: one, so that runs compare.
+ONE_LOSS = {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
+
+
+@dataclass(frozen=True)
+class Setup(runs.Setup):
+    """A run of a model."""
+
+    steps: int = 50
+    compiled: bool = False
+    rows: int = 4
+    length: int = 64
+    new_tokens: int = 16  # generated after training, 0: none
+    merge: bool = True
+
+
+@dataclass
+class Record:
+    """What a run produced. The fields up to `dequantized` must not depend on the kernel."""
+
+    losses: list[str] = field(default_factory=list)  # fp32 bits of each step's loss, in hex
+    gradients: list[str] = field(default_factory=list)  # digest of all LoRA gradients of each step
+    adapters: str = ""  # digest of the LoRA weights after the last step
+    tokens: list[int] = field(default_factory=list)
+    merged: str = ""  # digest of the packed weights and states after merge_and_unload
+    dequantized: str = ""  # digest of the weights after model.dequantize()
+    peak_bytes: int | None = None
+    counts: dict = field(default_factory=dict)  # Switch.counts()
+    launches: dict = field(default_factory=dict)  # of dequantizing kernels in one more step, on a GPU
+    error: str = ""  # why there is no run
+
+    def losses_as_floats(self) -> list[float]:
+        return [struct.unpack(">f", bytes.fromhex(bits))[0] for bits in self.losses]
+
+
+SAME = ("losses", "gradients", "adapters", "tokens", "merged", "dequantized")
+
+
+def differences(a: Record, b: Record) -> list[str]:
+    """Names of what differs between two runs, with the first step at which it does."""
+    names = []
+    for name in SAME:
+        x, y = getattr(a, name), getattr(b, name)
+        if x != y:
+            steps = [i for i, pair in enumerate(zip(x, y, strict=False)) if pair[0] != pair[1]]
+            names.append(f"{name} from step {steps[0]}" if isinstance(x, list) and steps else name)
+    return names
+
+
+def launches(step) -> dict[str, int]:
+    """How many dequantizing kernels one call of `step` launches, by who launches them."""
+    rows = runs.gpu_rows(step)
+    return {
+        library: sum(row.count for row in rows if name in row.key)
+        for library, name in runs.DEQUANTIZERS.items()
+    }
+
+
+def train(setup: Setup, kernel: bool) -> Record:
+    """Run a setup once, with the kernel or without."""
+    import torch
+
+    from helpers.nf4.integrate import use_nf4_kernel
+
+    switch = use_nf4_kernel(setup.library, "bitsandbytes", quiet=True) if kernel else contextlib.nullcontext()
+    try:
+        with switch as switched, runs.deterministic():
+            return _train(setup, switched)
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _train(setup: Setup, switch) -> Record:
+    import torch
+
+    record, model, gpu = Record(), runs.adapted(setup), torch.cuda.is_available()
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(adapters, lr=1e-3)
+    call = torch.compile(model) if setup.compiled else model
+    device = adapters[0].device
+    batches = tiny_models.batches(setup.folder, setup.steps, setup.rows, setup.length)
+    amp = getattr(torch, setup.autocast or setup.dtype)
+
+    def step(ids):
+        ids = ids.to(device)
+        with torch.autocast(device.type, amp, enabled=setup.autocast is not None):
+            loss = call(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    if gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    for ids in batches:
+        record.losses.append(struct.pack(">f", step(ids).item()).hex())
+        record.gradients.append(runs.digest(p.grad for p in adapters))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if gpu:
+        record.peak_bytes = torch.cuda.max_memory_allocated()
+    if switch:
+        record.counts = switch.counts()
+    record.adapters = runs.digest(adapters)
+    if gpu:
+        record.launches = launches(lambda: step(batches[0]))
+        optimizer.zero_grad(set_to_none=True)
+    _use(setup, model, batches[0][:1, :7].to(device), record)
+    return record
+
+
+def _use(setup: Setup, model, prompt, record: Record) -> None:
+    """Generate, merge and dequantize with what was trained."""
+    import torch
+
+    on_cpu = prompt.device.type == "cpu"  # eval mode there may repack weights for bitsandbytes' CPU product
+    if setup.new_tokens:
+        if setup.library == "unsloth":
+            from unsloth import FastLanguageModel
+
+            FastLanguageModel.for_inference(model)
+        model.train(on_cpu)
+        with torch.no_grad():
+            ids = model.generate(
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=setup.new_tokens,
+                do_sample=False,
+                use_cache=True,
+            )
+        record.tokens = ids[0].tolist()
+    if setup.merge and setup.library == "peft":
+        merged = model.merge_and_unload()
+        weights = [m.weight for m in merged.modules() if hasattr(getattr(m, "weight", None), "quant_state")]
+        states = [w.quant_state for w in weights]
+        record.merged = runs.digest(
+            t for w, s in zip(weights, states, strict=True) for t in (w, s.absmax, s.state2.absmax)
+        )
+        record.dequantized = runs.digest(merged.dequantize().parameters())
+
+
+def compare(setup: Setup) -> dict[str, Record]:
+    """The same run with the kernel, without, and without once more (which shows that it repeats at all)."""
+    records = {"with": train(setup, True), "without": train(setup, False)}
+    if not setup.compiled:
+        records["again"] = train(setup, False)
+    return records
+
+
+def in_new_process(setups: list[Setup]) -> list[dict[str, Record]]:
+    """`compare` for each setup, all in one new process without network. Raises ChildFailed with its text."""
+    with tempfile.TemporaryDirectory() as folder:  # Unsloth writes generated modules where it runs
+        Path(folder, "setups.json").write_text(json.dumps([asdict(one) for one in setups]), encoding="utf-8")
+        child.python([__file__], folder=folder, variables=runs.VARIABLES | ONE_LOSS, timeout=900)
+        rows = json.loads(Path(folder, "records.json").read_text(encoding="utf-8"))
+    return [{name: Record(**record) for name, record in records.items()} for records in rows]
+
+
+def main() -> None:
+    environment.prepare()
+    setups = [Setup(**one) for one in json.loads(Path("setups.json").read_text(encoding="utf-8"))]
+    if any(setup.library == "unsloth" for setup in setups):
+        import unsloth  # noqa: F401  it asks to come before transformers and peft
+    rows = []
+    for setup in setups:
+        try:
+            records = compare(setup)
+        except Exception:  # the others may do better
+            records = {"failed": Record(error=traceback.format_exc())}
+        rows.append({name: asdict(record) for name, record in records.items()})
+    Path("records.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
