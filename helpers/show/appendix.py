@@ -3,7 +3,9 @@
 from helpers.machine import environment
 from helpers.record import goals, names, tables
 from helpers.record.results import caption, find, ratio
+from helpers.show import plots
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
+from helpers.t4 import simulated
 
 RESULTS = environment.ROOT / "results"
 # What is changed in the stored ablation, and why the kernel decides otherwise.
@@ -18,6 +20,7 @@ REASONS = {
     "any number of programs per SM": "beyond one wave, fewer programs at a time: fewer streams in memory",
     "bf16 rounded in integers": "what a T4 needs costs little where hardware converts",
 }
+BASELINES = ("unsloth_today", "unsloth_classic")
 LIBRARIES = {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}
 
 
@@ -47,7 +50,7 @@ def claim() -> str:
     text = result.data.headline.rstrip(".")
     if timed:
         ours, score = next(iter(timed.data.entries)), result.data
-        today, classic = (timed.data.speedup(ours, name) for name in ("unsloth_today", "unsloth_classic"))
+        today, classic = (timed.data.speedup(ours, name) for name in BASELINES)
         text = (
             f"{min(score.totals.values())} of {score.maximum} points on an {result.environment.gpu}: the "
             f"official protocol runs {today:.2f} times as fast as Unsloth's `fast_dequantize` of today and "
@@ -56,11 +59,28 @@ def claim() -> str:
     return f"**{text}; {t4_in_words()}.**\n\n*Stored run: {caption(result)}.*"
 
 
+def _predicted():
+    """(the stored simulation of a T4, our host time of a call over Unsloth today's)."""
+    run = stored("benchmark")
+    shares = simulated.host_shares(run.data if run else None) or (1.0,)
+    return simulated.simulation(RESULTS / simulated.FOLDER.name).data, shares
+
+
 def t4_in_words() -> str:
     """What is known of a T4, as the end of a sentence."""
-    if stored("score", names.T4):
-        return f"on a Tesla T4: {stored('score', names.T4).data.headline}"
-    return "no Tesla T4 has run it yet"
+    run = simulated.measured(RESULTS)
+    if run and run.data.protocol:
+        today, classic = (run.data.protocol.speedup("kernel", name) for name in BASELINES)
+        return f"measured on a Tesla T4, {today:.2f} and {classic:.2f} times as fast"
+    spans = [simulated.ratio(*_predicted(), name) for name in BASELINES]
+    today, classic = (f"{span.low:.2f} to {span.high:.2f}" for span in spans)
+    return f"it has not run on a Tesla T4, where {today} and {classic} times as fast are predicted"
+
+
+def t4_picture() -> plots.Picture:
+    simulation, shares = _predicted()
+    source = f"kernels: {simulation.simulator}; calls: published for a T4 Colab, ours scaled"
+    return plots.t4(simulated.totals(simulation, shares), source)
 
 
 def score() -> str:
@@ -97,7 +117,7 @@ def saved(data, baseline: str) -> tuple[float, float]:
 def microseconds() -> str:
     """How much of the win is the kernel and how much is the call, in words."""
     result, lines = stored("benchmark"), []
-    for name in ("unsloth_today", "unsloth_classic"):
+    for name in BASELINES:
         whole, on_gpu = saved(result.data, name)
         lines.append(
             f"over {names.label(name)} {whole:.0f} us are saved, {on_gpu / whole:.0%} of them "
@@ -150,8 +170,30 @@ def speed() -> str:
 
 
 def t4() -> str:
-    """What is known of a T4."""
-    return ""
+    """What is known of a T4's times, and how."""
+    sentences = "\n".join(f"- {line}" for line in simulated.lines(RESULTS))
+    return f"{tables.markdown(simulated.table(RESULTS))}\n\n{sentences}"
+
+
+def forced() -> str:
+    """What the whole notebook found with a T4's decisions forced on the card that README quotes."""
+    result = stored("score", f"{names.CARD}-forced-t4")
+    if result is None:
+        return "No run with a T4's decisions forced is stored."
+    other = [line for line in result.data.lines if "peed" not in line.name]  # times are the card's own
+    points, best = sum(line.points["today"] or 0 for line in other), sum(line.best for line in other)
+    return (
+        f"With a T4's decisions forced on an {result.environment.gpu} (integer rounding of bf16, its tile "
+        f"and hints, no native bf16), the notebook gives {points} of the {best} points that do not depend on "
+        "speed. "
+        f"*{caption(result)}*"
+    )
+
+
+def estimate() -> str:
+    """How long "Run all" takes on a T4 Colab."""
+    rows = [[what, str(span or "not measured"), source] for what, span, source in simulated.run_all(RESULTS)]
+    return tables.markdown([["Run all on a T4 Colab, not measured there", "seconds", "from"], *rows])
 
 
 def bench_targets() -> str:
@@ -165,9 +207,7 @@ def limits() -> str:
     calls = [case.synchronized for case in data.host.cases] if data.host else []
     if calls:
         sums = {name: sum(rows[name].p50 for rows in calls) for name in calls[0]}
-        today, classic = (
-            sums[name] / sums[names.ALLOCATE_FILL] for name in ("unsloth_today", "unsloth_classic")
-        )
+        today, classic = (sums[name] / sums[names.ALLOCATE_FILL] for name in BASELINES)
         lines.append(
             "Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
             f"{today:.2f} of the time of Unsloth today and 1/{classic:.2f} of classic on this host."
@@ -253,6 +293,6 @@ def libraries() -> str:
 
 
 BLOCKS = (
-    badge, claim, score, protocol, microseconds, host_steps, speed, t4, bench_targets, steps, limits,
-    other_cards, gemm, compiled, training, several_gpus, libraries,
+    badge, claim, score, protocol, microseconds, host_steps, speed, t4, forced, estimate, bench_targets,
+    steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
 )  # fmt: skip

@@ -24,6 +24,7 @@ FIGURES = {
     "idea": idea.idea,
     "share_by_size": lambda: plots.share_by_size(appendix.stored("benchmark")),
     "call_parts": lambda: plots.call_parts(appendix.stored("benchmark")),
+    "t4": appendix.t4_picture,
     "training": lambda: plots.training(appendix.stored("training")),
 }
 BLOCKS = {function.__name__: function for function in appendix.BLOCKS}

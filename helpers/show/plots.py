@@ -83,7 +83,7 @@ def _say_not_measured(panel, reason: str):
     panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
 
 
-def _title(figure, title: str, drawn: list[str], result):
+def _title(figure, title: str, drawn: list[str], source: str):
     """Title and one legend for all panels, above them, where it hides nothing; and the alternative text."""
     handles = {}
     for panel in figure.axes:
@@ -93,7 +93,7 @@ def _title(figure, title: str, drawn: list[str], result):
         figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=11, **place)
     else:
         figure.suptitle(title, fontsize=11)
-    figure.alt = f"{title}. {'; '.join(drawn)}. {caption(result)}."
+    figure.alt = f"{title}. {'; '.join(drawn)}. {source}."
     return figure
 
 
@@ -140,8 +140,10 @@ def share_by_size(result) -> Picture:
             panel.xaxis.set_minor_locator(NullLocator())
             panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(int(value))))
             panel.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
-        panels[0].set_ylabel("speed / speed of moving the bytes")
-        return _title(figure, "GPU speed, as a share of a kernel that only moves the bytes", drawn, result)
+        panels[0].set_ylabel("share of that speed")
+        return _title(
+            figure, "GPU speed, as a share of a kernel that only moves the bytes", drawn, caption(result)
+        )
 
 
 def _bars(panel, names, ends, unit: str):
@@ -164,7 +166,7 @@ def call_parts(result) -> Picture:
         figure, (panel,) = _picture(result, 0.38 * len(parts) + 1.8)
         if not parts:
             _say_not_measured(panel, _reason(result, "host"))
-            return _title(figure, title, ["not measured"], result)
+            return _title(figure, title, ["not measured"], caption(result))
         case = host.cases[0]
         title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
         names = sorted(parts, key=lambda name: parts[name].returned_us + parts[name].wait_us)
@@ -177,7 +179,33 @@ def call_parts(result) -> Picture:
         _bars(
             panel, names, ends, f"microseconds ({label(ALLOCATE_FILL)} is the reference: it decodes nothing)"
         )
-        return _title(figure, title, [f"{label(name)} {ends[name]:.1f} us" for name in names], result)
+        return _title(
+            figure, title, [f"{label(name)} {ends[name]:.1f} us" for name in names], caption(result)
+        )
+
+
+def t4(totals: dict, source: str) -> Picture:
+    """The official protocol on a T4: {contender: simulated.Total}, and where the figures are from."""
+    title = "The official protocol on a Tesla T4, seconds: predicted, not measured"
+    with matplotlib.rc_context(STYLE):
+        figure = Picture(figsize=(WIDTH, 2.6), dpi=DPI, layout="constrained")
+        figure.supxlabel(source, fontsize=7.5)
+        panel = figure.subplots()
+        for name, total in totals.items():
+            spans = (
+                (0, total.kernels.low, 1.0, "kernels"),
+                (total.kernels.low, total.both.low - total.kernels.low, 0.55, "and calls, at least"),
+                (total.both.low, total.both.high - total.both.low, 0.25, "at most"),
+            )
+            for left, width, alpha, text in spans:
+                style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
+                panel.barh(label(name), width, left=left, label=text if name == "kernel" else "", **style)
+            panel.text(total.both.high, label(name), f" {total.both}", va="center", fontsize=8)
+        panel.invert_yaxis()
+        panel.grid(axis="y", visible=False)
+        panel.set_xlim(right=1.15 * max(total.both.high for total in totals.values()))
+        drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
+        return _title(figure, title, drawn, source)
 
 
 def training(result) -> Picture:
@@ -190,7 +218,7 @@ def training(result) -> Picture:
         figure, (panel,) = _picture(result, 3.0)
         if not libraries:
             _say_not_measured(panel, result.data.not_measured if result else "no result file")
-            return _title(figure, title, ["not measured"], result)
+            return _title(figure, title, ["not measured"], caption(result))
         drawn, width = [], 0.8 / len(libraries)
         tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
         for index, (name, sizes) in enumerate(libraries.items()):
@@ -210,4 +238,4 @@ def training(result) -> Picture:
         panel.axhline(1, color=INK, linewidth=0.9)
         panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
         panel.set(xlabel="tokens per step", ylim=(0.9, None))
-        return _title(figure, title, drawn, result)
+        return _title(figure, title, drawn, caption(result))

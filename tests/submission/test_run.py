@@ -7,83 +7,47 @@ import pytest
 
 from helpers.machine import environment
 from helpers.record import results
-from helpers.submission import execute
+from helpers.submission import run
 
-SCORE = (
-    "#@title The score { display-mode: 'form' }\n"
-    "import os, pathlib, sys\n"
-    "build = pathlib.Path(os.environ['NF4_BUILD'])\n"
-    "(build / 'score.txt').write_text('sum 14')\n"
-    "(build / 'score.json').write_text('{}')\n"
-    "print(sys.executable, pathlib.Path.home(), build, os.environ['NF4_RESULTS'], sep='|')\n"
+FACTS = (
+    "import os, pathlib, sys\nprint(sys.executable, pathlib.Path.home(), os.environ['NF4_BUILD'], sep='|')"
 )
+SCORE = "print('sum 14')"
+KEPT = """
+import json, os, pathlib
+score = dict(headline="14", totals={"today": 14}, lines=[], also={}, evidence={}, maximum=14)
+protocol = dict(entries={"mine": {"label": "mine", "seconds": [1.0], "per_config": {}}}, rounds=9, repeats=1,
+                checked_against="x", device="cuda", configs=[])
+content = {"environment": {}, "data": {"score": score, "protocol": protocol}}
+pathlib.Path(os.environ["NF4_BUILD"], "nf4_some-card.json").write_text(json.dumps(content))
+print("sum 14")
+"""
+PICTURE = "from IPython.display import Image\nImage(data=b'not really a picture', format='png')"
 
 
 @pytest.fixture
-def run(tmp_path):
-    """run(sources, *options) -> (exit status, notebook written, folder with its copy)."""
+def execute(tmp_path, monkeypatch):
+    """execute({id: source}, *options) -> (exit status, executed copy, the notebook's path)."""
+    monkeypatch.setattr(run.subprocess, "call", lambda command, **_: print(*command[1:]))
 
-    def execute_cells(sources, *options):
-        cells = [nbformat.v4.new_code_cell(source, metadata={"tags": ["kept"]}) for source in sources]
+    def cells(sources, *options):
+        cells = [nbformat.v4.new_code_cell(source, id=name, metadata={"tags": ["kept"]})
+                 for name, source in sources.items()]  # fmt: skip
         path = tmp_path / "some.ipynb"
         kernelspec = {"name": "not-registered", "display_name": "gone", "language": "python"}
         nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec}), path)
-        before = path.read_bytes()
-        out = tmp_path / "out"
-        status = execute.main(["--notebook", str(path), "--out", str(out), *options])
-        return (
-            status,
-            nbformat.read(out / f"{execute.NAME}.executed.ipynb", 4),
-            path.read_bytes() == before,
-            path,
-        )
+        status = run.main(["--notebook", str(path), "--out", str(tmp_path / "out"), *options])
+        return status, nbformat.read(tmp_path / "out" / f"{run.NAME}.executed.ipynb", 4), path
 
-    return execute_cells
+    return cells
 
 
 @pytest.fixture(autouse=True)
 def own_variables(monkeypatch):
     """main() sets variables for the notebook's kernel: undo that after each test."""
-    for name in ("NF4_BUILD", "NF4_RESULTS", "NF4_QUICK", "NF4_FORCE", "PYTHON"):
+    for name in ("NF4_BUILD", "NF4_RESULTS", "NF4_QUICK", "NF4_FORCE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-
-
-def test_it_runs_prints_the_score_and_leaves_the_notebook_alone(run, capsys, tmp_path):
-    status, notebook, untouched, _ = run([SCORE])
-    shown = capsys.readouterr().out
-    assert status == 0 and untouched
-    assert "sum 14" in shown and "The score" in shown and f"{execute.NAME}.html" in shown
-    assert notebook.cells[0].outputs
-    assert (tmp_path / "out" / f"{execute.NAME}.html").stat().st_size > 1000
-
-
-def test_the_kernel_is_this_python_and_no_folder_of_the_machine_is_stored(run):
-    code = SCORE + f"assert sys.executable == {sys.executable!r}\n"
-    status, notebook, *_ = run([code])
-    assert status == 0
-    text = json.dumps([cell.outputs for cell in notebook.cells])
-    assert str(Path.home()) not in text and sys.prefix not in text and "build|build/results" in text
-
-
-def test_a_failing_cell_fails_the_command_and_shows_the_error(run, capsys):
-    status, notebook, untouched, _ = run(["1 + 1", "raise RuntimeError('here')", SCORE])
-    assert status == 1 and untouched
-    assert "RuntimeError: here" in capsys.readouterr().err
-    assert notebook.cells[0].outputs and not notebook.cells[2].outputs
-
-
-def test_a_notebook_without_a_score_fails(run, capsys):
-    assert run(["1"])[0] == 1
-    assert "no score" in capsys.readouterr().err
-
-
-def test_in_place_keeps_ids_tags_and_metadata(run):
-    status, copy, untouched, path = run([SCORE.replace(", os.environ['NF4_RESULTS']", "")], "--in-place")
-    written = nbformat.read(path, 4)
-    assert status == 0 and not untouched
-    assert written.cells[0].id == copy.cells[0].id and written.cells[0].metadata.tags == ["kept"]
-    assert written.metadata.kernelspec.name == "not-registered" and written.cells[0].outputs
 
 
 @pytest.fixture
@@ -96,101 +60,97 @@ def on_a_gpu(monkeypatch, tmp_path):
     return tmp_path / "results"
 
 
-SHOWS = """
-import pathlib
-found = pathlib.Path(os.environ['NF4_RESULTS']).glob('*/notebook.json')
-print('times stored' if list(found) else 'no times yet')
-"""
-PICTURE = "from IPython.display import Image\nimport os\nImage(data=os.urandom(1_600_000), format='png')"
+def test_it_prints_the_score_and_leaves_the_notebook_alone(execute, capsys, tmp_path):
+    status, copy, path = execute({"facts": FACTS, "score": SCORE})
+    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
+    shown = capsys.readouterr().out
+    assert shown.endswith("sum 14\n") and "s  facts" in shown and f"{run.NAME}.html" in shown
+    assert (tmp_path / "out" / f"{run.NAME}.html").stat().st_size > 1000
+    printed = copy.cells[0].outputs[0].text
+    assert str(Path.home()) not in printed and sys.prefix not in printed and printed.endswith("|out\n")
 
 
-def test_the_seconds_of_each_cell_are_stored_and_shown_in_the_same_run(run, on_a_gpu, monkeypatch):
-    ids = {0: execute.SETUP, 1: execute.PROTOCOL, 2: execute.SHOWS_TIMES}
-    named = nbformat.v4.new_code_cell
-    order = iter(range(9))
-    monkeypatch.setattr(
-        nbformat.v4,
-        "new_code_cell",
-        lambda source, **more: named(source, id=ids.get(next(order), "x"), **more),
+def test_the_kernel_is_this_very_python(execute):
+    assert execute({"a": f"import sys\nassert sys.executable == {sys.executable!r}", "score": SCORE})[0] == 0
+
+
+def test_a_failing_cell_fails_the_command_and_keeps_what_ran(execute, capsys):
+    status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place")
+    assert status == 1 and "ZeroDivisionError" in capsys.readouterr().err
+    assert copy.cells[0].outputs and not copy.cells[2].outputs
+    assert not nbformat.read(path, 4).cells[0].outputs
+
+
+def test_a_notebook_without_a_score_fails(execute, capsys):
+    assert execute({"a": "1", "score": "x = 1"})[0] == 1
+    assert "no score" in capsys.readouterr().err
+
+
+def test_alone_is_an_empty_folder_where_nothing_is_prepared(execute, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(environment.ROOT))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = (
+        "import importlib.util, os\n"
+        f"assert os.listdir('.') == ['{run.SOURCE.name}'], os.listdir('.')\n"
+        "assert importlib.util.find_spec('helpers') is None\n"
+        "assert 'TRITON_INTERPRET' not in os.environ\n" + SCORE
     )
-    status, copy, *_ = run(["#@title Set up\nimport os", "2", SHOWS, SCORE], "--in-place")
+    assert execute({"score": code}, "--alone")[0] == 0
+
+
+def test_in_place_keeps_ids_tags_and_metadata_and_draws_what_shows_results(execute, capsys):
+    status, copy, path = execute({"score": SCORE}, "--in-place")
+    written = nbformat.read(path, 4)
+    assert status == 0 and written.cells[0].outputs == copy.cells[0].outputs != []
+    assert written.cells[0].id == "score" and written.cells[0].metadata.tags == ["kept"]
+    assert written.metadata.kernelspec.name == "not-registered"
+    assert written.metadata.nf4.environment.python and len(written.metadata.nf4.kernel) == 17
+    assert "-m helpers draw" in capsys.readouterr().out
+
+
+def test_redraw_runs_nothing(monkeypatch):
+    calls = []
+    monkeypatch.setattr(run.subprocess, "call", lambda command, **_: calls.append(command) or 3)
+    assert run.main(["--redraw"]) == 3 and calls[0][1:] == ["-m", "helpers", "draw"]
+
+
+def test_a_run_on_a_gpu_leaves_score_protocol_and_the_cells_times(execute, on_a_gpu):
+    status, *_ = execute({"install": "1", "protocol": "2", "t4-ptx": "3", "score": KEPT}, "--in-place")
     assert status == 0
-    stored = results.read("notebook", on_a_gpu / "nvidia-h200")
-    assert stored["environment"]["gpu"] == "NVIDIA H200" and len(stored["kernel_hash"]) == 16
-    cells = stored["data"]["cells"]
-    assert [cell["setup"] for cell in cells] == [True, False, False, False]
-    assert [cell["protocol"] for cell in cells] == [False, True, False, False]
-    assert cells[0]["title"] == "Set up" and all(cell["seconds"] >= 0 for cell in cells)
-    assert copy.cells[2].outputs[0].text.strip() == "times stored"
-    assert [cell.execution_count for cell in copy.cells] == [1, 2, 3, 4]
+    folder = on_a_gpu / "nvidia-h200"
+    assert results.read("score", folder).data.totals == {"today": 14}
+    protocol = results.read("protocol", folder, schema=results.Protocol)
+    assert protocol.environment.gpu == "NVIDIA H200" and protocol.data.entries["mine"].p50 == 1.0
+    cells = {cell.title: cell for cell in results.read("notebook", folder).data.cells}
+    assert cells["install"].setup and cells["protocol"].protocol and cells["t4-ptx"].not_on_a_t4
+    assert not cells["score"].protocol and all(cell.seconds >= 0 for cell in cells.values())
 
 
-def test_times_of_a_cpu_of_a_failed_and_of_a_quick_run_are_not_stored(run, monkeypatch, tmp_path, request):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path / "results"))
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    assert run([SCORE], "--in-place")[0] == 0
-    folder = request.getfixturevalue("on_a_gpu")
-    assert run(["1 / 0", SCORE], "--in-place")[0] == 1
-    assert run([SCORE], "--in-place", "--quick")[0] == 0
-    assert not folder.exists()
+@pytest.mark.parametrize("options", [("--in-place", "--quick"), ("--in-place", "--alone"), ()])
+def test_other_runs_store_nothing(execute, on_a_gpu, options):
+    assert execute({"score": KEPT}, *options)[0] == 0
+    assert not on_a_gpu.exists()
 
 
-def test_a_forced_run_is_stored_apart_and_labelled(run, on_a_gpu, monkeypatch):
+def test_a_forced_run_is_stored_apart_and_labelled(execute, on_a_gpu, monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
-    status, _, untouched, _ = run([PICTURE, "print('small')", SCORE], "--in-place")
-    assert status == 0 and untouched, "the notebook itself is not of this run"
+    monkeypatch.setenv("PYTHONPATH", str(environment.ROOT))  # the repository's notebook runs in its folder
+    status, _, path = execute({"picture": PICTURE, "score": KEPT}, "--in-place")
+    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs, "the notebook is not of this run"
     folder = on_a_gpu / "nvidia-h200-forced-t4"
-    assert {path.name for path in on_a_gpu.iterdir()} == {folder.name}
-    assert {path.name for path in folder.iterdir()} == {
-        f"{execute.NAME}.executed.ipynb",
-        "score.json",
-        "notebook.json",
-    }
-    path = folder / f"{execute.NAME}.executed.ipynb"
-    stored = nbformat.read(path, 4)
-    first = stored.cells[0].source
-    assert "NVIDIA H200, T4's decisions forced" in first and "Not a run on a T4" in first
-    assert stored.metadata["nf4"]["environment"]["forced"] == "t4"
-    assert path.stat().st_size < execute.LARGEST_COPY
-    assert list(stored.cells[1].outputs[0].data) == ["text/plain"]
-    assert stored.cells[2].outputs[0].text.strip() == "small"
-    assert results.read("notebook", folder)["environment"]["forced"] == "t4"
+    assert [place.name for place in on_a_gpu.iterdir()] == [folder.name]
+    assert {place.name for place in folder.iterdir()} == {
+        f"{run.NAME}.executed.ipynb", "notebook.json", "protocol.json", "score.json",
+    }  # fmt: skip
+    stored = nbformat.read(folder / f"{run.NAME}.executed.ipynb", 4)
+    assert "NVIDIA H200, T4's decisions forced" in stored.cells[0].source
+    assert "Not a run on a T4" in stored.cells[0].source and "prepare()" in stored.cells[1].source
+    assert list(stored.cells[2].outputs[0].data) == ["text/plain"]
+    assert results.read("notebook", folder).environment.forced == "t4"
 
 
-def test_a_forced_run_without_a_gpu_stores_nothing(run, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("NF4_FORCE", "t4")
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path / "results"))
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    status, _, untouched, _ = run([SCORE], "--in-place")
-    assert status == 0 and untouched and not (tmp_path / "results").exists()
-    assert "nothing stored" in capsys.readouterr().out
-
-
-def test_cells_are_called_by_title_by_the_text_above_or_by_their_first_line():
-    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    cells = [
-        code("#@title Set up { display-mode: 'form' }\nimport x"),
-        text("## The **kernel**\nand more"),
-        code("import x\n# then this"),
-        code("y = 1"),
-        code(""),
-    ]
-    names = execute.titles(cells)
-    assert [names[i] for i in (0, 2, 3, 4)] == ["Set up", "The kernel", "y = 1", "(empty cell)"]
-
-
-def test_cells_that_show_files_are_drawn_again_and_nothing_else(monkeypatch):
-    cell = nbformat.v4.new_code_cell
-    printed = [nbformat.v4.new_output("stream", text="old")]
-    cells = [
-        cell("raise RuntimeError('not run again')", id="protocol", outputs=printed, execution_count=1),
-        cell("print(notebook.floor())", id="ceiling", outputs=printed, execution_count=2),
-        cell("notebook.stored_gemm()", id="gemm", outputs=printed, execution_count=3),
-    ]
-    book = nbformat.v4.new_notebook(cells=cells, metadata={"nf4": {"kernel_hash": "x"}})
-    execute.redraw(book, environment.ROOT)
-    kept, floor, table = book.cells
-    assert kept.outputs[0].text == "old" and kept.execution_count == 1
-    assert "that only moves these bytes" in floor.outputs[0].text and floor.execution_count == 2
-    assert "text/html" in table.outputs[0].data and table.outputs[0].execution_count == 3
-    assert book.metadata.nf4.kernel_hash == "x" and "gemm" in book.metadata.nf4.drawn_from_files["cells"]
+def test_folders_of_this_machine_are_not_stored():
+    places = run.folders(Path("/somewhere/out"))
+    value = {"text": [f"{Path.home()}/a {environment.ROOT}/b"], "image/png": str(Path.home())}
+    text = json.dumps(run.scrub(value, places))
+    assert json.loads(text)["text"] == ["~/a ./b"] and json.loads(text)["image/png"] == str(Path.home())
