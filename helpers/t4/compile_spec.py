@@ -1,35 +1,58 @@
-"""What a compiler or a driver needs of the kernel without a launch: signature, constexprs, options, arguments."""
+"""What a compiler or a driver needs of the kernel without a launch: here alone its inner names are known."""
 
 import dataclasses
+import types
+from unittest import mock
 
 import torch
 
 from helpers.nf4 import kernel as nf4_kernel
 
+LARGE = 2048 * 8192  # elements: an official size; the kernel's tile and hints depend on it
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
-def launch_arguments(weight, quant_state, out):
-    """(grid, arguments) of one launch, tensors and ints in the kernel's order, to launch foreign machine code."""
-    grid, arguments, *_ = nf4_kernel._configure(weight, quant_state, out)
+
+def card_settings(arch: int, module=nf4_kernel):
+    """The Settings that the kernel's own code chooses on a card of `arch`; what is forced is left out."""
+    major, minor = divmod(arch, 10)
+    card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor, multi_processor_count=1)
+    choose = module._card.__wrapped__
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.get_device_properties", lambda _: card),
+        mock.patch.dict(choose.__globals__, INTERPRETED=False),
+    ):
+        return choose(0)
+
+
+def launch_arguments(weight, quant_state, out, arch: int, module=nf4_kernel):
+    """(grid, arguments) of the launch that the kernel's own code would make into `out` on a card of `arch`.
+
+    arguments: tensors and ints in the kernel's order, to launch foreign machine code with.
+    """
+    state = module._Snapshot(*module._snapshot(weight, quant_state))
+    with module.force(**dataclasses.asdict(card_settings(arch, module))):
+        grid, arguments, *_ = module._configure(state, out, *module._check(state))
     return (grid, 1, 1), arguments
 
 
-def compile_spec(out_dtype, nested=True, quant_type="nf4", blocksize=64, blocksize2=256, settings=None, tail=False,
-                 small=False):  # fmt: skip
-    """What triton.compile needs without a GPU: fn, signature, constexprs, attrs, options. `settings` decides for
-    the card (default: a T4's); `small` takes the tile of small tensors; quant_type changes nothing but data."""
-    s = settings or dataclasses.replace(
-        nf4_kernel._card(0), asm=True, **{**nf4_kernel.T4, **nf4_kernel._forced}
+def compile_spec(out_dtype, nested=True, numel=LARGE, blocksize=64, blocksize2=256, settings=None,
+                 module=nf4_kernel):  # fmt: skip
+    """What triton.compile takes for a tensor of `numel` elements: fn, signature, constexprs, attrs, options.
+    `settings` decides for the card (default: a T4's)."""
+    chosen, kernel = settings or card_settings(75, module), module._your_dequantize_nf4_kernel
+    log2_blocks = (
+        module._log2("blocksize", blocksize, 37),
+        module._log2("blocksize2", blocksize2, 31) * nested,
     )
-    kernel = nf4_kernel._your_dequantize_nf4_kernel
-    out = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[out_dtype]
-    log2_block, log2_block2 = (
-        nf4_kernel._log2("blocksize", blocksize, 37),
-        nf4_kernel._log2("blocksize2", blocksize2, 31) * nested,
+    small, hint_loads = numel <= chosen.small_up_to, numel <= chosen.hint_loads_up_to
+    values = module._constexprs(out_dtype, nested, *log2_blocks, numel % 8 != 0, small, hint_loads, chosen)
+    signature = ["*u8", POINTERS[out_dtype], "*u8" if nested else "*fp32", *["*fp32"] * 4, "i32", "i32"]
+    signature += ["constexpr"] * len(values)
+    return dict(
+        fn=kernel,
+        signature=dict(zip(kernel.arg_names, signature, strict=True)),
+        constexprs={(kernel.arg_names.index(name),): value for name, value in values.items()},
+        attrs={(1,): [["tt.divisibility", 16]]},
+        options=module._options(chosen),
     )
-    values = nf4_kernel._constexprs(out_dtype, nested, log2_block, log2_block2, tail, small, small, s)
-    types = (
-        ["*u8", out, "*u8" if nested else "*fp32"] + ["*fp32"] * 4 + ["i32"] * 2 + ["constexpr"] * len(values)
-    )
-    constexprs = {(kernel.arg_names.index(name),): value for name, value in values.items()}
-    return dict(fn=kernel, signature=dict(zip(kernel.arg_names, types, strict=True)), constexprs=constexprs,
-                attrs={(1,): [["tt.divisibility", 16]]}, options=nf4_kernel._options(s))  # fmt: skip

@@ -6,12 +6,12 @@ Requests: {"source": "ours" | "unsloth", "arch": 75, "out_dtype": "float16", "ne
 """
 
 import base64
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -19,17 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from helpers.machine.environment import version_of
+from helpers.machine import child
+from helpers.machine.environment import ROOT, version_of
+from helpers.t4 import load_order, machine_code
 
-ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "build" / "triton-cache"  # of every compile in a child process
+DTYPES = ("float16", "bfloat16", "float32")
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "uint8": "u8"}
 # Unsloth chooses its T4 launch by Triton's version: 3.7 brought a table of its own for (7, 5).
 UNSLOTH_TABLES = ("3.6.0", "3.7.0")
+# Of compile_kernel's overrides these go to compile_spec; the others replace fields of Settings.
+SPEC = ("numel", "blocksize", "blocksize2")
+
+
+class CompileError(RuntimeError):
+    """The kernel did not compile; the text is the compiler's."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """One compiled kernel: PTX text, cubin, launch facts, or the reason why there is none."""
+    """One compiled kernel, or the reason why there is none (`error`)."""
 
     request: dict
     ptx: str = ""
@@ -37,24 +46,82 @@ class Built:
     name: str = ""  # of the entry point
     num_warps: int = 0
     shared: int = 0  # bytes per block
+    elements: float = 0.0  # outputs of one thread
     constexprs: dict | None = None
     versions: dict | None = None  # triton, and unsloth's where it is the source
     error: str = ""
 
+    def or_raise(self) -> "Built":
+        """Itself. Raises CompileError where it did not compile."""
+        if self.error:
+            raise CompileError(self.error)
+        return self
 
-class CompileError(RuntimeError):
-    """The kernel did not compile; the text is the compiler's."""
+    @functools.cached_property
+    def counted(self) -> machine_code.Counted:
+        """What a thread executes. Raises machine_code.ToolMissing."""
+        return machine_code.count_cubin(
+            self.name, self.cubin, self.shared, 32 * self.num_warps, self.elements
+        )
+
+    @functools.cached_property
+    def order(self) -> load_order.Order:
+        """Order of loads; of our kernel only, whose arguments it knows. Raises machine_code.ToolMissing."""
+        return load_order.read(self.counted.executed, self.request["arch"])
 
 
-def build(requests: list[dict], pythonpath: str | None = None) -> list[Built]:
-    """Compile each request, in one child process unless this one can; failures come back as Built.error.
+def build(requests: list[dict], pythonpath: str | None = None, module=None) -> list[Built]:
+    """Compile each request; failures come back as Built.error.
 
-    pythonpath: a folder searched before the installed packages (another Triton). Raises CompileError when the
-    child process itself fails.
+    pythonpath: a folder searched before the installed packages (another Triton). module: what holds the
+    kernel (default: helpers.nf4.kernel; a live notebook passes its own, compiled in its own process). Raises
+    CompileError when a child process itself fails, or where `module` cannot be compiled in this process.
     """
-    here = not pythonpath and _can_compile() and all(request["source"] == "ours" for request in requests)
-    rows = _answers(requests) if here else _in_child(requests, pythonpath)
+    ours = all(request["source"] == "ours" for request in requests)
+    if module is not None and not _can_compile():
+        raise CompileError("Triton's interpreter is in use here: only helpers.nf4.kernel can be compiled")
+    here = not pythonpath and ours and _can_compile()
+    rows = _answers(requests, module) if here else _in_child(requests, pythonpath)
     return [Built(**row | {"cubin": base64.b64decode(row["cubin"])}) for row in rows]
+
+
+def compile_kernels(kinds: list[tuple], module=None) -> list[Built]:
+    """Compile many at once: (out_dtype, nested, arch, overrides) each, as compile_kernel."""
+    keys = [(_name(dtype), nested, arch, tuple(sorted(more.items()))) for dtype, nested, arch, more in kinds]
+    kept = _kernels if module is None else {}  # a live notebook's kernel may be another at the next call
+    missing = {key: request_of(*kind) for key, kind in zip(keys, kinds, strict=True) if key not in kept}
+    for key, built in zip(missing, build(list(missing.values()), module=module), strict=True):
+        kept[key] = built.or_raise()
+    return [kept[key] for key in keys]
+
+
+_kernels: dict[tuple, Built] = {}
+
+
+def compile_kernel(out_dtype, nested: bool = True, arch: int = 75, module=None, **overrides) -> Built:
+    """The kernel compiled for sm_`arch`, with the settings it would choose on such a card.
+
+    out_dtype: torch dtype or its name. overrides: `numel`, `blocksize`, `blocksize2` as compile_spec
+    takes them; everything else replaces fields of Settings (hints=False, asm=False). Needs no
+    GPU; takes seconds, then is remembered. Raises CompileError, or ValueError for an unknown dtype.
+    """
+    return compile_kernels([(out_dtype, nested, arch, overrides)], module)[0]
+
+
+def request_of(out_dtype, nested: bool, arch: int, overrides: dict) -> dict:
+    """The request for one kernel of ours."""
+    spec = {name: value for name, value in overrides.items() if name in SPEC}
+    force = {name: value for name, value in overrides.items() if name not in SPEC}
+    kind = {"out_dtype": _name(out_dtype), "nested": nested, "force": force}
+    return {"source": "ours", "arch": arch} | kind | spec
+
+
+def _name(dtype) -> str:
+    """ "float16" of torch.float16 or of "float16"."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"out_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return name
 
 
 def _can_compile() -> bool:
@@ -63,37 +130,27 @@ def _can_compile() -> bool:
 
 
 def _in_child(requests: list[dict], pythonpath: str | None) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
     if pythonpath:
-        environment["PYTHONPATH"] = os.pathsep.join([pythonpath, environment.get("PYTHONPATH", "")])
+        variables["PYTHONPATH"] = os.pathsep.join([pythonpath, str(ROOT), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")
         answer = Path(folder) / "answer.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "helpers.t4.cross_compile", str(answer)],
-            input=json.dumps(requests),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
+        arguments = ["-m", "helpers.t4.cross_compile", str(answer)]
+        done = child.python(arguments, variables=variables, stdin=json.dumps(requests), check=False)
         if not answer.exists():
-            raise CompileError(f"the compile process failed:\n{done.stderr[-2000:]}")
+            raise CompileError(f"the compile process failed:\n{done.err[-2000:]}")
         return json.loads(answer.read_text())
 
 
-def _compile(fn, signature, constexprs, attrs, options, arch):
+def _compile(request, spec, elements, constexprs, versions) -> dict:
+    """The answer to a request: `spec` compiled for its card."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(fn, signature, constexprs, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def _answer(request, compiled, constexprs, versions) -> dict:
-    import triton
-
+    source = ASTSource(spec["fn"], spec["signature"], spec["constexprs"], spec["attrs"])
+    target = GPUTarget("cuda", request["arch"], 32)
+    compiled = triton.compile(source, target=target, options=spec["options"])
     metadata = compiled.metadata
     return {
         "request": request,
@@ -102,45 +159,31 @@ def _answer(request, compiled, constexprs, versions) -> dict:
         "name": metadata.name,
         "num_warps": metadata.num_warps,
         "shared": metadata.shared,
+        "elements": elements,
         "constexprs": {name: value for name, value in constexprs.items() if isinstance(value, int | str)},
         "versions": {"triton": triton.__version__} | versions,
     }
 
 
-def _build_ours(request) -> dict:
-    """The notebook's kernel, with the settings its own code chooses for a card of this architecture."""
+def _build_ours(request, module=None) -> dict:
+    """Our kernel, with the settings that its own code chooses for a card of this architecture."""
     import torch
 
     from helpers.nf4 import kernel as nf4_kernel
     from helpers.t4 import compile_spec
 
-    module, arch = nf4_kernel, request["arch"]
-    spec_keys = request.keys() - {"source", "arch", "out_dtype", "nested", "force"}
-    with module.force(**decisions(module, arch) | request.get("force", {})):
-        spec = compile_spec.compile_spec(
-            getattr(torch, request["out_dtype"]),
-            request["nested"],
-            settings=module.settings(),
-            **{key: request[key] for key in spec_keys},
-        )
-    compiled = _compile(*(spec[key] for key in ("fn", "signature", "constexprs", "attrs", "options")), arch)
+    module = module or nf4_kernel
+    chosen = compile_spec.card_settings(request["arch"], module)
+    spec = compile_spec.compile_spec(
+        getattr(torch, request["out_dtype"]),
+        request["nested"],
+        settings=dataclasses.replace(chosen, **request.get("force", {})),
+        module=module,
+        **{name: request[name] for name in SPEC if name in request},
+    )
     names = list(spec["signature"])
     constexprs = {names[path[0]]: value for path, value in spec["constexprs"].items()}
-    return _answer(request, compiled, constexprs, {})
-
-
-def decisions(module, arch: int) -> dict:
-    """Arguments for the kernel cells' `force` that make them decide as on a card of this architecture."""
-    if arch == 75:
-        return {"card": "t4", "asm": True}
-    native = arch >= 80
-    return {
-        "asm": True,
-        "int_bf16": not native,
-        "hint_loads": not native,
-        "stage": native,
-        "capability": divmod(arch, 10),
-    }
+    return _compile(request, spec, 8 * constexprs["WORDS"], constexprs, {})
 
 
 class _Recorder:
@@ -154,11 +197,6 @@ class _Recorder:
         self.args, self.named = args, named
 
 
-@functools.cache
-def _unsloth_root() -> Path:
-    return Path(importlib.util.find_spec("unsloth").submodule_search_locations[0])
-
-
 def _unsloth_module(table: str, arch: int):
     """Unsloth's kernels/nf4.py alone, as it behaves on a card of `arch` with Triton `table`.
 
@@ -169,14 +207,16 @@ def _unsloth_module(table: str, arch: int):
     import triton
     from packaging.version import Version
 
-    root = _unsloth_root()
-    for name, path in (("unsloth", root), ("unsloth.kernels", root / "kernels")):
-        package = types.ModuleType(name)
-        package.__path__ = [str(path)]
-        sys.modules[name] = package
-    zoo, utils = types.ModuleType("unsloth_zoo"), types.ModuleType("unsloth_zoo.utils")
-    zoo.__path__, utils.Version = [], Version
-    sys.modules["unsloth_zoo"], sys.modules["unsloth_zoo.utils"] = zoo, utils
+    installed = importlib.util.find_spec("unsloth")
+    if "unsloth" not in sys.modules:
+        root = Path(installed.submodule_search_locations[0])
+        for name, path in (("unsloth", root), ("unsloth.kernels", root / "kernels")):
+            package = types.ModuleType(name)
+            package.__path__, package.__spec__ = [str(path)], installed
+            sys.modules[name] = package
+        zoo, utils = types.ModuleType("unsloth_zoo"), types.ModuleType("unsloth_zoo.utils")
+        zoo.__path__, utils.Version = [], Version
+        sys.modules["unsloth_zoo"], sys.modules["unsloth_zoo.utils"] = zoo, utils
     sys.modules.pop("unsloth.kernels.nf4", None)
     unregistered = {name: lambda *a, **k: lambda fn: fn for name in ("triton_op", "custom_op")}
     with (
@@ -184,27 +224,24 @@ def _unsloth_module(table: str, arch: int):
         mock.patch.multiple(torch.library, **unregistered),
     ):
         module = importlib.import_module("unsloth.kernels.nf4")
-    module._capability = lambda index: (arch // 10, arch % 10)
+    module._capability = lambda index: divmod(arch, 10)
     return module
 
 
-def _build_unsloth(request) -> dict:
+def _build_unsloth(request, module=None) -> dict:
     """Unsloth's fused kernel exactly as its own launcher would specialize it for these sizes."""
     import torch
 
     module = _unsloth_module(request["table"], request["arch"])
-    elements, nested = request["elements"], request["nested"]
-    out_dtype = getattr(torch, request["out_dtype"])
+    size, nested = request["size"], request["nested"]
 
     def meta(length, dtype):
         return torch.empty(length, dtype=dtype, device="meta")
 
-    weight = meta(elements // 2, torch.uint8)
-    absmax = meta(elements // 64, torch.uint8 if nested else torch.float32)
-    floats = meta(256, torch.float32)
-    recorder = _Recorder()
+    weight, floats = meta(size // 2, torch.uint8), meta(256, torch.float32)
+    absmax = meta(size // 64, torch.uint8 if nested else torch.float32)
     second = (floats, floats, floats) if nested else (None, None, None)
-    out = meta(elements, out_dtype)
+    recorder, out = _Recorder(), meta(size, getattr(torch, request["out_dtype"]))
     with mock.patch.object(torch.cuda, "current_device", lambda: 0):
         module._launch(recorder, weight, absmax, *second, floats, 64, 256, out, fp_fusion=False)
 
@@ -219,20 +256,25 @@ def _build_unsloth(request) -> dict:
         if pointer or value % 16 == 0:
             attrs[(position,)] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(constexprs, "constexpr")
-    paths = {(kernel.arg_names.index(name),): value for name, value in constexprs.items()}
-    signature = {name: signature[name] for name in kernel.arg_names}
-    compiled = _compile(kernel, signature, paths, attrs, options, request["arch"])
-    facts = constexprs | {"blocks": recorder.grid[0]}
-    return _answer(request, compiled, facts, {"unsloth": version_of("unsloth")})
+    spec = {
+        "fn": kernel,
+        "signature": {name: signature[name] for name in kernel.arg_names},
+        "constexprs": {(kernel.arg_names.index(name),): value for name, value in constexprs.items()},
+        "attrs": attrs,
+        "options": options,
+    }
+    # A program is ROWS blocks of 2 * HALF elements, whatever lanes its stores repeat.
+    elements = constexprs["ROWS"] * constexprs["HALF"] * 2 / (32 * options["num_warps"])
+    return _compile(request, spec, elements, constexprs, {"unsloth": version_of("unsloth")})
 
 
-def _answers(requests: list[dict]) -> list[dict]:
+def _answers(requests: list[dict], module=None) -> list[dict]:
     """The answer to each request, or the error it raised, in JSON types."""
     rows = []
     for request in requests:
         try:
             builder = {"ours": _build_ours, "unsloth": _build_unsloth}[request["source"]]
-            rows.append(builder(request))
+            rows.append(builder(request, module))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             rows.append({"request": request, "cubin": "", "error": text[-3000:]})

@@ -1,23 +1,36 @@
 """Run PTX that was compiled for another card: the driver translates it for the GPU at hand.
 
-A T4 executes sm_75 PTX; every newer GPU accepts the same text. So what a T4 would compute can be checked on
-any card, bit for bit:
+A T4 executes sm_75 PTX, and every newer GPU accepts the same text. So what a T4 would compute can be
+checked on any card, bit for bit: `python -m helpers foreign-ptx`, or from Python
 
-    from helpers.t4 import foreign_ptx
-    evidence = foreign_ptx.prove("cuda")
-    print(foreign_ptx.summary(evidence))
+    print(foreign_ptx.summary(foreign_ptx.prove(arch=75)))
 """
 
+import argparse
 import contextlib
 import ctypes
 import functools
+import math
 import re
+import sys
 from dataclasses import dataclass
 
-CASES = ("all codes and scales", "random layer", "odd tail", "tail in the last block")
-_SIZES = {"random layer": (1000, 4160), "odd tail": (1, 4099), "tail in the last block": (3, 1365)}
-# What those need of the kernel, compiled together: one child process instead of many.
-_VARIANTS = ({"tail": False, "small": True}, {"tail": False, "small": False}, {"tail": True, "small": True})
+import torch
+
+from helpers.machine import environment
+from helpers.nf4 import kernel as nf4_kernel
+from helpers.submission import evidence, protocol
+from helpers.t4 import compile_spec, cross_compile
+
+EVERY = "every code with every scale"
+SIZES = {
+    "random layer": (4160, 1000),
+    "odd tail": (4099, 1),
+    "tail in the last block": (1365, 3),
+}  # (in, out)
+CASES = (EVERY, *SIZES)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ON_HOPPER = (75, 80, 86, 89, 90)  # whose PTX a Hopper card runs
 _GUARD = 256  # elements on either side of the output that must stay untouched
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.S)
 _PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)")
@@ -40,12 +53,12 @@ class Entry:
 def entry(ptx: str, name: str | None = None) -> Entry:
     """The kernel `name` of a PTX text (None: its only one). ValueError when there is no such kernel."""
     target = re.search(r"\.target\s+(\w+)", ptx)
-    found = {kernel: tuple(_PARAM.findall(parameters)) for kernel, parameters in _ENTRY.findall(ptx)}
-    if name is None and len(found) == 1:
-        (name,) = found
-    if target is None or name not in found:
-        raise ValueError(f"no kernel {name!r} in this PTX; it has {sorted(found)}")
-    return Entry(name, target.group(1), found[name])
+    kernels = {kernel: tuple(_PARAM.findall(parameters)) for kernel, parameters in _ENTRY.findall(ptx)}
+    if name is None and len(kernels) == 1:
+        (name,) = kernels
+    if target is None or name not in kernels:
+        raise ValueError(f"no kernel {name!r} in this PTX; it has {sorted(kernels)}")
+    return Entry(name, target.group(1), kernels[name])
 
 
 @functools.cache
@@ -109,130 +122,88 @@ def run_ptx(ptx: str, name: str | None, grid, num_warps: int, args, shared: int 
     shared: dynamic shared memory in bytes; name: None for a text with one kernel. Returns when it is done.
     Raises DriverError, or ValueError for arguments that do not fit.
     """
-    import torch
-
-    found = entry(ptx, name)
-    values = pack(found.parameters, args)
+    kernel = entry(ptx, name)
+    values = pack(kernel.parameters, args)
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
     if device.type != "cuda":
         raise ValueError(f"the kernel's tensors must be on an NVIDIA GPU, got {device}")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
-        function = _function(ptx, found.name, device.index)
+        function = _function(ptx, kernel.name, device.index)
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         stream = torch.cuda.current_stream().cuda_stream
         grid = (*grid, 1, 1)[:3]
         code = _driver().cuLaunchKernel(
             function, *grid, 32 * num_warps, 1, 1, shared, stream, addresses, None
         )
-        _check(code, f"launching {found.name}")
+        _check(code, f"launching {kernel.name}")
         torch.cuda.current_stream().synchronize()
 
 
-def _all_codes(nested: bool, dtype, device):
-    """(packed weight, quant state): every packed byte under every absmax code (flat: under 256 scales)."""
-    import torch
-    from bitsandbytes.functional import QuantState, quantize_4bit
-
-    source = torch.randn(256 * 256, 64, generator=torch.Generator().manual_seed(1)).to(device)
-    _, state = quantize_4bit(source, blocksize=64, compress_statistics=nested, quant_type="nf4")
-    # A block holds 32 bytes, so a scale needs 8 blocks to meet all 256 byte values.
-    weight = torch.arange(256, dtype=torch.uint8, device=device).repeat(256).view(-1, 1)
-    codes = torch.arange(256, device=device).repeat_interleave(8)
-    common = dict(shape=torch.Size((2048, 64)), code=state.code, blocksize=64, quant_type="nf4", dtype=dtype)
-    if not nested:
-        return weight, QuantState(absmax=state.absmax[codes].contiguous(), **common)
-    second = QuantState(
-        absmax=state.state2.absmax[:8].contiguous(),
-        code=state.state2.code,
-        blocksize=256,
-        dtype=torch.float32,
-    )
-    absmax = codes.to(torch.uint8)
-    return weight, QuantState(absmax=absmax, offset=state.offset, state2=second, **common)
+def _layer(case: str, dtype, nested: bool, device):
+    """A Linear4bit on `device`: every byte under 256 scales, or random of one of SIZES."""
+    if case != EVERY:
+        return evidence.quantized_layer(*SIZES[case], dtype, nested=nested, device=device)
+    if nested:
+        return evidence.every_code(dtype, device)
+    layer = evidence.quantized_layer(64, 2048, dtype, nested=False, device=device)
+    layer.weight.data.copy_(torch.arange(256, device=device).repeat(256).view(-1, 1))
+    absmax = layer.weight.quant_state.absmax
+    absmax.copy_(absmax[:256].repeat_interleave(8))  # 8 blocks of 32 bytes hold all 256
+    return layer
 
 
-def _layer(shape, nested: bool, dtype, device):
-    import torch
-    from bitsandbytes.functional import quantize_4bit
-
-    source = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(device, dtype) * 0.02
-    return quantize_4bit(source, blocksize=64, compress_statistics=nested, quant_type="nf4")
-
-
-def _case(module, what: str, dtype, nested: bool, device, arch: int) -> dict:
-    """One comparison: the foreign kernel's output, poisoned before, against bitsandbytes' own."""
-    import math
-
-    import torch
-    from bitsandbytes.functional import dequantize_4bit
-
-    from helpers.t4 import compile_spec, cross_compile, sass
-
-    if what == CASES[0]:
-        weight, state = _all_codes(nested, dtype, device)
-    else:
-        weight, state = _layer(_SIZES[what], nested, dtype, device)
-    numel = math.prod(state.shape)
-    expected = dequantize_4bit(weight, state)
-    around = torch.full((numel + 2 * _GUARD,), math.nan, dtype=dtype, device=device)
-    out = around[_GUARD : _GUARD + numel].view(state.shape)
-    with module.force(**cross_compile.decisions(module, arch)):
-        grid, args = compile_spec.launch_arguments(weight, state, out)
-        small = numel <= module.settings().small
-    compiled = sass.compile_kernel(dtype, nested, arch, tail=numel % 8 != 0, small=small)
-    run_ptx(compiled.ptx, compiled.name, grid, compiled.num_warps, args, compiled.shared)
-    integer = torch.int32 if dtype.itemsize == 4 else torch.int16
-    differing = int((out.view(integer) != expected.view(integer)).sum())
-    guards = torch.cat([around[:_GUARD], around[_GUARD + numel :]])
+def _run(built, layer, grid, arguments, around) -> dict:
+    """Differences between what the foreign kernel writes and bitsandbytes' own result."""
+    state = layer.weight.quant_state
+    run_ptx(built.ptx, built.name, grid, built.num_warps, arguments, built.shared)
+    out = around[_GUARD:-_GUARD].view(state.shape)
+    guards = torch.cat([around[:_GUARD], around[-_GUARD:]])
     return {
-        "case": what,
-        "dtype": str(dtype).removeprefix("torch."),
-        "nested": nested,
-        "elements": numel,
-        "differing": differing,
+        "dtype": str(state.dtype).removeprefix("torch."),
+        "nested": state.nested,
+        "elements": out.numel(),
+        "differing": protocol.different(out, protocol.expected(layer)),
         "written_outside": int((~guards.isnan()).sum()),
-        "target": entry(compiled.ptx, compiled.name).target,
+        "target": entry(built.ptx, built.name).target,
     }
 
 
-def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
+def prove(device="cuda", arch: int = 75, dtypes=DTYPES, module=None) -> dict:
     """Run the kernel's sm_`arch` PTX on `device` and compare every bit with bitsandbytes.
 
-    All packed bytes under all absmax codes, a random layer, odd tails; `dtypes` (fp16, bf16 and fp32 unless
-    named); nested and flat; outputs filled with NaN first and guarded on both sides. Returns "passed",
-    "arch", "device", "capability", "triton", "bitsandbytes", "elements", "differing", "cases"; without a
-    GPU or bitsandbytes, or on an sm_`arch` itself, "passed" is None and "needs" says what is missing.
+    Every packed byte under every absmax code, a random layer, odd tails; nested and flat, in each of
+    `dtypes`; outputs filled with NaN first and guarded on both sides. module: what holds the kernel (default:
+    helpers.nf4.kernel). Returns "passed", "arch", "device", "capability", "triton", "bitsandbytes",
+    "elements", "differing" and "cases"; "passed" is None where "needs" says what is missing.
     """
-    import torch
-
-    from helpers.nf4 import kernel as nf4_kernel
-    from helpers.machine import environment
-    from helpers.t4 import sass
-
-    if not environment.has_gpu():
-        return {"passed": None, "arch": arch, "needs": "an NVIDIA GPU", "cases": []}
-    if environment.version_of("bitsandbytes") is None:
-        return {"passed": None, "arch": arch, "needs": "bitsandbytes", "cases": []}
-    if environment.capability(device) == divmod(arch, 10):
-        needs = f"a card of another kind: this one is an sm_{arch}, and runs that very code anyway"
+    needs = "an NVIDIA GPU"
+    if environment.has_gpu():
+        capability = environment.capability(device)
+        needs = f"a card of sm_{arch} or newer" if capability < divmod(arch, 10) else ""
+        needs = needs or ("" if environment.version_of("bitsandbytes") else "bitsandbytes")
+    if needs:
         return {"passed": None, "arch": arch, "needs": needs, "cases": []}
-    module, device = nf4_kernel, torch.device(device)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    device = torch.device("cuda", index)
-    kinds = [
-        (dtype, nested)
-        for dtype in dtypes or (torch.float16, torch.bfloat16, torch.float32)
-        for nested in (True, False)
+    work = []
+    for case, dtype, nested in ((c, d, n) for d in dtypes for n in (True, False) for c in CASES):
+        layer = _layer(case, dtype, nested, device)
+        shape = layer.weight.quant_state.shape
+        around = torch.full((math.prod(shape) + 2 * _GUARD,), math.nan, dtype=dtype, device=device)
+        out = around[_GUARD:-_GUARD].view(shape)
+        state = layer.weight.quant_state
+        launch = compile_spec.launch_arguments(layer.weight, state, out, arch, module or nf4_kernel)
+        work.append((case, (dtype, nested, arch, {"numel": out.numel()}), layer, launch, around))
+    kernels = cross_compile.compile_kernels([kind for _, kind, *_ in work], module)
+    cases = [
+        {"case": case} | _run(built, layer, *launch, around)
+        for built, (case, _, layer, launch, around) in zip(kernels, work, strict=True)
     ]
-    sass.compile_kernels([(*kind, arch, variant) for kind in kinds for variant in _VARIANTS])
-    cases = [_case(module, what, *kind, device, arch) for kind in kinds for what in CASES]
     wrong = [c for c in cases if c["differing"] or c["written_outside"] or c["target"] != f"sm_{arch}"]
     return {
         "passed": not wrong,
         "arch": arch,
         "device": torch.cuda.get_device_name(device),
-        "capability": list(torch.cuda.get_device_capability(device)),
+        "capability": list(capability),
         "triton": environment.version_of("triton"),
         "bitsandbytes": environment.version_of("bitsandbytes"),
         "elements": sum(case["elements"] for case in cases),
@@ -241,22 +212,36 @@ def prove(device="cuda", arch: int = 75, dtypes=None) -> dict:
     }
 
 
-def summary(evidence: dict) -> str:
-    """The evidence of `prove` in a few lines."""
-    arch = evidence["arch"]
-    if evidence["passed"] is None:
-        return f"PTX compiled for sm_{arch}: not run (needs {evidence['needs']})"
-    capability, verdict = "".join(map(str, evidence["capability"])), "every bit equal"
+def summary(proof: dict) -> str:
+    """What `prove` returned, in a few lines."""
+    arch = proof["arch"]
+    if proof["passed"] is None:
+        return f"PTX compiled for sm_{arch}: not run (needs {proof['needs']})"
+    capability, verdict = "".join(map(str, proof["capability"])), "every bit equal"
     lines = [
-        f"PTX compiled for sm_{arch} by Triton {evidence['triton']}, run through the driver on "
-        f"{evidence['device']} (sm_{capability}):",
-        f"{evidence['differing']} of {evidence['elements']} elements differ from bitsandbytes "
-        f"{evidence['bitsandbytes']} in {len(evidence['cases'])} cases: "
-        f"{verdict if evidence['passed'] else 'NOT equal'}",
+        f"PTX compiled for sm_{arch} by Triton {proof['triton']}, run through the driver on "
+        f"{proof['device']} (sm_{capability}):",
+        f"{proof['differing']} of {proof['elements']} elements differ from bitsandbytes "
+        f"{proof['bitsandbytes']} in {len(proof['cases'])} cases: "
+        f"{verdict if proof['passed'] else 'NOT equal'}",
     ]
-    for case in evidence["cases"]:
-        if case["differing"] or case["written_outside"]:
+    for case in proof["cases"]:
+        if case["differing"] or case["written_outside"] or case["target"] != f"sm_{arch}":
             kind = f"{case['case']}, {case['dtype']}, {'nested' if case['nested'] else 'flat'}"
             wrong = f"{case['differing']} differ, {case['written_outside']} written outside the output"
-            lines.append(f"  {kind}: {wrong}")
+            lines.append(f"  {kind}, {case['target']}: {wrong}")
     return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the proof for each card asked for. 1 when a bit differs, 2 where nothing could run."""
+    parser = argparse.ArgumentParser(prog="python -m helpers foreign-ptx", description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, nargs="*", default=list(ON_HOPPER), help="75: a T4's sm_75")
+    proofs = [prove(arch=arch) for arch in parser.parse_args(argv).arch]
+    print("\n".join(map(summary, proofs)))
+    verdicts = {proof["passed"] for proof in proofs}
+    return 1 if False in verdicts else 0 if True in verdicts else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Order of loads in SASS: what a thread asks for, what it waits for first, and how often before its first store.
+"""Order of loads in SASS: what a thread asks for, what it waits for, and how often before its first store.
 
 A warp issues in order. So a load that stands behind the first use of another load's register starts a whole
 memory latency later. `python -m helpers.t4.load_order --arch 75 --force stage=1` prints one line a dtype.
@@ -9,7 +9,6 @@ import re
 import sys
 from dataclasses import dataclass
 
-from helpers.t4 import machine_code
 from helpers.t4.machine_code import Instruction, width
 
 _REGISTER = re.compile(r"(?<![A-Z0-9])(U?R)(\d+)(\.64)?")
@@ -18,6 +17,7 @@ _PREDICATE = re.compile(r"!?U?P(\d|T)")
 PARAMETER_BASE = ((100, 0x380), (90, 0x210), (70, 0x160))  # bytes into constant bank 0, from this sm_ on
 POINTERS = ("words", "out", "absmax", "table", "code2", "absmax2", "offset")  # our kernel's, 8 bytes each
 NO_RESULT = ("STG", "STS", "STL", "ST", "ISETP", "FSETP", "UISETP", "BAR", "BRA", "EXIT", "NOP", "WARPSYNC")
+EVENTS = {"STG": "store", "BAR": "barrier", "STS": "to-shared", "LDS": "from-shared"}
 MOST_LATENCIES = 2  # code2 after absmax
 
 
@@ -40,26 +40,41 @@ class Order:
     loads: tuple[Load, ...]
     events: tuple[str, ...]
     latencies: int  # dependent memory latencies before the first store
+    shared: tuple[str, ...]  # what passes through shared memory, of POINTERS: whose loads it derives from
 
     @property
-    def late_words(self) -> tuple[Load, ...]:
-        """Loads of packed words that are issued only after a wait for another load."""
-        return tuple(load for load in self.loads if load.what == "words" and load.behind)
+    def words(self) -> tuple[Load, ...]:
+        return tuple(load for load in self.loads if load.what == "words")
 
-    def faults(self) -> list[str]:
-        """What the gate on the order of loads refuses, in words; empty when all is well."""
-        late, words = self.late_words, sum(load.what == "words" for load in self.loads)
-        unknown = [str(load) for load in self.loads if load.what == "?"]
-        return [
-            *([f"{len(late)} of {words} words are loaded behind a wait"] if late else []),
-            *([] if words else ["no load of a word was seen"]),
-            *([f"loads of an unknown argument: {', '.join(unknown)}"] if unknown else []),
-            *(
-                [f"{self.latencies} dependent latencies before the first store, at most {MOST_LATENCIES}"]
-                if self.latencies > MOST_LATENCIES
-                else []
+    @property
+    def late_words(self) -> int:
+        """Words that are loaded only after a wait for another load."""
+        return sum(load.behind > 0 for load in self.words)
+
+    def faults(self, direct: bool = True) -> list[str]:
+        """What the gate on the order of loads refuses, in words; empty when all is well.
+
+        direct: neither words nor results may pass through shared memory (fp32 results do).
+        """
+        late = self.late_words
+        unknown = ", ".join(str(load) for load in self.loads if load.what == "?")
+        seen = {
+            "no load of a word was seen": not self.words,
+            f"loads of an unknown argument: {unknown}": unknown,
+            f"{late} of {len(self.words)} words are loaded behind a wait": late,
+            f"{self.latencies} dependent latencies before the first store, at most {MOST_LATENCIES}": (
+                self.latencies > MOST_LATENCIES
             ),
-        ]
+            f"shared memory holds what derives from {', '.join(self.shared)}, expected code2 alone": (
+                direct and set(self.shared) - {"code2"}
+            ),
+        }
+        return [text for text, refused in seen.items() if refused]
+
+    def summary(self) -> str:
+        """Latencies in a row, in words."""
+        last = 1 + max((load.behind for load in self.words), default=0)
+        return f"dependent latencies: {self.latencies} before the first store, {last} until the last word"
 
     def __str__(self):
         return " ".join(self.events)
@@ -98,108 +113,80 @@ def _address(instruction: Instruction) -> str:
     return inside[1] if inside else ""
 
 
-def _argument(path, position: int, base: int) -> str:
-    """The kernel argument that the address of the access at `position` grows from, looked up backwards."""
-    wanted = {name for name in _registers(_address(path[position]).replace(".64", ""))}
-    pointers = set()
-    for now in reversed(path[:position]):
-        results, read = _results(now)
+def _origins(path, position: int, registers: list[str], base: int) -> tuple[set[str], set[int]]:
+    """What the values in `registers` before `position` derive from: (pointer arguments, positions of loads).
+
+    Looked up backwards; a load's own address is not followed.
+    """
+    wanted, arguments, loads = set(registers), set(), set()
+    for at in range(position - 1, -1, -1):
+        results, operands = _results(path[at])
         if not wanted & set(results):
             continue
-        if not now.predicate:
+        if not path[at].predicate:  # else the value from before may stay
             wanted -= set(results)
-        if now.stem in ("LDG", "LDS"):
-            continue  # a looked-up index: its own address is another access's matter
-        wanted |= set(_registers(read))
-        for offset in (int(text, 16) - base for text in _PARAMETER.findall(read)):
-            if 0 <= offset < 8 * len(POINTERS):
-                pointers.add(POINTERS[offset // 8])
-    return pointers.pop() if len(pointers) == 1 else "?"
+        if path[at].stem in ("LDG", "LDS"):
+            loads |= {at} if path[at].stem == "LDG" else set()
+            continue
+        wanted |= set(_registers(operands))
+        offsets = [int(text, 16) - base for text in _PARAMETER.findall(operands)]
+        arguments |= {POINTERS[offset // 8] for offset in offsets if 0 <= offset < 8 * len(POINTERS)}
+    return arguments, loads
 
 
 def read(path: tuple[Instruction, ...], arch: int) -> Order:
     """Order of our kernel's loads along `path`, the way of one thread (machine_code.executed)."""
     base = next(start for least, start in PARAMETER_BASE if arch >= least)
     waiting: dict[str, Load] = {}  # register -> the load whose value it will hold
-    loads, events, level, latencies = [], [], 0, None
+    loads: dict[int, Load] = {}
+    events, shared, level, latencies = [], set(), 0, None
     for position, now in enumerate(path):
-        results, read_text = _results(now)
-        used = {waiting[name] for name in (*_reads(now, read_text), *results) if name in waiting}
+        results, operands = _results(now)
+        used = {waiting[name] for name in (*_reads(now, operands), *results) if name in waiting}
         if used:
             level = max(level, 1 + max(load.behind for load in used))
-            events.append(f"<wait {', '.join(str(load) for load in sorted(used, key=lambda x: x.position))}>")
+            events.append(f"<wait {', '.join(map(str, sorted(used, key=lambda load: load.position)))}>")
             waiting = {name: load for name, load in waiting.items() if load not in used}
         if now.stem == "LDG":
-            load = Load(position, _argument(path, position, base), level)
-            waiting |= dict.fromkeys(results, load)
-            loads.append(load)
-            events.append(str(load))
-        elif now.stem in ("STG", "BAR", "STS", "LDS"):
-            name = {"STG": "store", "BAR": "barrier", "STS": "to-shared", "LDS": "from-shared"}[now.stem]
-            events.append(f"{name}@{position}")
+            arguments, _ = _origins(path, position, _registers(_address(now).replace(".64", "")), base)
+            what = arguments.pop() if len(arguments) == 1 else "?"
+            loads[position] = Load(position, what, level)
+            waiting |= dict.fromkeys(results, loads[position])
+            events.append(str(loads[position]))
+        elif now.stem in EVENTS:
+            events.append(f"{EVENTS[now.stem]}@{position}")
             if now.stem == "STG" and latencies is None:
                 latencies = level
-    return Order(tuple(loads), tuple(events), level if latencies is None else latencies)
-
-
-def of_kernel(
-    arch: int = 75, pythonpath: str | None = None, nested: bool = True, **force
-) -> dict[str, Order | str]:
-    """{"float16" | "bfloat16" | "float32": Order, or the compiler's error} of the kernel for sm_`arch`.
-
-    force: settings that replace those the kernel would choose, and `small`/`tail`; pythonpath: a folder with
-    another Triton.
-    """
-    from helpers.t4 import cross_compile
-
-    spec = {name: force.pop(name) for name in ("small", "tail") if name in force}
-    requests = [
-        {"source": "ours", "arch": arch, "out_dtype": dtype, "nested": nested, "force": force} | spec
-        for dtype in ("float16", "bfloat16", "float32")
-    ]
-    orders = {}
-    for request, built in zip(requests, cross_compile.build(requests, pythonpath), strict=True):
-        if built.error:
-            orders[request["out_dtype"]] = built.error
-            continue
-        itemsize = 4 if request["out_dtype"] == "float32" else 2
-        counted = machine_code.count_cubin(
-            built.name,
-            built.cubin,
-            built.shared,
-            32 * built.num_warps,
-            itemsize,
-            8 * built.constexprs["WORDS"],
-        )
-        orders[request["out_dtype"]] = read(counted.executed, arch)
-    return orders
+            if now.stem == "STS":
+                value = _registers(operands.split(", ")[-1], width(now.opcode) // 32)
+                shared |= {loads[at].what for at in _origins(path, position, value, base)[1]} or {"?"}
+    order = tuple(sorted(shared))
+    return Order(tuple(loads.values()), tuple(events), level if latencies is None else latencies, order)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the order of loads of each dtype. 1 when the gate refuses one, or it does not compile."""
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers.t4.load_order", description=__doc__.split("\n")[0]
-    )
-    parser.add_argument("--arch", type=int, default=75)
-    parser.add_argument(
-        "--force", nargs="*", default=[], metavar="NAME=NUMBER", help="settings, small=1, tail=1"
-    )
+    from helpers.t4 import cross_compile
+
+    prog = "python -m helpers.t4.load_order"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
+    parser.add_argument("--arch", type=int, default=75, help="75: a T4's sm_75")
+    parser.add_argument("--force", nargs="*", default=[], metavar="NAME=N", help="settings, numel")
     parser.add_argument("--flat", action="store_true", help="fp32 absmax instead of a nested state")
     parser.add_argument("--triton", metavar="FOLDER", help="a folder with another Triton")
     options = parser.parse_args(argv)
     force = {name: int(value) for name, _, value in (text.partition("=") for text in options.force)}
-    failed = False
-    for dtype, order in of_kernel(options.arch, options.triton, not options.flat, **force).items():
-        if isinstance(order, str):
-            print(f"{dtype}: {order.strip().splitlines()[-1]}")
+    kinds = [(dtype, not options.flat, options.arch, force) for dtype in cross_compile.DTYPES]
+    requests, failed = [cross_compile.request_of(*kind) for kind in kinds], False
+    for request, built in zip(requests, cross_compile.build(requests, options.triton), strict=True):
+        if built.error:
+            print(f"{request['out_dtype']}: {built.error.strip().splitlines()[-1]}")
             failed = True
             continue
-        faults = order.faults()
+        faults = built.order.faults(direct=request["out_dtype"] != "float32")
         failed |= bool(faults)
-        print(f"{dtype}: {order}")
-        print(
-            f"  latencies before the first store: {order.latencies}; {'; '.join(faults) or 'as it should be'}"
-        )
+        print(f"{request['out_dtype']}: {built.order}")
+        print(f"  {built.order.summary()}; {'; '.join(faults) or 'as it should be'}")
     return int(failed)
 
 

@@ -7,15 +7,14 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-from helpers.t4 import cards
 
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.M)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)$", re.M)
 _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
-MEMORY = ("LDG", "STG", "LDS", "STS", "LDSM", "STSM")
+# What a load/store unit executes, shuffles included.
+LOAD_STORE = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL")
 
 
 class ToolMissing(RuntimeError):
@@ -45,7 +44,6 @@ class Counted:
     registers: int
     shared: int  # bytes per block
     how: str  # how the executed instructions were chosen
-    pipes: dict[str, int] = field(default_factory=dict)
 
     @property
     def spills(self) -> int:
@@ -56,11 +54,15 @@ class Counted:
         """Bits a lane of each global or shared access: Counter({128: 4})."""
         return Counter(width(i.opcode) for i in self.executed if i.stem == stem)
 
-    def per_element(self) -> dict[str, float]:
-        """Thread-instructions per output element by pipe, "total", and "l1 bytes" (L1 and shared memory)."""
-        moved = sum(width(i.opcode) / 8 for i in self.executed if i.stem in MEMORY)
-        counts = dict(self.pipes) | {"total": len(self.executed), "l1 bytes": moved}
-        return {pipe: count / self.elements for pipe, count in counts.items()}
+    @property
+    def per_element(self) -> float:
+        """Thread-instructions per output element."""
+        return len(self.executed) / self.elements
+
+    @property
+    def load_store(self) -> float:
+        """... of them loads, stores and shuffles."""
+        return sum(i.stem in LOAD_STORE for i in self.executed) / self.elements
 
 
 @functools.cache
@@ -109,7 +111,7 @@ def width(opcode: str) -> int:
     """Bits a lane that a load or store moves: 32 unless a suffix says otherwise."""
     if opcode.startswith(("LDSM", "STSM")):
         return 32 * int(opcode[-1])
-    sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
+    sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
     return next((sizes[part] for part in opcode.split(".")[1:] if part in sizes), 32)
 
 
@@ -142,7 +144,7 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
                 if not back and now.predicate:
                     seen["forks"] += 1
                     walked.append(now)
-                    rest = max(way(position), way(index[target]), key=lambda found: found[0])[1]
+                    rest = max(way(position), way(index[target]), key=lambda pair: pair[0])[1]
                     break
                 if not back:
                     position = index[target]
@@ -158,23 +160,20 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
     return path, how + (f", full tile's way at {seen['forks']} forks" if seen["forks"] else "")
 
 
-def count(name, instructions, registers, shared, threads, itemsize, elements=None) -> Counted:
+def count(name, instructions, registers, shared, threads, elements=None, itemsize=2) -> Counted:
     """Counted of one kernel. `elements` per thread; None: all bytes it stores to global memory / itemsize."""
     path, how = executed(instructions)
-    stored = sum(width(i.opcode) / 8 for i in path if i.stem == "STG")
-    elements = elements or stored / itemsize
+    elements = elements or sum(width(i.opcode) / 8 for i in path if i.stem == "STG") / itemsize
     if not elements:
         raise ValueError(f"{name}: no global store found, so the outputs of a thread are unknown")
-    pipes = Counter(cards.pipe_of(instruction.opcode) for instruction in path)
-    return Counted(name, path, elements, threads, registers, shared, how, dict(pipes))
+    return Counted(name, path, elements, threads, registers, shared, how)
 
 
-def count_cubin(name: str, cubin: bytes, shared: int, threads: int, itemsize: int, elements=None) -> Counted:
+def count_cubin(name: str, cubin: bytes, shared: int, threads: int, elements: float) -> Counted:
     """Counted of a cubin that holds one kernel, launched with `shared` bytes. Raises ToolMissing."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = cuobjdump("-sass", "-res-usage", file.name)
     ((function, instructions),) = parse(text).items()
-    registers = resources(text)[function]["registers"]
-    return count(name, instructions, registers, shared, threads, itemsize, elements)
+    return count(name, instructions, resources(text)[function]["registers"], shared, threads, elements)

@@ -1,12 +1,14 @@
 """PTX of another card through the driver: its entry, its arguments, and the proof itself on a GPU."""
 
 import ctypes
+import dataclasses
 
 import pytest
 import torch
 
 from helpers.machine import environment
-from helpers.t4 import foreign_ptx, sass
+from helpers.submission import protocol
+from helpers.t4 import cross_compile, foreign_ptx
 
 PTX = """
 .version 8.7
@@ -57,86 +59,139 @@ def test_tensors_must_be_on_a_gpu():
 
 
 @pytest.mark.skipif(environment.has_gpu(), reason="needs a machine without a GPU")
-def test_without_a_gpu_the_proof_says_what_it_needs():
-    evidence = foreign_ptx.prove()
-    assert evidence["passed"] is None
-    assert foreign_ptx.summary(evidence) == "PTX compiled for sm_75: not run (needs an NVIDIA GPU)"
+def test_without_a_gpu_the_proof_says_what_it_needs(capsys):
+    proof = foreign_ptx.prove()
+    assert proof["passed"] is None
+    assert foreign_ptx.summary(proof) == "PTX compiled for sm_75: not run (needs an NVIDIA GPU)"
+    assert foreign_ptx.main(["--arch", "75", "90"]) == 2
+    assert "sm_90: not run (needs an NVIDIA GPU)" in capsys.readouterr().out
 
 
-def test_the_real_kernel_takes_the_launchers_arguments():
-    compiled = sass.compile_kernel("float16", True, 75)
-    found = foreign_ptx.entry(compiled.ptx, compiled.name)
-    assert found.target == "sm_75"
-    kernel_arguments = [parameter for parameter in found.parameters if parameter == "u32"]
-    assert len(kernel_arguments) == 2  # n_words and n_tail, as launch_arguments gives them
-    foreign_ptx.pack(found.parameters, [0] * 7 + [1, 1])
+@pytest.fixture
+def here(monkeypatch):
+    """A machine that looks like one with a Hopper card; here(wrong) sets what its launches do wrong."""
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(environment, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setitem(foreign_ptx.SIZES, "random layer", (416, 100))
+
+    def launches(wrong=lambda around, start, end: None):
+        def run(ptx, name, grid, num_warps, arguments, shared):
+            assert len(foreign_ptx.pack(foreign_ptx.entry(ptx, name).parameters, arguments)) >= 9
+            weight, out, absmax, table, *_ = arguments
+            assert out.isnan().all() and grid[0] * num_warps * 32 * 8 * 8 >= out.numel()
+            layer = next(layer for layer in layers if layer.weight.data_ptr() == weight.data_ptr())
+            out.copy_(protocol.expected(layer).view(out.shape))
+            start = out.storage_offset()
+            wrong(torch.as_strided(out, (out.untyped_storage().nbytes() // out.itemsize,), (1,), 0), start,
+                  start + out.numel())  # fmt: skip
+
+        monkeypatch.setattr(foreign_ptx, "run_ptx", run)
+
+    layers, make = [], foreign_ptx._layer
+    monkeypatch.setattr(foreign_ptx, "_layer", lambda *a: layers.append(make(*a)) or layers[-1])
+    return launches
 
 
-def case(**changes):
-    return {"case": "random layer", "dtype": "float16", "nested": True, "elements": 8, "differing": 0} | {
-        "written_outside": 0,
-        "target": "sm_75",
-        **changes,
+def flip(around, start, end):
+    around.view(torch.int16)[end - 1] ^= 1
+
+
+def outside(around, start, end):
+    around[end] = 1.0
+
+
+def unwritten(around, start, end):
+    around[start] = float("nan")
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, flip, outside, unwritten], ids=lambda f: getattr(f, "__name__", "right")
+)
+def test_the_proof_sees_wrong_bits_missing_elements_and_writes_outside(here, wrong):
+    """All but the launch itself, which writes bitsandbytes' own result here."""
+    here(wrong) if wrong else here()
+    proof = foreign_ptx.prove("cpu", 75, (torch.float16,))
+    assert proof["passed"] is (wrong is None), proof
+    assert {(case["case"], case["nested"]) for case in proof["cases"]} == {
+        (case, nested) for nested in (True, False) for case in foreign_ptx.CASES
     }
+    assert {case["target"] for case in proof["cases"]} == {"sm_75"}
+    assert proof["elements"] == 2 * (2048 * 64 + 416 * 100 + 4099 + 3 * 1365)
+    if wrong is outside:
+        assert proof["differing"] == 0 and all(case["written_outside"] == 1 for case in proof["cases"])
+    elif wrong:
+        assert proof["differing"] == len(proof["cases"])
 
 
-def evidence(*cases, passed):
-    return {
-        "passed": passed,
-        "arch": 75,
-        "device": "Some GPU",
-        "capability": [9, 0],
-        "triton": "3.6.0",
-        "bitsandbytes": "0.50.2",
-        "elements": sum(c["elements"] for c in cases),
-        "differing": sum(c["differing"] for c in cases),
-        "cases": list(cases),
-    }
+def test_a_flat_layer_of_every_code_meets_256_scales():
+    pytest.importorskip("bitsandbytes")
+    layer = foreign_ptx._layer(foreign_ptx.EVERY, torch.float16, False, "cpu")
+    state, data = layer.weight.quant_state, layer.weight.data.flatten()
+    assert not state.nested and len(set(state.absmax.tolist())) > 200
+    pairs = {(float(state.absmax[i // 32]), int(byte)) for i, byte in enumerate(data.tolist())}
+    assert len(pairs) == 256 * len(set(state.absmax.tolist()))
+
+
+def test_a_card_that_is_too_old_for_the_code_is_not_asked(monkeypatch):
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(environment, "capability", lambda device: (7, 5))
+    proof = foreign_ptx.prove(arch=80)
+    assert proof["passed"] is None and "needs a card of sm_80 or newer" in foreign_ptx.summary(proof)
 
 
 def test_the_summary_of_a_failure_names_the_case():
-    text = foreign_ptx.summary(evidence(case(), case(differing=3, nested=False), passed=False))
+    def proof(*cases):
+        return {
+            "passed": not any(case["differing"] for case in cases),
+            "arch": 75,
+            "device": "Some GPU",
+            "capability": [9, 0],
+            "triton": "3.6.0",
+            "bitsandbytes": "0.50.2",
+            "elements": 8 * len(cases),
+            "differing": sum(case["differing"] for case in cases),
+            "cases": cases,
+        }
+
+    right = {"case": "random layer", "dtype": "float16", "nested": True, "elements": 8, "differing": 0}
+    right |= {"written_outside": 0, "target": "sm_75"}
+    text = foreign_ptx.summary(proof(right, right | {"differing": 3, "nested": False}))
     assert "3 of 16 elements differ" in text and "NOT equal" in text
-    assert "random layer, float16, flat: 3 differ" in text
-    assert "every bit equal" in foreign_ptx.summary(evidence(case(), passed=True))
-
-
-def test_on_a_card_of_that_kind_there_is_nothing_foreign(monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    monkeypatch.setattr(environment, "capability", lambda device: (7, 5))
-    found = foreign_ptx.prove()
-    assert found["passed"] is None and "this one is an sm_75" in foreign_ptx.summary(found)
+    assert "random layer, float16, flat, sm_75: 3 differ" in text
+    assert "every bit equal" in foreign_ptx.summary(proof(right))
 
 
 @pytest.mark.gpu
-def test_sm_75_ptx_is_exact_on_the_gpu_at_hand():
-    if environment.capability() == (7, 5):
-        pytest.skip("needs a card that is no sm_75")
+@pytest.mark.parametrize("arch", foreign_ptx.ON_HOPPER)
+def test_ptx_of_other_cards_is_exact_on_the_gpu_at_hand(arch):
     pytest.importorskip("bitsandbytes")
-    found = foreign_ptx.prove("cuda")
-    print(foreign_ptx.summary(found))
-    assert found["passed"], foreign_ptx.summary(found)
-    assert len(found["cases"]) == 3 * 2 * len(foreign_ptx.CASES)
-    assert {c["target"] for c in found["cases"]} == {"sm_75"}
+    proof = foreign_ptx.prove("cuda", arch)
+    if proof["passed"] is None:
+        pytest.skip(f"needs {proof['needs']}")
+    print(foreign_ptx.summary(proof))
+    assert proof["passed"], foreign_ptx.summary(proof)
+    assert len(proof["cases"]) == 3 * 2 * len(foreign_ptx.CASES)
+    assert {case["target"] for case in proof["cases"]} == {f"sm_{arch}"}
 
 
 @pytest.mark.gpu
 def test_the_proof_notices_a_wrong_kernel(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    real = sass.compile_kernel
+    real = cross_compile.compile_kernels
 
-    def wrong(*args, **overrides):
-        import dataclasses
+    def wrong(kinds, module=None):
+        broken = [
+            dataclasses.replace(built, ptx=built.ptx.replace("shfl.sync.idx.b32", "shfl.sync.bfly.b32"))
+            for built in real(kinds, module)
+        ]
+        assert all("shfl.sync.bfly" in built.ptx for built in broken)
+        return broken
 
-        compiled = real(*args, **overrides)
-        broken = compiled.ptx.replace("shfl.sync.idx.b32", "shfl.sync.bfly.b32")
-        assert broken != compiled.ptx
-        return dataclasses.replace(compiled, ptx=broken)
-
-    monkeypatch.setattr(sass, "compile_kernel", wrong)
-    found = foreign_ptx.prove("cuda")
-    assert found["passed"] is False and found["differing"] > 0
+    monkeypatch.setattr(cross_compile, "compile_kernels", wrong)
+    proof = foreign_ptx.prove("cuda", dtypes=(torch.float16,))
+    assert proof["passed"] is False and proof["differing"] > 0
 
 
 @pytest.mark.gpu

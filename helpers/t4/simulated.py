@@ -1,0 +1,270 @@
+"""What is known of a T4's times, where nobody of this project has one: a simulation, published figures, sums.
+
+Kernel times are from a cycle-level simulation of sm_75 machine code (results/t4-simulated/); the cost of a
+call was published by others; our share of it is measured on the H200's host. A run on a T4
+(`python -m helpers bench --quick` writes results/tesla-t4/) is shown beside all that.
+"""
+
+import itertools
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from helpers.machine.environment import ROOT
+from helpers.record import names, results
+from helpers.record.results import Benchmark, NotebookRun, Record, Result
+from helpers.submission import protocol
+
+FOLDER = ROOT / "results" / "t4-simulated"
+CAPTION = "simulated for that kernel; its loads have been reordered since"
+CONTENDERS = ("kernel", "unsloth_today", "unsloth_classic")
+SLOWER = 1.13  # at most, a T4's DRAM than simulated: its assumptions say 6 to 13 %, from published bandwidths
+CALLS = 1000 * len(protocol.OFFICIAL) * len(protocol.WEIGHTS)  # of the official protocol
+# Published: totals of public solutions on a T4 Colab less their kernels' time, microseconds a call.
+CALL_US = (60.0, 77.0)
+# Published: seconds of Unsloth classic on a T4, with bitsandbytes 0.48.2 and before.
+CLASSIC_TOTAL_S = (3.91, 5.5)
+TIERS = (1.05, 1.10, 1.15)  # speedups that the puzzle gives points for
+HOST_SHAPE = (1024, 4096)  # the smallest official layer: there a call weighs most
+# A T4 Colab has two slow cores: its Python takes this many times a server's (published rule of thumb).
+COLAB_HOST = (2.0, 3.0)
+# A rehearsal with Colab's packages on two slow cores took 32 s; Colab one to three times that, assumed.
+SETUP_S = (32.0, 96.0)
+# Making the layers (40 to 100 million elements a second) and 58 TFLOP of matrix products before the clock, at
+# 20 to 40 TFLOP/s in fp16 and 2 to 8 in bf16, for which a T4 has no tensor cores: all assumed.
+CHECKS_S = (8.0, 29.0)
+ALLOWED_S = 300.0  # for "Run all"
+
+
+class Simulation(Record):
+    """Microseconds of kernels alone on a simulated Tesla T4. Nothing in it was measured on one."""
+
+    what: str
+    date: str
+    simulator: str
+    kernel_hash_text: str  # of the kernel that was simulated, by the rule of its day
+    machine_code: str
+    assumptions: list[str]
+    precision: str
+    us_at_4194304_elements: dict[str, dict[str, float]]
+    us_at_16777216_elements: dict[str, float]
+    variants_us_fp16_4194304: dict[str, dict[str, float]]
+    official_protocol_kernels_only_s: dict[str, float | list[float]]
+
+    def kernels_s(self, contender: str) -> tuple[float, float]:
+        """Seconds of the official protocol's kernels as simulated, (low, high)."""
+        name = {"kernel": "ours", "unsloth_classic": "classic"}.get(contender, contender)
+        seconds = self.official_protocol_kernels_only_s[name]
+        return tuple(seconds) if isinstance(seconds, list) else (seconds, seconds)
+
+    def error(self) -> tuple[float, float]:
+        """Simulated over published seconds of classic's kernels, less 1: (low, high)."""
+        published = self.official_protocol_kernels_only_s["classic_published_total_less_call_cost"]
+        seconds, _ = self.kernels_s("unsloth_classic")
+        return seconds / max(published) - 1, seconds / min(published) - 1
+
+
+class Span(NamedTuple):
+    low: float
+    high: float
+
+    def __str__(self):
+        return f"{self.low:.1f} to {self.high:.1f}"
+
+
+class Total(NamedTuple):
+    """Seconds of the official protocol on a T4: kernels, calls, and both."""
+
+    kernels: Span
+    calls: Span
+
+    @property
+    def both(self) -> Span:
+        return Span(self.kernels.low + self.calls.low, self.kernels.high + self.calls.high)
+
+
+class Ratio(NamedTuple):
+    """Another contender's seconds over ours."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def simulation(folder: Path = FOLDER) -> Result[Simulation]:
+    """The stored simulation. Raises FileNotFoundError."""
+    return results.read("simulation", folder, Simulation)
+
+
+def host_shares(benchmark: Benchmark | None) -> tuple[float, ...]:
+    """Our host time of a call over Unsloth today's in a stored run, returned and synchronized; () without."""
+    cases = benchmark.host.cases if benchmark and benchmark.host else []
+    return tuple(
+        share
+        for case in cases
+        for rows in (case.returned, case.synchronized)
+        if tuple(case.shape) == HOST_SHAPE and (share := results.ratio(rows, "kernel", "unsloth_today"))
+    )
+
+
+def totals(simulated: Simulation, shares: tuple[float, ...]) -> dict[str, Total]:
+    """The official protocol on a T4: the simulated kernels, up to SLOWER times as long, and calls.
+
+    A call costs CALL_US beside its kernel, ours `shares` of that; classic's as much as today's, though it
+    launches three kernels. Python's part of a call scales with the host, the driver's does not.
+    """
+    found = {}
+    for contender in CONTENDERS:
+        low, high = simulated.kernels_s(contender)
+        part = shares if contender == "kernel" else (1.0,)
+        calls = Span(
+            *(CALLS * 1e-6 * us * share for us, share in zip(CALL_US, (min(part), max(part)), strict=True))
+        )
+        found[contender] = Total(Span(low, high * SLOWER), calls)
+    return found
+
+
+def ratio(simulated: Simulation, shares: tuple[float, ...], contender: str) -> Ratio:
+    """Seconds of `contender` over ours on a T4.
+
+    Both meet the same DRAM; what their calls cost there varies independently, as it was published of other
+    hosts. The middle is of the middle of each.
+    """
+    sums = totals(simulated, shares)
+    mine, theirs = sums["kernel"].calls, sums[contender].calls
+    own, other = simulated.kernels_s("kernel")[0], simulated.kernels_s(contender)
+    every = [
+        (kernel * slower + call) / (own * slower + our_call)
+        for slower, kernel, call, our_call in itertools.product((1.0, SLOWER), other, theirs, mine)
+    ]
+    slower = (1 + SLOWER) / 2
+    middle = (sum(other) / 2 * slower + sum(theirs) / 2) / (own * slower + sum(mine) / 2)
+    return Ratio(min(every), middle, max(every))
+
+
+def tier(value: float) -> str:
+    """The highest of the puzzle's lines that a speedup reaches."""
+    return max((f"{line:.2f}" for line in TIERS if value >= line), default="none")
+
+
+def measured(root: Path = ROOT / "results") -> Result[Benchmark] | None:
+    """The benchmark that someone ran on a T4; None as long as nobody has."""
+    return results.find("benchmark", root / names.T4)
+
+
+def table(root: Path = ROOT / "results") -> list[list[str]]:
+    """Rows of texts, header first: the official protocol on a T4, simulated and, where stored, measured."""
+    simulated, stored = simulation(root / FOLDER.name).data, results.find("benchmark", root / names.CARD)
+    shares = host_shares(stored.data if stored else None) or (1.0,)
+    run = measured(root)
+    entries = run.data.protocol.entries if run and run.data.protocol else {}
+    rows = [
+        [
+            "seconds on a T4",
+            "kernels, simulated",
+            "calls",
+            "together",
+            "time / ours",
+            "measured",
+            "time / ours",
+        ]
+    ]
+    for contender, total in totals(simulated, shares).items():
+        speedup = "1"
+        if contender != "kernel":
+            low, middle, high = ratio(simulated, shares, contender)
+            speedup = f"{low:.2f} to {high:.2f}, middle {middle:.2f}"
+        seconds = entries[contender].p50 if contender in entries else None
+        over = run.data.protocol.speedup("kernel", contender) if seconds and run else None
+        figures = [str(total.kernels), str(total.calls), str(total.both), speedup]
+        last = ["not measured" if value is None else f"{value:.2f}" for value in (seconds, over)]
+        rows.append([names.label(contender), *figures, *last])
+    return rows
+
+
+def lines(root: Path = ROOT / "results") -> list[str]:
+    """How the table came about and what it leaves open, in sentences."""
+    result, stored = simulation(root / FOLDER.name), results.find("benchmark", root / names.CARD)
+    simulated, shares = result.data, host_shares(stored.data if stored else None)
+    low, high = simulated.error()
+    our_share = f"{min(shares):.2f} to {max(shares):.2f} of that (H200's host)" if shares else "not measured"
+    over = [tier(value) for value in ratio(simulated, shares or (1.0,), "unsloth_today")]
+    texts = [
+        f"Kernel {result.kernel.label}: {CAPTION}. {simulated.simulator}; {simulated.machine_code}.",
+        f"Classic's kernels: {low:+.0%} to {high:+.0%} against what others published (partly circular: the "
+        f"DRAM was calibrated to published bandwidths). A T4's DRAM may be up to {SLOWER - 1:.0%} slower, "
+        f"for all alike; {simulated.precision}.",
+        f"A call of Unsloth's: {CALL_US[0]:.0f} to {CALL_US[1]:.0f} us beside its kernel (published, T4 "
+        f"Colab); ours {our_share}.",
+        "The puzzle's lines that the ratio to Unsloth today reaches: "
+        f"{over[0]} at the low end, {over[1]} in the middle, {over[2]} at the high end.",
+    ]
+    run = measured(root)
+    if run:
+        texts.append(f"Measured: {results.caption(run)}.")
+    return texts
+
+
+def text(root: Path = ROOT / "results") -> str:
+    """Table and sentences, for a terminal or a notebook's cell."""
+    rows = table(root)
+    if all(row[-1] == "not measured" for row in rows[1:]):
+        rows = [row[:-2] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    shown = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([*shown, *(textwrap.fill(line, 110) for line in lines(root))])
+
+
+def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span | None, str]]:
+    """How long "Run all" takes on a T4 Colab: (what, seconds or None, source) of each part, then of all.
+
+    The protocol is timed once there. None where the stored run that a part scales is missing.
+    """
+    benchmark, notebook = (results.find(name, root / names.CARD) for name in ("benchmark", "notebook"))
+    shares = host_shares(benchmark.data if benchmark else None) or (1.0,)
+    sums = totals(simulation(root / FOLDER.name).data, shares)
+    timed = [sums[name].both for name in ("kernel", "unsloth_today")] + [Span(*CLASSIC_TOTAL_S)]
+    source = "ours and today simulated, classic published"
+    entries = benchmark.data.protocol.entries if benchmark and benchmark.data.protocol else {}
+    classic = entries["unsloth_classic"].p50 if "unsloth_classic" in entries else None
+    for name in ("bitsandbytes", "peft"):
+        if classic and name in entries and entries[name].p50:
+            times = entries[name].p50 / classic
+            timed.append(Span(*(times * seconds for seconds in CLASSIC_TOTAL_S)))
+            source += f", {names.label(name)} {times:.2f} times classic (H200)"
+    parts = [
+        ("set-up", Span(*SETUP_S), "a rehearsal with Colab's packages, 32 s; times 1 to 3, assumed"),
+        ("protocol, timed once", Span(*(sum(ends) for ends in zip(*timed, strict=True))), source),
+        ("its checks and layers", Span(*CHECKS_S), "58 TFLOP of matrix products at assumed rates"),
+        ("everything else", _rest(notebook.data if notebook else None), "stored on the H200, times 2 to 3"),
+    ]
+    known = [span for _, span, _ in parts if span]
+    whole = Span(*(sum(ends) for ends in zip(*known, strict=True)))
+    missing = "".join(f"; without {what}: not measured" for what, span, _ in parts if not span)
+    return [*parts, ("in all", whole, f"{ALLOWED_S:.0f} allowed{missing}")]
+
+
+def _rest(notebook: NotebookRun | None) -> Span | None:
+    """Seconds of all other cells, from a stored run's."""
+    if notebook is None or not notebook.cells:
+        return None
+    seconds = sum(c.seconds for c in notebook.cells if not (c.protocol or c.setup or c.not_on_a_t4))
+    return Span(*(times * seconds for times in COLAB_HOST))
+
+
+def run_all_text(root: Path = ROOT / "results") -> str:
+    """`run_all` as a table."""
+    head = '"Run all" on a T4 Colab, seconds: a sum of what is stored or published, not measured there'
+    rows = [
+        f"  {what:22}{str(span) if span else 'not measured':>16}  {source}"
+        for what, span, source in run_all(root)
+    ]
+    return "\n".join([head, *rows])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what is known of a T4's times."""
+    print(f"{text()}\n\n{run_all_text()}")
+    return 0
