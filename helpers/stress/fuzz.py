@@ -32,14 +32,14 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 STORAGES = {"uint8": torch.uint8, **DTYPES}
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 BLOCKSIZES2 = (256, 64, 128, 512, 4096, 1, 8)
-# What kernel.force gets; "own" leaves the card's decisions. small=0: even small tensors take the large tile.
+# What kernel.force gets; "own" leaves the card's decisions. small_up_to=0: small tensors take the large tile.
 WAYS = {
     "own": {},
     "t4": {"card": "t4"},
     "portable": {"asm": False},
     "integer bf16": {"int_bf16": True},
-    "large tile": {"small": 0},
-    "no hints, 4 words": {"hints": False, "small": 0, "words": 4},
+    "large tile": {"small_up_to": 0},
+    "no hints, 4 words": {"hints": False, "small_up_to": 0, "words": 4},
     "code2 not staged": {"stage": False},
 }
 SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-38, 3e-39, 1.2e-38, 1e-40)

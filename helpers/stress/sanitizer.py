@@ -29,7 +29,7 @@ from helpers.stress.states import state_of
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements), a large tile (8192), and just behind each.
 SIZES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 2047, 2048, 2049, 2055, 8191, 8193, 8200)
-WAYS = ({}, {"asm": False}, {"card": "t4"}, {"small": 0}, {"small": 0, "int_bf16": True})
+WAYS = ({}, {"asm": False}, {"card": "t4"}, {"small_up_to": 0}, {"small_up_to": 0, "int_bf16": True})
 # Only this kernel is watched: torch's own are not the subject, and would take minutes.
 WATCHED = ("--kernel-name", "kns=_your_dequantize_nf4_kernel", "--error-exitcode", "9", "--print-limit", "5")
 
