@@ -209,7 +209,7 @@ def exact(candidate):
         for dtype in (*HALF, torch.float32):
             layer.weight.quant_state.dtype = dtype
             wanted = expected(layer)
-            for call in (1, 2, 3):
+            for call in (1, 2, 3) if ON_GPU else (1, 2):
                 what = f"{name_of(dtype)} {tuple(wanted.shape)}, call {call}"
                 torch.full_like(wanted, math.nan)  # freed at once: the result will lie here
                 with launched(candidate) if call == 1 else contextlib.nullcontext([KERNEL]) as ran:

@@ -222,7 +222,9 @@ def swapped_nibbles(honest):
 
     def cheat(layer):
         weight = honest(layer)
-        return weight.view(-1, 2).flip(1).contiguous().view(weight.shape) if weight.numel() % 2 == 0 else weight
+        return (
+            weight.view(-1, 2).flip(1).contiguous().view(weight.shape) if weight.numel() % 2 == 0 else weight
+        )
 
     return cheat
 
@@ -322,7 +324,7 @@ CHEATS = {
         (cached_until_a_pause, "", "protocol single_kernel"),
         (shared_buffer, "fresh_output", "single_kernel no_large_buffers"),
         (stale_buffer_of_two, "protocol fresh_output", ""),
-        (right_for(14), "protocol exact", "single_kernel"),
+        (right_for(14), "protocol", "exact single_kernel"),
         (right_on_every_other_call, "exact", "protocol single_kernel"),
         (right_for_layers_seen_twice, "protocol", ""),
         (falls_back, "exact", "single_kernel custom_asm cache_eviction torch_compile"),
@@ -331,9 +333,9 @@ CHEATS = {
         (fp16_for_bf16, "protocol exact", ""),
         (nearly_right, "protocol exact", ""),
         (one_wrong_bit, "protocol exact fresh_output", ""),
-        (loosened_harness, "protocol exact", ""),
-        (made_up_scale, "protocol exact", ""),
-        (swapped_nibbles, "protocol exact", ""),
+        (loosened_harness, "protocol", "exact"),
+        (made_up_scale, "protocol", "exact"),
+        (swapped_nibbles, "protocol", "exact"),
         (absmax_in_torch, "", "single_kernel no_large_buffers"),
         (waits, "", "no_sync single_kernel"),
         (copies_large_ones, "", "single_kernel no_large_buffers"),
