@@ -1,0 +1,176 @@
+"""README, docs and the notebook show what is stored, and the notebook's outputs are of one complete run."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from helpers.machine.environment import ROOT
+from helpers.record import hashes, names, results
+from helpers.show import appendix, draw
+from helpers.submission import repository, sync
+
+PLACES = r"(?<![\w.])/(root|home/\w+|tmp|work)/"
+COPIES = sorted((ROOT / "results").glob("*/*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(sync.NOTEBOOK, as_version=4)
+
+
+def test_everything_shows_the_stored_results():
+    assert draw.draw(check=True) == [], "run: python -m helpers draw"
+
+
+def test_the_notebook_alone_has_its_pictures(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    assert set(re.findall(r"<!-- figure (\w+) -->", text)) == set(draw.FIGURES)
+    for cell in notebook.cells:
+        shown = re.findall(r"!\[[^\]]+\]\(attachment:(.*?)\)", cell.source)
+        assert shown == list(cell.get("attachments", ()))
+        assert "](http" not in cell.source.replace("](https://", "") and "![](" not in cell.source
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks and pictures of this test alone."""
+    picture = type("Picture", (), {"alt": "what it shows", "png": lambda self: b"bytes"})
+    monkeypatch.setattr(draw, "block", {"one": "first\n\nlines", "none": ""}.__getitem__)
+    monkeypatch.setattr(draw, "figure", {"some": picture()}.__getitem__)
+
+
+def test_blocks_and_pictures_are_drawn_between_their_marks(blocks):
+    text = "a\n<!-- one -->\nold\n<!-- /one -->\nb\n<!-- none -->\nold\n<!-- /none -->\n"
+    text += "<!-- figure some -->\n<!-- /figure some -->\nc"
+    drawn = draw.render(text, lambda name: f"folder/{name}.png")
+    assert drawn == (
+        "a\n<!-- one -->\nfirst\n\nlines\n<!-- /one -->\nb\n<!-- none -->\n<!-- /none -->\n"
+        "<!-- figure some -->\n![what it shows](folder/some.png)\n<!-- /figure some -->\nc"
+    )
+    assert draw.render(drawn, lambda name: f"folder/{name}.png") == drawn
+
+
+@pytest.mark.parametrize("text", ["<!-- one -->\n", "<!-- /one -->", "<!-- one -->\n<!-- /figure one -->"])
+def test_a_mark_without_its_end_is_refused(blocks, text):
+    with pytest.raises(ValueError, match="without its end"):
+        draw.render(text, str)
+
+
+def test_an_unknown_block_is_refused(blocks):
+    with pytest.raises(KeyError, match="other"):
+        draw.render("<!-- other -->\n<!-- /other -->", str)
+
+
+def test_a_document_that_shows_something_else_is_named_and_mended(monkeypatch, tmp_path, blocks, capsys):
+    readme, book = tmp_path / "README.md", tmp_path / "book.ipynb"
+    readme.write_text("<!-- one -->\n<!-- /one -->\n<!-- figure some -->\n<!-- /figure some -->\n")
+    text = nbformat.v4.new_markdown_cell("<!-- figure some -->\n<!-- /figure some -->\n")
+    nbformat.write(nbformat.v4.new_notebook(cells=[text]), book)
+    monkeypatch.setattr(draw, "documents", lambda: [readme])
+    monkeypatch.setattr(draw, "NOTEBOOK", book)
+    monkeypatch.setattr(draw, "FIGURE_FOLDER", tmp_path / "figures")
+    assert draw.main(["--check"]) == 1 and "README.md, book.ipynb" in capsys.readouterr().out
+    assert "first" not in readme.read_text() and not (tmp_path / "figures").exists()
+    assert draw.main([]) == 0 and draw.main(["--check"]) == 0
+    assert "![what it shows](figures/some.png)" in readme.read_text()
+    assert (tmp_path / "figures" / "some.png").read_bytes() == b"bytes"
+    cell = nbformat.read(book, 4).cells[0]
+    assert cell.attachments["some.png"]["image/png"] == "Ynl0ZXM="
+    (tmp_path / "figures" / "some.png").unlink()
+    assert draw.main(["--check"]) == 1
+
+
+@pytest.mark.parametrize("address", ["", "https://github.com/someone/some-thing"])
+def test_the_badge_appears_with_the_address(monkeypatch, address):
+    monkeypatch.setattr(appendix, "REPO_URL", address)
+    link = "https://colab.research.google.com/github/someone/some-thing/blob/main/Unsloth_Puzzles_A.ipynb"
+    assert (f"]({link})" in appendix.badge()) if address else appendix.badge() == ""
+
+
+def test_no_other_link_to_colab_stands_anywhere(notebook):
+    """Where the address is unknown, only the puzzle is linked; else every link is the badge's."""
+    texts = [path.read_text() for path in draw.documents()] + [json.dumps(notebook.cells)]
+    links = {
+        link for text in texts for link in re.findall(r"colab\.research\.google\.com/github/[\w./-]*", text)
+    }
+    expected = {appendix.badge().rpartition("(https://")[2].rstrip(")")} - {""}
+    assert links == expected and repository.REPO_URL == appendix.REPO_URL
+
+
+def test_what_a_call_saves_is_split_by_what_the_gpu_saves(result):
+    for case in result.data.host.cases:
+        for name, us in (("kernel", 20.0), ("unsloth_today", 41.0)):
+            case.synchronized[name].p50 = us
+    for case in result.data.gpu.sizes:
+        for name, us in (("kernel", 5.0), ("unsloth_today", 6.0)):
+            if case.rows and case.numel == 58_720_256:
+                case.rows[name].p50 = us
+    assert appendix.saved(result.data, "unsloth_today") == (21.0, 1.0)
+
+
+def test_the_claim_gives_the_ratios_of_the_notebooks_run(monkeypatch):
+    entries = {name: {"label": name, "seconds": [seconds], "per_config": {}}
+               for name, seconds in (("mine", 1.0), ("unsloth_today", 1.5), ("unsloth_classic", 2.5))}  # fmt: skip
+    timed = dict(entries=entries, rounds=9, repeats=1, checked_against="x", device="cuda", configs=[])
+    score = dict(
+        headline="headline.", totals={"today": 13, "classic": 14}, maximum=14, lines=[], also={}, evidence={}
+    )
+    facts = appendix.stored("score")
+    stored = {"score": results.msgspec.convert(score, results.Score),
+              "protocol": results.msgspec.convert(timed, results.Protocol)}  # fmt: skip
+
+    def kept(name, card=names.CARD):
+        return results.Result(environment=facts.environment, kernel=facts.kernel, data=stored[name])
+
+    monkeypatch.setattr(appendix, "stored", kept)
+    monkeypatch.setattr(appendix, "t4_in_words", lambda: "T4")
+    assert appendix.claim().startswith(
+        "**13 of 14 points on an NVIDIA H200: the official protocol runs 1.50 times"
+    )
+    assert (
+        "and 2.50 times as fast as its classic path" in appendix.claim()
+        and "Stored run: NVIDIA" in appendix.claim()
+    )
+
+
+def test_the_notebook_is_laid_out_for_colab(notebook):
+    assert notebook.metadata.accelerator == "GPU" and notebook.metadata.colab.gpuType == "T4"
+    ids = [cell.id for cell in notebook.cells]
+    text = json.dumps(notebook)
+    assert len(set(ids)) == len(ids) and len(text) < 2_000_000
+    assert not re.search(PLACES, text), "paths of a machine"
+    headings = [line for cell in notebook.cells if cell.cell_type == "markdown"
+                for line in cell.source.splitlines() if line.startswith("## ")]  # fmt: skip
+    assert [int(line.split()[1].rstrip(".")) for line in headings] == list(range(1, len(headings) + 1))
+    assert "](#" not in text, "only #scrollTo works in Colab"
+    own = [
+        cell
+        for cell in notebook.cells
+        if cell.cell_type == "code" and not set(cell.metadata.get("tags", ())) & set(sync.MODULES)
+    ]
+    assert len(own) <= 10 and max(len(line) for cell in own for line in cell.source.splitlines()) <= 110
+
+
+@pytest.mark.release
+def test_the_outputs_are_those_of_one_complete_run_of_these_cells(notebook):
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
+    stamp = notebook.metadata["nf4"]
+    assert stamp["kernel"] == hashes.label() and stamp["environment"]["gpu"], (
+        "run: python -m helpers run --in-place"
+    )
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("path", COPIES, ids=lambda path: path.parent.name)
+def test_a_stored_copy_of_the_notebook_says_what_it_is(path):
+    copy = nbformat.read(path, as_version=4)
+    facts = copy.metadata["nf4"]["environment"]
+    assert copy.metadata["nf4"]["kernel"] == hashes.label(), "run it again with NF4_FORCE"
+    assert facts["gpu"] and facts["forced"] and path.parent.name.endswith(f"-forced-{facts['forced']}")
+    assert "Not a run on a T4" in copy.cells[0].source and not re.search(PLACES, path.read_text())
+    for name in ("score", "notebook"):
+        assert results.read(name, path.parent).environment.forced == facts["forced"]
