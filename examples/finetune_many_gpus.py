@@ -1,17 +1,19 @@
 """QLoRA on several GPUs with the NF4 kernel, by accelerate: DDP, or FSDP with sharded 4-bit weights.
 
-torchrun --nproc_per_node 2 -m examples.finetune_many_gpus --model MODEL --data TEXT_FILE [--fsdp 1|2]
-    MODEL: a causal language model on the Hugging Face Hub or in a folder; left out, a tiny random one.
-    With --compare it trains without the kernel, with it, and in turns of some steps (the fair way to compare
-    times), and shows that the losses are the same.
-`accelerate launch -m` works as well. Without GPUs it runs DDP over CPU processes, the kernel in Triton's
-interpreter: set TRITON_INTERPRET=1.
+    pip install nf4-triton[train]
+    accelerate launch finetune_many_gpus.py --model Qwen/Qwen2.5-0.5B --data TEXT_FILE [--fsdp 1|2]
+
+In a checkout: torchrun --nproc_per_node 2 -m examples.finetune_many_gpus (without --model a tiny random
+Llama). The kernel changes no bit: with --compare it trains without it, with it, and in turns of some steps
+(the fair way to compare times), and shows that the losses are the same. Without GPUs it runs DDP over CPU
+processes, the kernel in Triton's interpreter: set TRITON_INTERPRET=1.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -22,11 +24,22 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import broadcast_object_list
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import fsdp_auto_wrap_policy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
-from examples.finetune_one_gpu import windows
-from helpers.training import tiny_models, tiny_training
-from helpers.nf4.integrate import use_nf4_kernel
+try:
+    from nf4_triton import use_nf4_kernel
+except ImportError:  # in a checkout
+    from helpers.integrate import use_nf4_kernel
+
+
+def batches(args, rows: int) -> torch.Tensor:
+    """Token ids (steps, rows, length) in the order of the text, which repeats as needed."""
+    text = "\n".join(f"What is {a} plus {b}? It is {a + b}." for a in range(20) for b in range(20))
+    if args.data:
+        text = Path(args.data).read_text(encoding="utf-8")
+    ids = torch.tensor(AutoTokenizer.from_pretrained(args.model)(text)["input_ids"])
+    count = args.steps * rows * args.length
+    return ids.repeat(1 + count // len(ids))[:count].view(args.steps, rows, args.length)
 
 
 def finetune(accelerator, args, turns: list[bool]) -> dict:
@@ -39,7 +52,13 @@ def finetune(accelerator, args, turns: list[bool]) -> dict:
     model = AutoModelForCausalLM.from_pretrained(
         args.model,
         dtype=torch.bfloat16,
-        quantization_config=tiny_models.quantization(torch.bfloat16, storage),
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_quant_storage=storage,
+        ),
         device_map={"": accelerator.device},
     )
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -54,11 +73,10 @@ def finetune(accelerator, args, turns: list[bool]) -> dict:
         optimizer = accelerator.prepare(optimizer)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
-    found = {"losses": [], "seconds": [], "kernel": [], "decoded": 0, "device": str(accelerator.device)}
-    rows = args.rows * accelerator.num_processes
-    batches = enumerate(windows(args.model, args.data, args.steps, rows, args.length))
-    for kernel, turn in itertools.groupby(batches, lambda batch: turns[batch[0] % len(turns)]):
-        quiet = not accelerator.is_main_process or any(found["kernel"])
+    record = {"losses": [], "seconds": [], "kernel": [], "decoded": 0, "device": str(accelerator.device)}
+    steps = enumerate(batches(args, args.rows * accelerator.num_processes))
+    for kernel, turn in itertools.groupby(steps, lambda batch: turns[batch[0] % len(turns)]):
+        quiet = not accelerator.is_main_process or any(record["kernel"])
         # The one line that makes the difference. As a plain call, use_nf4_kernel("peft"), it lasts for good.
         with use_nf4_kernel("peft", quiet=quiet) if kernel else contextlib.nullcontext() as switch:
             for step, ids in turn:
@@ -69,14 +87,14 @@ def finetune(accelerator, args, turns: list[bool]) -> dict:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses = accelerator.gather(loss.detach().reshape(1)).tolist()
-                found["seconds"].append(time.perf_counter() - start)
-                found["losses"].append(losses)
-                found["kernel"].append(kernel)
-                accelerator.print(f"step {step + 1}: losses {losses}, {found['seconds'][-1] * 1e3:.1f} ms")
-        found["decoded"] += sum(site["kernel"] for site in switch.counts().values()) if switch else 0
+                record["seconds"].append(time.perf_counter() - start)
+                record["losses"].append(losses)
+                record["kernel"].append(kernel)
+                accelerator.print(f"step {step + 1}: losses {losses}, {record['seconds'][-1] * 1e3:.1f} ms")
+        record["decoded"] += sum(site["kernel"] for site in switch.counts().values()) if switch else 0
     accelerator.free_memory()
     accelerator.wait_for_everyone()
-    return found
+    return record
 
 
 def main():
@@ -91,7 +109,7 @@ def main():
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--compare", action="store_true", help="train without the kernel, too, and in turns")
     parser.add_argument("--turn", type=int, default=5, help="steps between two switches when in turns")
-    parser.add_argument("--json", help="where to write what each process found: FILE.0, FILE.1, ...")
+    parser.add_argument("--json", help="where to write the records of the processes: FILE.0, FILE.1, ...")
     args = parser.parse_args()
     if args.turn < 1:
         parser.error(f"--turn is {args.turn}, expected one step or more")
@@ -106,27 +124,27 @@ def main():
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=not torch.cuda.is_available())
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
-            made = [str(tiny_models.make(folder)) if accelerator.is_main_process else None]
+            from examples import tiny_model
+
+            made = [tiny_model.make(folder) if accelerator.is_main_process else None]
             args.model = broadcast_object_list(made)[0]
-        with tiny_training.deterministic() if args.compare else contextlib.nullcontext():
-            runs = {"with": [True]}
-            if args.compare:
-                runs = {
-                    "without": [False],
-                    "with": [True],
-                    "in turns": [False] * args.turn + [True] * args.turn,
-                }
-            found = {name: finetune(accelerator, args, turns) for name, turns in runs.items()}
-    for name, run in found.items():
+        runs = {"with": [True]}
+        if args.compare:  # the libraries' own algorithms must repeat their results, too
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            runs = {"without": [False], **runs, "in turns": [False] * args.turn + [True] * args.turn}
+        records = {name: finetune(accelerator, args, turns) for name, turns in runs.items()}
+    for name, run in records.items():
         for kernel in sorted(set(run["kernel"])):
             steps = [s for s, with_it in zip(run["seconds"], run["kernel"], strict=True) if with_it == kernel]
             what = f"{name}, the kernel {'on' if kernel else 'off'}"
             accelerator.print(f"{what}: median step {statistics.median(steps) * 1e3:.1f} ms")
     if args.compare:
-        same = all(run["losses"] == found["without"]["losses"] for run in found.values())
+        same = all(run["losses"] == records["without"]["losses"] for run in records.values())
         accelerator.print(f"losses identical with and without the kernel: {same}")
     if args.json:
-        Path(f"{args.json}.{accelerator.process_index}").write_text(json.dumps(found), encoding="utf-8")
+        Path(f"{args.json}.{accelerator.process_index}").write_text(json.dumps(records), encoding="utf-8")
     accelerator.end_training()
 
 

@@ -2,13 +2,14 @@
 
 import ast
 import inspect
-import os
 import pydoc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from helpers.machine import child
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: it is in requirements.txt, group test")
@@ -29,15 +30,15 @@ def installed(tmp_path_factory):
 
 
 def python(installed, code, **variables):
-    """Run a script with the wheel on the path and away from the checkout; what it printed, in order."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("NF4_TRITON", "PYTHONPATH")}
-    environment |= {"PYTHONPATH": str(installed), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=installed, env=environment | variables,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    """Run a script with the wheel on the path and away from the checkout; what it printed."""
+    alone = {
+        "PYTHONPATH": str(installed),
+        "NF4_TRITON": None,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = child.python(["-c", code], variables=alone | variables, folder=installed, timeout=120)
+    return done.err + done.out
 
 
 STEP = """

@@ -1,50 +1,86 @@
 """The scripts a user copies, run as the user would run them."""
 
+import ast
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from helpers.machine import environment
+from helpers.machine import child, environment
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 SMALL = ["--steps", "2", "--rows", "1", "--length", "16"]
+VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(command, out, timeout=240):
-    """Run a Python module of the repository from its root; the text it printed."""
-    variables = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", *command, "--compare", "--json", str(out)],
-        cwd=environment.ROOT, env=variables, capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+def run(*command, timeout=280):
+    """Run a module from the repository's root; the text it printed."""
+    return child.python(["-m", *map(str, command)], variables=VARIABLES, timeout=timeout).out
 
 
 def processes(count, *options):
-    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    return [*launch, "-m", "examples.finetune_many_gpus", *options]
+    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", count]
+    return [*launch, "-m", "examples.finetune_many_gpus", "--compare", *options]
+
+
+def test_examples_import_public_names_only():
+    files = sorted((environment.ROOT / "examples").glob("*.py"))
+    assert len(files) >= 3
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "helpers":
+                assert node.module == "helpers.integrate", file
+            if isinstance(node, ast.Import):
+                assert not [one.name for one in node.names if one.name.split(".")[0] == "helpers"], file
 
 
 def test_one_gpu(tmp_path):
-    """The whole of it on a GPU; two tiny steps in the interpreter elsewhere."""
-    gpu = environment.has_gpu()
-    printed = run(["examples.finetune_one_gpu", *([] if gpu else SMALL)], tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["with"]["losses"] == found["without"]["losses"]
-    assert "losses identical with and without the kernel: True" in printed
+    """SFTTrainer: losses fall and are those without the kernel; the adapter and the merged model load."""
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package, reason=f"{package} is in the group gpu of requirements.txt")
+    small = [] if environment.has_gpu() else ["--steps", 2, "--rows", 2]
+    printed = run("examples.finetune_one_gpu", "--out", tmp_path / "with", *small)
     assert "bitsandbytes.functional.dequantize_4bit" in printed
+    assert "dequantizations went through the library" in printed and "merged in" in printed
+    run("examples.finetune_one_gpu", "--out", tmp_path / "without", "--without", *small)
+    losses, expected = (
+        json.loads((tmp_path / arm / "losses.json").read_text()) for arm in ("with", "without")
+    )
+    assert losses == expected and losses[-1] < losses[0]
+    assert (tmp_path / "with" / "adapter" / "adapter_config.json").exists()
+    files = ["model.safetensors", "adapter_model.safetensors"]
+    for folder, file in zip(("merged", "adapter"), files, strict=True):
+        a, b = ((tmp_path / arm / folder / file).read_bytes() for arm in ("with", "without"))
+        assert a == b, file
+
+
+def test_where_it_pays_gives_the_same_results(tmp_path):
+    """Prefill, generation, loading to 16 bit and merging: the same bits, on a CPU with one round of toys."""
+    small = [] if environment.has_gpu() else ["--tasks", "prefill", "dequantize", "--rounds", 1, "--rows", 1]
+    printed = run("examples.where_it_pays", "--json", tmp_path / "records.json", *small)
+    records = json.loads((tmp_path / "records.json").read_text())
+    assert printed.count("results the same") == len(records) == (4 if environment.has_gpu() else 2)
+    for record in records.values():
+        assert record["same"] and record["decoded"].startswith("0 of ") and len(record["with"]) > 0
+
+
+@pytest.mark.gpu
+def test_single_tokens_stay_with_the_librarys_own_kernel(tmp_path):
+    """Of a prompt's pass every layer is decoded by the kernel, once; of the tokens after it none is."""
+    run(
+        "examples.where_it_pays", "--tasks", "prefill", "generate", "--rows", 1, "--json", tmp_path / "r.json"
+    )
+    records = json.loads((tmp_path / "r.json").read_text())
+    decodes = [int(records[task]["decoded"].split()[2]) for task in ("prefill", "generate")]
+    assert decodes[0] == decodes[1] > 0 and records["prefill"]["fused"] == 0
+    assert records["generate"]["fused"] == 15 * decodes[0]  # 16 tokens, the first from the prompt's pass
 
 
 def test_several_processes_on_the_cpu(tmp_path):
     """DDP by accelerate over two CPU processes, in the interpreter. accelerate runs FSDP on GPUs only."""
     if environment.has_gpu():
         pytest.skip("on a GPU machine accelerate takes the GPUs: see test_several_gpus")
-    printed = run(processes(2, *SMALL, "--turn", "1"), tmp_path / "found.json")
+    printed = run(*processes(2, *SMALL, "--turn", 1, "--json", tmp_path / "records.json"))
     check(tmp_path, 2)
     assert "losses identical with and without the kernel: True" in printed
 
@@ -57,17 +93,17 @@ def test_several_gpus(tmp_path, options):
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip(f"needs two GPUs, this machine has {count}")
-    printed = run(processes(count, *options), tmp_path / "found.json")
+    printed = run(*processes(count, *options, "--json", tmp_path / "records.json"))
     assert "losses identical with and without the kernel: True" in printed
-    for rank, found in enumerate(check(tmp_path, count)):
-        assert found["with"]["device"] == f"cuda:{rank}"
+    for rank, record in enumerate(check(tmp_path, count)):
+        assert record["with"]["device"] == f"cuda:{rank}"
 
 
 def check(folder, count):
     """Each process decoded with the kernel when it was to, and all losses are those without it."""
-    found = [json.loads((folder / f"found.json.{rank}").read_text()) for rank in range(count)]
-    for one in found:
-        assert one["with"]["losses"] == one["without"]["losses"] == found[0]["with"]["losses"]
+    records = [json.loads((folder / f"records.json.{rank}").read_text()) for rank in range(count)]
+    for one in records:
+        assert one["with"]["losses"] == one["without"]["losses"] == records[0]["with"]["losses"]
         assert one["in turns"]["losses"] == one["without"]["losses"]
         assert one["with"]["decoded"] > one["in turns"]["decoded"] > one["without"]["decoded"] == 0
-    return found
+    return records
