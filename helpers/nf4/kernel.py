@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import sys
-import typing
+import weakref
 
 import torch
 import triton
@@ -194,34 +194,36 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     Returns a new tensor (or `out`), bit-identical to bitsandbytes; its transpose if weight.shape[0]
     is 1, as bitsandbytes and Unsloth do. Raises UnsupportedState on malformed input.
     """
-    if _traced():
+    if _is_compiling() or _dynamo_watches() is not None:
         return _call_operator(weight, quant_state, out)
-    return _dequantize(*_snapshot(weight, quant_state), out)
+    return _dequantize(*_snapshot(weight, quant_state), out, quant_state)
 
 
-def _dequantize(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2,
-                out=None, transpose=True):
-    """Launch again what was checked and launched under the same key before, else check and launch."""
-    fields = weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2
+def _dequantize(tensors, values, out=None, quant_state=None):
+    """Repeat the launch that was made for these tensors and values before, else check and launch.
+    quant_state: where they are from; None inside the operator, which leaves transposing to its caller."""
     with _plain_tensors():
+        plan = None
         try:
-            key, tensors, address = _key(*fields)
-            plan = _plans.get(key)
-            holds = plan is not None and plan.holds(tensors) and (out is None or plan.fits(out, weight))
+            plans = _plans.get(id(tensors[1]), ())
+            address = plans and tensors[0].data_ptr()
+            for kept in plans:
+                if kept.now(tensors, values, address) == kept.then and kept.holds(tensors):
+                    plan = kept
+                    break
         except (AttributeError, RuntimeError, TypeError):  # malformed: the checks of a first call say how
-            holds = False
-        if not holds:
-            out = _first_call(fields, out)
-        elif _devices > 1 and _current_device() != plan.index:
+            pass
+        if plan is None or (out is not None and not plan.fits(out, tensors[0])):
+            return _first_call(tensors, values, out, quant_state)
+        if _devices > 1 and _current_device() != plan.index:
             with torch.cuda.device(plan.index):
-                return _dequantize(*fields, out, transpose)
+                return _dequantize(tensors, values, out, quant_state)
+        if out is None:
+            out = _empty_cuda(plan.size, plan.stride, plan.dtype)
         else:
-            if out is None:
-                out = _empty_cuda(plan.size, plan.stride, plan.dtype)
-            else:
-                _count_write(out)
-            plan.launch(_stream(plan.index), address, out.data_ptr())
-        return out.t() if transpose and weight.shape[0] == 1 else out
+            _count_write(out)
+        plan.launch(_stream(plan.index), address, out.data_ptr())
+    return out.t() if plan.transposed and quant_state is not None else out
 
 
 def your_fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
@@ -378,6 +380,7 @@ FP4 = (0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0
 FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels (its `code` tensor says +0.0)
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FLOAT32 = torch.float32
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # torch's default dtype on loading
 
 
@@ -407,37 +410,22 @@ def _require(condition, text):
         raise UnsupportedState(text)
 
 
-class _Snapshot(typing.NamedTuple):
-    """A weight and all of its state that a decode depends on, each field read once: what is checked,
-    launched from and kept are these, whatever another thread assigns meanwhile."""
-
-    weight: torch.Tensor
-    absmax: torch.Tensor
-    code2: torch.Tensor | None  # None, as absmax2 and offset: a flat state
-    absmax2: torch.Tensor | None
-    offset: torch.Tensor | None
-    shape: tuple
-    dtype: torch.dtype
-    quant_type: str
-    blocksize: int
-    blocksize2: int  # 0: a flat state
-
-    @property
-    def flat(self):
-        return self.code2 is None and self.blocksize2 == 0
-
-
 def _snapshot(weight, q):
-    """The fields of a _Snapshot of weight and quant_state, as a tuple (half the time of the class)."""
+    """All of a weight and its state that a decode depends on, each field read once: (tensors, values).
+    What is checked, launched from and kept are these, whatever another thread assigns meanwhile.
+
+    tensors: weight, absmax and, of a nested state, code2, absmax2, offset.
+    values: shape, dtype, quant_type, blocksize, blocksize2 (0 of a flat state).
+    """
     try:
         nested = q.nested
         if nested is True:
             state2 = q.state2
-            if state2.dtype is torch.float32 and not getattr(q, "packing_format_for_cpu", None):
-                return (weight, q.absmax, state2.code, state2.absmax, q.offset, q.shape, q.dtype,
-                        q.quant_type, q.blocksize, state2.blocksize)
-        elif nested is False and not getattr(q, "packing_format_for_cpu", None):
-            return weight, q.absmax, None, None, None, q.shape, q.dtype, q.quant_type, q.blocksize, 0
+            if state2.dtype is _FLOAT32:
+                return ((weight, q.absmax, state2.code, state2.absmax, q.offset),
+                        (q.shape, q.dtype, q.quant_type, q.blocksize, state2.blocksize))
+        elif nested is False:
+            return (weight, q.absmax), (q.shape, q.dtype, q.quant_type, q.blocksize, 0)
     except AttributeError:
         pass
     return _incomplete(weight, q)
@@ -445,112 +433,124 @@ def _snapshot(weight, q):
 
 def _incomplete(weight, q):
     """Refuse a state that no snapshot can be taken of, or fill in None for the checks to name."""
-    _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected the packed "
-             "4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and weight.quant_state")
-    _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a Linear4bit gets it "
-             "when it moves to the GPU (layer.to('cuda')); a plain Linear needs no dequantization, and an "
-             "8-bit layer (Linear8bitLt, int8) has another")
-    _require(not getattr(q, "packing_format_for_cpu", None), "bitsandbytes repacked this layer for its CPU "
-             "matmul (eval mode, AVX512-BF16), expected its usual layout: move the layer to the GPU, or reload it")
+    _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected the "
+             "packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and weight.quant_state")
+    _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a Linear4bit "
+             "gets it when it moves to the GPU (layer.to('cuda')); a plain Linear needs no "
+             "dequantization, and an 8-bit layer (Linear8bitLt, int8) has another")
     nested, state2 = getattr(q, "nested", None), getattr(q, "state2", None)
-    _require(isinstance(nested, bool), f"quant_state.nested is {nested}, expected True or False: reload the layer")
-    _require(not nested or state2 is not None, "quant_state.nested is True and state2 None, expected the state "
-             "of the absmax: reload the layer")
+    _require(isinstance(nested, bool), f"quant_state.nested is {nested}, expected True or False: reload "
+             "the layer")
+    _require(not nested or state2 is not None, "quant_state.nested is True and state2 None, expected the "
+             "state of the absmax: reload the layer")
     dtype2 = getattr(state2, "dtype", None)
     _require(not nested or dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected torch.float32: "
              "quantize the layer again")
-    absmax, shape, dtype, quant_type, blocksize = (
+    absmax, *values = (
         getattr(q, name, None) for name in ("absmax", "shape", "dtype", "quant_type", "blocksize"))
+    if not nested:
+        return (weight, absmax), (*values, 0)
     code2, absmax2, blocksize2 = (getattr(state2, name, None) for name in ("code", "absmax", "blocksize"))
-    second = (code2, absmax2, getattr(q, "offset", None)) if nested else (None, None, None)
-    return weight, absmax, *second, shape, dtype, quant_type, blocksize, blocksize2 if nested else 0
+    return (weight, absmax, code2, absmax2, getattr(q, "offset", None)), (*values, blocksize2)
 
 
 def check_state(weight, quant_state):
     """Check everything the kernel relies on: (n elements, log2 blocksize, log2 state2.blocksize or 0).
     Raises UnsupportedState. Reads metadata only, never a value on the GPU."""
-    return _check(_Snapshot(*_snapshot(weight, quant_state)))
+    _require_unpacked(quant_state)
+    return _check(*_snapshot(weight, quant_state))
 
 
-def _check(state):
-    sizes = _check_values(state)
-    _check_weight(state, sizes[0])
-    _check_scales(state, -(-sizes[0] // state.blocksize))
+def _check(tensors, values):
+    sizes = _check_values(tensors, values)
+    _check_weight(tensors[0], values[0], sizes[0])
+    _check_scales(tensors, -(-sizes[0] // values[3]), values[4])
     return sizes
 
 
-def _check_values(state):
+NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
+
+
+def _require_unpacked(quant_state):
+    _require(not getattr(quant_state, "packing_format_for_cpu", None), "bitsandbytes repacked this layer "
+             "for its CPU matmul (eval mode, AVX512-BF16), expected its usual layout: move the layer to "
+             "the GPU, or reload it")
+
+
+def _check_values(tensors, values):
     """Everything but the tensors' own metadata, so that torch.compile can trace it."""
-    _require(isinstance(state.weight, torch.Tensor), f"the weight is {type(state.weight).__name__}, expected the "
-             "packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and weight.quant_state")
-    _require(state.quant_type in ("nf4", "fp4"), f"quant_type is {state.quant_type!r}, expected 'nf4' or 'fp4': "
-             "8-bit and other states have dequantizations of their own")
-    _require(state.dtype in DTYPES, f"quant_state.dtype is {state.dtype}, expected one of {DTYPES}: set it")
-    shape = state.shape
+    shape, dtype, quant_type, blocksize, blocksize2 = values
+    _require(isinstance(tensors[0], torch.Tensor), f"the weight is {type(tensors[0]).__name__}, expected "
+             "the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
+             "weight.quant_state")
+    _require(quant_type in ("nf4", "fp4"), f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4': 8-bit "
+             "and other states have dequantizations of their own")
+    _require(dtype in DTYPES, f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set it")
     _require(isinstance(shape, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in shape),
              f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
     n = math.prod(shape)
     _require(n < ALL, f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts")
-    log2_block, log2_block2 = _log2("quant_state.blocksize", state.blocksize, 37), 0
-    blocks = -(-n // state.blocksize)
-    _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: quantize it again "
-             "with a larger blocksize")
-    tensors = {"absmax": state.absmax}
-    if not state.flat:
-        log2_block2 = _log2("state2.blocksize", state.blocksize2, 31)
-        tensors |= {"state2.absmax": state.absmax2, "state2.code": state.code2, "offset": state.offset}
-    for name, tensor in tensors.items():
-        _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a tensor: the "
-                 "quant_state is incomplete; quantize the layer again or reload it")
+    log2_block, log2_block2 = _log2("quant_state.blocksize", blocksize, 37), 0
+    blocks = -(-n // blocksize)
+    _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: quantize it "
+             "again with a larger blocksize")
+    if len(tensors) > 2:
+        log2_block2 = _log2("state2.blocksize", blocksize2, 31)
+    for name, tensor in zip(NAMES, tensors, strict=False):
+        _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a tensor: "
+                 "the quant_state is incomplete; quantize the layer again or reload it")
     return n, log2_block, log2_block2
 
 
-def _check_weight(state, n):
+def _check_weight(weight, shape, n):
     """Is it packed codes, enough of them, where the kernel runs?"""
-    weight, shape = state.weight, tuple(state.shape)
-    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / 2, 1): use "
-             "weight.view(1)")
-    _require(weight.device.type == "cuda" or INTERPRETED, f"the weight is on {weight.device}, expected CUDA: "
-             "layer.to('cuda'); without a GPU, TRITON_INTERPRET=1 before Python starts runs Triton's interpreter")
+    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / 2, 1): "
+             "use weight.view(1)")
+    _require(weight.device.type == "cuda" or INTERPRETED, f"the weight is on {weight.device}, expected "
+             "CUDA: layer.to('cuda'); without a GPU, TRITON_INTERPRET=1 before Python starts runs "
+             "Triton's interpreter")
     _require_tensor("weight", weight, (weight.dtype,), weight.device, 0)
-    unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == shape
+    unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
     _require(weight.dtype in STORAGES and not unpacked, f"the weight is {weight.dtype} of shape "
-             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer holds other "
-             "values than its quant_state says; quantize it again")
-    _require(weight.nbytes * 2 >= n, f"the weight holds {weight.nbytes} bytes, expected {(n + 1) // 2} for the "
-             f"shape {shape}: state and weight do not belong together; reload the layer")
+             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer holds "
+             "other values than its quant_state says; quantize it again")
+    _require(weight.nbytes * 2 >= n, f"the weight holds {weight.nbytes} bytes, expected {(n + 1) // 2} "
+             f"for the shape {tuple(shape)}: state and weight do not belong together; reload the layer")
 
 
-def _check_scales(state, blocks):
+def _check_scales(tensors, blocks, blocksize2):
     """Are absmax and the tensors it is decoded with all there?"""
-    device, float32 = state.weight.device, (torch.float32,)
-    if state.flat:
-        return _require_tensor("absmax", state.absmax, float32, device, blocks)
-    _require_tensor("absmax", state.absmax, (torch.uint8,), device, blocks)
-    _require_tensor("state2.absmax", state.absmax2, float32, device, -(-blocks // state.blocksize2))
-    _require_tensor("state2.code", state.code2, float32, device, 256)
-    _require_tensor("offset", state.offset, OFFSETS, device, 1)
-    _require(state.offset.numel() == 1, f"offset has {state.offset.numel()} elements, expected one for the whole "
+    device, float32 = tensors[0].device, (torch.float32,)
+    if len(tensors) == 2:
+        return _require_tensor("absmax", tensors[1], float32, device, blocks)
+    _, absmax, code2, absmax2, offset = tensors
+    _require_tensor("absmax", absmax, (torch.uint8,), device, blocks)
+    _require_tensor("state2.absmax", absmax2, float32, device, -(-blocks // blocksize2))
+    _require_tensor("state2.code", code2, float32, device, 256)
+    _require_tensor("offset", offset, OFFSETS, device, 1)
+    _require(offset.numel() == 1, f"offset has {offset.numel()} elements, expected one for the whole "
              "weight: reload the layer")
 
 
 def _require_tensor(name, tensor, dtypes, device, least):
-    _require(tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, expected {dtypes[0]}: state and weight do "
-             "not belong together; quantize the layer again")
-    _require(tensor.device == device, f"{name} is on {tensor.device}, expected {device}, where the weight is: move "
-             "the whole layer with layer.to(device), not single tensors")
-    _require(tensor.numel() >= least, f"{name} has {tensor.numel()} elements, expected {least} or more for the "
-             "weight's shape: state and weight do not belong together; reload the layer")
-    _require(tensor.is_contiguous(), f"{name} is not contiguous, expected contiguous memory: use {name}.contiguous()")
-    _require(_in_memory(tensor), f"{name} has no memory, expected its values: its storage was freed (FSDP frees "
-             "gathered weights after use; dequantize while it is there), or it is a DTensor (pass its local tensor)")
+    _require(tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, expected {dtypes[0]}: state and "
+             "weight do not belong together; quantize the layer again")
+    _require(tensor.device == device, f"{name} is on {tensor.device}, expected {device}, where the weight "
+             "is: move the whole layer with layer.to(device), not single tensors")
+    _require(tensor.numel() >= least, f"{name} has {tensor.numel()} elements, expected {least} or more for "
+             "the weight's shape: state and weight do not belong together; reload the layer")
+    _require(tensor.is_contiguous(), f"{name} is not contiguous, expected contiguous memory: use "
+             f"{name}.contiguous()")
+    _require(_in_memory(tensor), f"{name} has no memory, expected its values: its storage was freed (FSDP "
+             "frees gathered weights after use; dequantize while it is there), or it is a DTensor (pass "
+             "its local tensor)")
 
 
 def _log2(name, size, most):
     """log2 of a power of two, or `most`, where one block holds all there can be: the kernel shifts
     32-bit integers."""
-    _require(isinstance(size, int) and size > 0 and size & (size - 1) == 0, f"{name} is {size!r}, expected a "
-             "power of two (bitsandbytes makes 32 to 4096): quantize the layer again")
+    _require(isinstance(size, int) and size > 0 and size & (size - 1) == 0, f"{name} is {size!r}, "
+             "expected a power of two (bitsandbytes makes 32 to 4096): quantize the layer again")
     return min(size.bit_length() - 1, most)
 
 
@@ -562,12 +562,13 @@ def _in_memory(tensor):
     return there or not tensor.numel()
 
 
-def _require_out(out, state):
-    _require(isinstance(out, torch.Tensor), f"out is {type(out).__name__}, expected a tensor, or None for a new one")
-    expected = (tuple(state.shape), state.dtype, state.weight.device, True)
+def _require_out(out, weight, shape, dtype):
+    _require(isinstance(out, torch.Tensor), f"out is {type(out).__name__}, expected a tensor, or None for "
+             "a new one")
+    expected = (tuple(shape), dtype, weight.device, True)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous())
-    _require(given == expected, f"out has (shape, dtype, device, contiguous) {given}, expected {expected}: pass "
-             "such a tensor, or None for a new one")
+    _require(given == expected, f"out has (shape, dtype, device, contiguous) {given}, expected {expected}: "
+             "pass such a tensor, or None for a new one")
 
 
 def _writable(out, weight):
@@ -589,12 +590,10 @@ _empty_cuda = _private(torch._C, "_dynamo.guards._empty_strided_cuda",
                        functools.partial(torch.empty_strided, device="cuda"))
 # bitsandbytes' Params4bit answers every method through a Python __torch_function__, not needed here.
 _plain_tensors = _private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
-# One C++ call that compares type, dtype, device, sizes and strides of several tensors.
 _TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
 _stream = _private(torch._C, "_cuda_getCurrentRawStream",
                    lambda index: torch.cuda.current_stream(index).cuda_stream)
 _current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-# Who follows torch's operators: a dispatch mode (make_fx, fake tensors), torch.jit.trace, torch.func.
 _modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _jit_trace = _private(torch._C, "_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 _transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
@@ -611,15 +610,9 @@ _enter_calls, _exit_calls = getattr(_enter, "calls", ()), getattr(_exit, "calls"
 
 
 def _traced():
-    """Does someone follow torch's operators? Then the call must be one."""
-    return (_is_compiling() or _dynamo_watches() is not None or _modes() or _jit_trace() is not None
-            or _transforms() is not None)
-
-
-def _profiled():
-    """Does someone follow Triton's launches? A repeated launch would go past them."""
-    return (_hooks.launch_enter_hook is not _enter or _hooks.launch_exit_hook is not _exit
-            or _enter_calls or _exit_calls)
+    """Does someone follow torch's operators: a dispatch mode (make_fx, fake tensors), torch.jit.trace,
+    torch.func? Then the call must be one."""
+    return _modes() or _jit_trace() is not None or _transforms() is not None
 
 
 def _on(tensor):
@@ -640,17 +633,19 @@ def _options(s):
     return dict(num_warps=s.num_warps, enable_fp_fusion=False)
 
 
-def _configure(state, out, n, log2_block, log2_block2):
+def _configure(tensors, values, sizes, out):
     """(grid, runtime arguments, constexprs, most programs an SM or 0) of one launch into `out`."""
-    weight, nested = state.weight, not state.flat
+    n, log2_block, log2_block2 = sizes
+    weight, absmax, *second = tensors
     s, table = settings(weight.device), codebooks(weight.device)
-    second = (state.code2, state.absmax2, state.offset) if nested else (table,) * 3  # which nobody reads
-    constexprs = _constexprs(out.dtype, nested, log2_block, log2_block2, n % 8 != 0, n <= s.small_up_to,
-                             n <= s.hint_loads_up_to, s)
+    constexprs = _constexprs(out.dtype, bool(second), log2_block, log2_block2, n % 8 != 0,
+                             n <= s.small_up_to, n <= s.hint_loads_up_to, s)
     grid = -(-n // (constexprs["THREADS"] * constexprs["WORDS"] * 8))
     constexprs["ASM"] &= weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0
-    table = table[16:] if state.quant_type == "fp4" else table
-    arguments = [weight.reshape(-1).view(torch.uint8), out, state.absmax, table, *second, n // 8, n % 8]
+    second = second or (table,) * 3  # which nobody reads
+    table = table[16:] if values[2] == "fp4" else table
+    packed = weight.reshape(-1).view(torch.uint8)
+    arguments = [packed, out, absmax, table, *second, n // 8, n % 8]
     limit = s.programs_per_sm_huge if n > s.huge_above else s.programs_per_sm
     crowded = grid > s.sms * (2048 // constexprs["THREADS"])  # more than one wave of programs
     return grid, arguments, constexprs, limit if crowded else 0
@@ -686,55 +681,68 @@ def _repeat(compiled, grid, arguments, fixed, limit):
     return launch
 
 # %% id="kernel-plan" part="host" folded=true tags=["kernel"]
-_plans = {}  # key: plan, oldest first
-MOST_PLANS = 1 << 15  # some 1.5 KB each
+_plans = {}  # id of an absmax: the plans of its state, dropped when that tensor is freed
 
 
-def _key(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2):
-    """(what a launch depends on beside the layout of the tensors, these, the weight's address). Values need
-    no look: every launch reads them. The weight may move, since its address is an argument of each launch:
-    FSDP gathers it anew for each use."""
-    address = weight.data_ptr()
-    key = (shape, dtype, quant_type, blocksize, blocksize2, weight.shape, address & 3, type(weight),
-           weight.untyped_storage().nbytes(), absmax.data_ptr(), absmax.untyped_storage().nbytes())
-    if code2 is None:
-        return key, (weight, absmax), address
-    key += (code2.data_ptr(), code2.untyped_storage().nbytes(), absmax2.data_ptr(),
-            absmax2.untyped_storage().nbytes(), offset.data_ptr())
-    return key, (weight, absmax, code2, absmax2, offset), address
-
-
-def _metadata(tensors):
-    return [(x.dtype, x.device, x.shape, x.stride()) for x in tensors]
+def _layout(tensors):
+    return [(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]
 
 
 class _Plan:
-    """A launch, ready to repeat, and what must still hold beside its key for it to be repeated. It keeps
-    no tensor of the state alive."""
+    """A launch, ready to repeat, and all that must still hold for it to be repeated. Contents need no
+    look: every launch reads them."""
 
-    __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "metadata", "same")
+    __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "transposed", "bytes",
+                 "then", "layout", "same", "alive")
 
-    def __init__(self, state, tensors, out, launch, forced, kernel):
-        self.launch, self.kernel, self.forced = launch, kernel, forced
-        self.index, self.size, self.dtype = state.weight.get_device(), tuple(out.shape), out.dtype
+    def __init__(self, tensors, values, out, kernel, forced):
+        self.kernel, self.forced = kernel, forced
+        self.index, self.size, self.dtype = tensors[0].get_device(), tuple(out.shape), out.dtype
         self.stride = torch.empty(self.size, device="meta").stride()  # `out` may have others in sizes of 1
-        self.metadata = _metadata(tensors)
-        # Also compares torch's thread-local state, such as autocast: where that differs, metadata decides.
-        self.same = lambda *tensors: False
-        if _TensorGuards:
-            self.same = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        self.transposed = tensors[0].shape[0] == 1
+        # A storage may shrink in place. To ask one that is kept takes a third of the time of asking its
+        # tensor; that of the weight is not kept, for whoever offloads it wants its memory back.
+        self.bytes = [x.untyped_storage().nbytes for x in tensors[1:4]]
+        self.then, self.layout = self.now(tensors, values, tensors[0].data_ptr()), _layout(tensors)
+        self.same = _guards(*tensors)
+
+    def now(self, tensors, values, address):
+        """What the launch depends on. The weight may move (FSDP gathers it anew for each use): its
+        address is an argument of each launch."""
+        if len(tensors) == 5:
+            weight, absmax, code2, absmax2, offset = tensors
+            a, b, c = self.bytes
+            return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(),
+                    code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())
+        weight, absmax = tensors
+        return values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), self.bytes[0]()
 
     def holds(self, tensors):
-        """Are the tensors still laid out as they were, the kernel and the settings the same, and nobody
-        watching launches?"""
-        return ((self.same(*tensors) or _metadata(tensors) == self.metadata)
-                and self.kernel is _your_dequantize_nf4_kernel and self.forced is _forced
-                and not _profiled())
+        """Are the tensors laid out as they were, kernel and settings the same, and nobody watching?
+
+        Guards also compare what torch does with an operator in this thread. Where that differs, as under
+        autocast, layouts decide, unless operators are being traced.
+        """
+        return (
+            (self.same(*tensors) or (_layout(tensors) == self.layout and not _traced()))
+            and self.kernel is _your_dequantize_nf4_kernel
+            and self.forced is _forced
+            and _hooks.launch_enter_hook is _enter  # a profiler follows Triton's launches: by assignment
+            and _hooks.launch_exit_hook is _exit
+            and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
+        )
 
     def fits(self, out, weight):
         """May this launch write into a caller's tensor?"""
         return (out.dtype is self.dtype and out.shape == self.size and out.is_contiguous()
                 and out.get_device() == self.index and out.data_ptr() % 16 == 0 and _writable(out, weight))
+
+
+def _guards(*tensors):
+    """One C++ call that compares type, dtype, device, sizes and strides of several tensors."""
+    if _TensorGuards is None:
+        return lambda *tensors: False
+    return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def _alias(x):
@@ -745,35 +753,44 @@ def _alias(x):
         return x
 
 
-def _first_call(fields, out):
-    """Check one snapshot, launch from it on the public path, and keep that launch under its key."""
-    if _without_data(fields[0]):
-        return _operator(*_operands(*fields))
-    forced, kernel = _forced, _your_dequantize_nf4_kernel
-    state = _Snapshot(*map(_alias, fields[:5]), *fields[5:])
-    sizes, weight = _check(state), state.weight
+def _first_call(tensors, values, out, quant_state):
+    """Check one snapshot, launch from it on the public path, and keep that launch for its absmax."""
+    if quant_state is not None:
+        _require_unpacked(quant_state)
+        if _traced() or _without_data(tensors[0]):
+            return _operator_result(tensors, values, out)
+    forced, kernel, absmax = _forced, _your_dequantize_nf4_kernel, tensors[1]
+    tensors = tuple(map(_alias, tensors))
+    sizes, weight = _check(tensors, values), tensors[0]
+    shape, dtype, *_ = values
     with _on(weight):
         if out is None:
-            out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
+            out = torch.empty(shape, dtype=dtype, device=weight.device)
         else:
-            _require_out(out, state)
-            _require(_writable(out, weight), "out has no memory, or shares the weight's, expected a tensor of its "
-                     "own: pass one, or None")
+            _require_out(out, weight, shape, dtype)
+            _require(_writable(out, weight), "out has no memory, or shares the weight's, expected a tensor "
+                     "of its own: pass one, or None")
             _count_write(out)
-        grid, arguments, constexprs, limit = _configure(state, out, *sizes)
-        if grid == 0:
-            return out
-        key, tensors, _ = _key(*state)
-        fixed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[2:]]
-        fixed += constexprs.values()
-        compiled = _launch(kernel, grid, arguments, constexprs, settings(weight.device))
-        if DIRECT and out.data_ptr() % 16 == 0 and isinstance(state.shape, tuple):
-            launch = _repeat(compiled, grid, arguments, fixed, limit)
-            if len(_plans) >= MOST_PLANS:
-                for old in list(_plans)[: MOST_PLANS // 2]:
-                    _plans.pop(old, None)
-            _plans[key] = _Plan(state, tensors, out, launch, forced, kernel)
-    return out
+        grid, arguments, constexprs, limit = _configure(tensors, values, sizes, out)
+        if grid:
+            fixed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[2:]]
+            fixed += constexprs.values()
+            plan = _Plan(tensors, values, out, kernel, forced)
+            compiled = _launch(kernel, grid, arguments, constexprs, settings(weight.device))
+            if DIRECT and out.data_ptr() % 16 == 0 and isinstance(shape, tuple):
+                plan.launch = _repeat(compiled, grid, arguments, fixed, limit)
+                _keep(plan, absmax)
+    return out.t() if quant_state is not None and weight.shape[0] == 1 else out
+
+
+def _keep(plan, absmax):
+    """Put a plan before up to three others of its absmax: a transposed view of the weight, another type
+    of it, another dtype of the result."""
+    name = id(absmax)
+    others = [kept for kept in _plans.get(name, ())
+              if (kept.layout, kept.then[0]) != (plan.layout, plan.then[0])]
+    plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))
+    _plans[name] = (plan, *others[:3])
 
 # %% id="kernel-operator" part="host" folded=true tags=["kernel"]
 def _without_data(weight):
@@ -785,18 +802,20 @@ def _without_data(weight):
 def _call_operator(weight, quant_state, out):
     """The same call as an operator, which torch.compile leaves whole: no graph break, no copy of the
     weight, and every check of an eager call at every call."""
-    fields = _snapshot(weight, quant_state)
-    state = _Snapshot(*fields)
-    _check_values(state)
+    _require_unpacked(quant_state)
+    tensors, values = _snapshot(weight, quant_state)
+    return _operator_result(tensors, values, out)
+
+
+def _operator_result(tensors, values, out):
+    _check_values(tensors, values)
+    shape, dtype, *others = values
     if out is not None:
-        _require_out(out, state)
-    result = _operator(*_operands(*fields))
+        _require_out(out, tensors[0], shape, dtype)
+    second = tensors[2:] or (None, None, None)
+    result = _operator(*tensors[:2], *second, list(shape), str(dtype), *others)
     result = result if out is None else out.copy_(result)
-    return result.t() if weight.shape[0] == 1 else result
-
-
-def _operands(weight, absmax, code2, absmax2, offset, shape, dtype, *others):
-    return weight, absmax, code2, absmax2, offset, list(shape), str(dtype), *others
+    return result.t() if tensors[0].shape[0] == 1 else result
 
 
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
@@ -809,7 +828,8 @@ def _dtype(name):
 
 
 def _run(weight, absmax, code2, absmax2, offset, shape, dtype, *others):
-    return _dequantize(weight, absmax, code2, absmax2, offset, tuple(shape), _dtype(dtype), *others, None, False)
+    tensors = (weight, absmax) if code2 is None else (weight, absmax, code2, absmax2, offset)
+    return _dequantize(tensors, (tuple(shape), _dtype(dtype), *others))
 
 
 def _fake(weight, absmax, code2, absmax2, offset, shape, dtype, *others):
