@@ -8,7 +8,8 @@
 # Writes the summary to tests/machine/colab_rehearsal.log.md. For machines without a GPU: the kernel is interpreted.
 set -euo pipefail
 if nvidia-smi >/dev/null 2>&1; then echo "this rehearsal is for a machine without a GPU" >&2; exit 1; fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+unset CDPATH
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
 work=${1:-$(mktemp -d)}
 mkdir -p "$work"
 work=$(cd "$work" && pwd)
@@ -41,8 +42,8 @@ cp "$work/origin/Unsloth_Puzzles_A.ipynb" "$work/content/"
 
 env -u PYTHON -u PYTHONPATH -u VIRTUAL_ENV -u TRITON_INTERPRET -u NF4_ALLOW_CPU \
   PATH="$work/venv/bin:$PATH" COLAB_RELEASE_TAG=rehearsal COLAB_GPU=0 \
-  NF4_REPO_URL="$work/origin" PYDEVD_DISABLE_FILE_VALIDATION=1 \
-  "$python" - "$work" "$root/tests/colab_rehearsal.log.md" <<'PYTHON'
+  PYDEVD_DISABLE_FILE_VALIDATION=1 \
+  "$python" - "$work" "$root/tests/machine/colab_rehearsal.log.md" <<'PYTHON'
 import datetime
 import importlib.metadata
 import os
@@ -63,10 +64,10 @@ lines, failed = [], []
 
 
 def versions():
-    found = {}
+    installed = {}
     for item in importlib.metadata.distributions():
-        found.setdefault(item.metadata["Name"].lower(), item.version)
-    return found
+        installed.setdefault(item.metadata["Name"].lower(), item.version)
+    return installed
 
 
 def note(ok, text):
@@ -82,12 +83,16 @@ def texts(notebook):
     )
 
 
-def execute(first_only):
-    """(seconds, text of all outputs, error or None) of the notebook that lies alone in the content folder."""
+def execute(first_only=False, address=""):
+    """(seconds, text of all outputs, error or None) of the notebook that lies alone in the content folder.
+
+    address: what its REPO_URL would say once the repository is public.
+    """
     notebook = nbformat.read(content / "Unsloth_Puzzles_A.ipynb", as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell in code:
         cell.outputs = []
+        cell.source = re.sub(r'^REPO_URL = ""', f'REPO_URL = "{address}"', cell.source, flags=re.M)
     if first_only:
         notebook.cells = code[:1]
     where = {"metadata": {"path": str(content)}}
@@ -97,55 +102,54 @@ def execute(first_only):
         client.execute()
     except CellExecutionError as raised:
         error = re.sub(r"\x1b\[[0-9;]*m", "", str(raised))
+        print(error[-3000:])
     seconds = time.monotonic() - start
-    kept = work / f"executed-{'first' if first_only else 'all'}.ipynb"
+    kept = work / f"executed-{'first' if first_only else 'cloned' if address else 'alone'}.ipynb"
     nbformat.write(notebook, kept)
     return seconds, re.sub(r"\x1b\[[0-9;]*m", "", texts(notebook)), error
 
 
+def changes(old, new):
+    return {name: (version, new.get(name)) for name, version in old.items() if new.get(name) != version}
+
+
 before = versions()
 seconds, shown, error = execute(first_only=True)
-note(error is not None and "Runtime > Change runtime type > T4 GPU" in shown + error,
-     "without a GPU the first cell stops and names the menu: Runtime > Change runtime type > T4 GPU")
-note(versions() == before, "and has installed nothing")
-
-os.environ["NF4_ALLOW_CPU"] = "1"
-seconds, shown, error = execute(first_only=True)
-if error:
-    print(error[-3000:])
-note(error is None, f"the first cell brings the repository and sets up ({seconds:.0f} s)")
 after = versions()
-changed = {name: (old, after.get(name)) for name, old in before.items() if after.get(name) != old}
 added = sorted(f"{name} {version}" for name, version in after.items() if name not in before)
-note(all(name not in changed for name in ("torch", "triton")), "torch and triton keep their versions")
-note(not changed, f"nothing that was there is replaced, downgraded or removed (changed: {changed or 'none'})")
+note(error is None and "No GPU here" in shown, f"without a GPU the install cell says so and goes on ({seconds:.0f} s)")
+note(not {"torch", "triton"} & changes(before, after).keys(), "torch and triton keep their versions")
+note(not changes(before, after),
+     f"nothing that was there is replaced, downgraded or removed (changed: {changes(before, after) or 'none'})")
 
 seconds, shown, error = execute(first_only=True)
-note(error is None and "nothing to install" in shown and versions() == after,
-     f"a second run of the first cell installs nothing ({seconds:.0f} s)")
+note(error is None and "installing" not in shown and versions() == after,
+     f"a second run of the install cell installs nothing ({seconds:.0f} s)")
 
-seconds, shown, error = execute(first_only=False)
-if error:
-    print(error[-3000:])
-note(error is None, f"all cells run ({seconds:.0f} s, Triton's interpreter)")
+seconds, shown, error = execute()
+note(error is None, f"all cells run, the notebook alone ({seconds:.0f} s, Triton's interpreter)")
+note("No repository of this notebook here" in shown, "what needs the repository says so and is skipped")
 note(versions() == after, "running the notebook installs nothing more")
 
-# What the set-up would add beside a GPU: a stand-in for nvidia-smi makes it try.
+os.environ["NF4_ALLOW_CPU"] = "1"
+seconds, shown, error = execute(address=work / "origin")
+note(error is None and "repository: " in shown, f"all cells run with the repository cloned ({seconds:.0f} s)")
+cloned = versions()
+note(not changes(after, cloned), f"the clone brings {', '.join(sorted(cloned.keys() - after.keys())) or 'nothing'}; nothing else changes")
+
+# What the install cell would add beside a GPU: a stand-in for nvidia-smi makes it try.
 smi = work / "smi" / "nvidia-smi"
 smi.parent.mkdir(exist_ok=True)
 smi.write_text("#!/bin/sh\ncase \"$*\" in *driver*) echo 580.0 ;; *) echo 'Tesla T4, 7.5' ;; esac\n")
 smi.chmod(0o755)
-beside_a_gpu = {**os.environ, "PATH": f"{smi.parent}:{os.environ['PATH']}"}
-start = time.monotonic()
-done = subprocess.run([sys.executable, "-m", "helpers.machine.install"], env=beside_a_gpu, capture_output=True, text=True,
-                      cwd=next(content.glob("*/colab_setup.sh")).parent)
-adding = time.monotonic() - start
-note("torch 2.11.0" in done.stderr and "cannot use it" in done.stderr,
+os.environ["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
+seconds, shown, error = execute(first_only=True)
+note(error is None and "No GPU that torch can use" in shown,
      "a GPU that torch cannot use is reported (nvidia-smi is a stand-in here)")
 with_unsloth = versions()
-changed = {name: (old, with_unsloth.get(name)) for name, old in after.items() if with_unsloth.get(name) != old}
-more = sorted(f"{name} {version}" for name, version in with_unsloth.items() if name not in after)
-note("unsloth" in with_unsloth and not changed, f"beside a GPU the set-up also adds {', '.join(more)}; nothing else changes ({adding:.0f} s)")
+more = sorted(f"{name} {version}" for name, version in with_unsloth.items() if name not in cloned)
+note("unsloth" in with_unsloth and not changes(cloned, with_unsloth),
+     f"beside a GPU the install cell also adds {', '.join(more)}; nothing else changes ({seconds:.0f} s)")
 script = "import unsloth, trl, peft; from unsloth.kernels.utils import fast_dequantize"
 done = subprocess.run([sys.executable, "-c", script], env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True,
                       text=True, cwd=work)
@@ -163,10 +167,10 @@ log.write_text("\n".join([
     + (f"{len(failed)} of {len(lines)} assertions failed." if failed else f"all {len(lines)} assertions hold."),
     "",
     f"Python {platform.python_version()}, no GPU (the kernel runs in Triton's interpreter), COLAB_ variables set, "
-    "the notebook alone in an empty folder, REPO_URL at a local clone.",
+    "the notebook alone in an empty folder.",
     "",
     "Versions: " + ", ".join(f"{name} {after.get(name, 'absent')}" for name in main) + ".",
-    f"Added by the set-up: {', '.join(added) or 'nothing'}.",
+    f"Added by the install cell: {', '.join(added) or 'nothing'}.",
     "",
     "| holds | assertion |",
     "|---|---|",
