@@ -10,16 +10,15 @@ import os
 import torch
 
 from helpers.submission.protocol import (
-    DEVICE, LEFT_BEHIND, NEEDS_GPU, ON_GPU, baselines, different, expected, must, name_of, same_bits, synchronize,
-    uncounted,
+    DEVICE, LEFT_BEHIND, NEEDS_GPU, ON_GPU, baselines, different, expected, must, name_of, same_bits,
+    synchronize, uncounted,
 )  # fmt: skip
 
 # %% [markdown] id="evidence-threats"
 # Each check examines the functions of the notebook it runs in, on layers of its own, and returns a
-# sentence; what it raises is a failure. Results are compared bit for bit, in memory that held NaN
-# before. **What checks in the same process cannot exclude:** a candidate may replace torch, the
-# profiler or the checks themselves, or recognise that it is watched and behave for as long. Against
-# that stands that its cells, all of them above, can be read.
+# sentence; what it raises is a failure. **What such checks cannot exclude:** code in the same process
+# can replace torch, the profiler or the checks themselves, or recognise that it is watched and behave
+# for as long. Against that stands only that the candidate's cells, all of them above, can be read.
 
 # %% Tools of the checks id="evidence-tools" folded=true
 import json
@@ -176,6 +175,7 @@ def single_kernel(candidate):
 
     must(gpu_events(lambda: torch.ones(8, device="cuda")), "the profiler does not see the GPU")
     l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    peak = 1e9 * get_dram_gbps() or math.inf  # 0 where the driver does not tell
     for dtype in HALF:
         for shape in ((1024, 2048), LARGE[dtype], HUGE):
             layer, n = quantized_layer(*shape, dtype), math.prod(shape)
@@ -185,7 +185,7 @@ def single_kernel(candidate):
             per_call = f"{len(names) / CALLS:g} per call: {', '.join(sorted(set(names)))[:200]}"
             must(names == [KERNEL] * CALLS, f"{what}: {per_call}")
             # What does not fit in the L2 must cross DRAM, and a thread has registers for 256 elements.
-            least = (n * (0.5 + 1 / 64 + 4 / 16384 + dtype.itemsize) - l2) / get_dram_gbps() / 1e9
+            least = (n * (0.5 + 1 / 64 + 4 / 16384 + dtype.itemsize) - l2) / peak
             for _, seconds, threads in events:
                 must(threads * 256 >= n, f"{what}: {threads} threads cannot decode {n} elements")
                 took = f"{what}: took {seconds * 1e6:.1f} us, its bytes take {least * 1e6:.1f} us"

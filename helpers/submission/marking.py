@@ -13,12 +13,52 @@ import torch
 from helpers.submission.evidence import Evidence
 from helpers.submission.protocol import NEEDS_GPU, ON_GPU, Comparison
 
-# %% id="marking"
+# %% The machine, and the file that a run leaves id="marking-result" folded=true
 import datetime
 import pathlib
 import platform
 import subprocess
 import sys
+
+
+def machine() -> dict:
+    """What the run ran on, as every result file has it."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = ON_GPU and subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
+    return {
+        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
+        "capability": torch.cuda.get_device_capability() if ON_GPU else None,
+        "driver": driver or None,
+        "cuda": torch.version.cuda,
+        **versions,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "colab": "google.colab" in sys.modules,
+        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
+        "interpreter": not ON_GPU,
+        "forced": os.environ.get("NF4_FORCE") or None,
+    }
+
+
+def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
+    """Write {"environment", "data": {"score", "protocol"}} and `stamp` to nf4_<card>.json, and say so."""
+    facts = machine()
+    card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
+    data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
+    path = pathlib.Path(folder, f"nf4_{card}.json")
+    path.write_text(json.dumps({"environment": facts, **stamp, "data": data}, indent=1) + "\n")
+    print(f"written: {path}")
+    if facts["gpu"] and facts["capability"] == (7, 5):
+        print("Figures of a T4 are rare: please attach this file to an issue of the repository.")
+    return path
+
+
+# %% id="marking"
 import textwrap
 
 MAXIMUM = 14
@@ -130,40 +170,3 @@ def summary(lines, totals, ratios, failed):
     missing = sum(line.best for line in lines if None in line.points.values())
     text += f"; {missing} points not measured" * bool(missing)
     return text + f"; FAILED without points: {', '.join(failed)}" * bool(failed) + "."
-
-
-def machine() -> dict:
-    """What the run ran on, as every result file has it."""
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = ON_GPU and subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
-    return {
-        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
-        "capability": torch.cuda.get_device_capability() if ON_GPU else None,
-        "driver": driver or None,
-        "cuda": torch.version.cuda,
-        **versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "colab": "google.colab" in sys.modules,
-        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
-        "interpreter": not ON_GPU,
-        "forced": os.environ.get("NF4_FORCE") or None,
-    }
-
-
-def keep_result(score: Score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
-    """Write {"environment", "data"} and what `stamp` adds to nf4_<card>.json; say so, and ask a T4 for it."""
-    facts = machine()
-    card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
-    data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
-    path = pathlib.Path(folder, f"nf4_{card}.json")
-    path.write_text(json.dumps({"environment": facts, **stamp, "data": data}, indent=1) + "\n")
-    print(f"written: {path}")
-    if facts["gpu"] and facts["capability"] == (7, 5):
-        print("No T4 has been measured before: please attach this file to an issue of the repository.")
-    return path
