@@ -5,7 +5,7 @@ from helpers.record import goals, names, tables
 from helpers.record.results import caption, find, ratio
 from helpers.show import plots
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
-from helpers.t4 import simulated
+from helpers.t4 import sass, simulated
 
 RESULTS = environment.ROOT / "results"
 # What is changed in the stored ablation, and why the kernel decides otherwise.
@@ -175,6 +175,21 @@ def t4() -> str:
     return f"{tables.markdown(simulated.table(RESULTS))}\n\n{sentences}"
 
 
+def t4_kernels() -> str:
+    """Kernels alone on the simulated T4."""
+    result = simulated.simulation(RESULTS / simulated.FOLDER.name)
+    label = f"kernel {result.kernel.label}: {simulated.CAPTION}"
+    return f"{tables.markdown(simulated.kernel_table(RESULTS))}\n\n*{result.data.simulator}; {label}*"
+
+
+def machine_code() -> str:
+    """Everyone's machine code for a T4, and this kernel's for the other generations."""
+    result = sass.stored(RESULTS)
+    if result is None:
+        return "No machine code is stored: `python -m helpers sass --store`"
+    return f"{with_caption(result, sass.table(result.data.code), 'gpu')}\n\n{sass.verdict(result.data.code)}."
+
+
 def forced() -> str:
     """What the whole notebook found with a T4's decisions forced on the card that README quotes."""
     result = stored("score", f"{names.CARD}-forced-t4")
@@ -293,6 +308,6 @@ def libraries() -> str:
 
 
 BLOCKS = (
-    badge, claim, score, protocol, microseconds, host_steps, speed, t4, forced, estimate, bench_targets,
+    badge, claim, score, protocol, microseconds, host_steps, speed, t4, t4_kernels, machine_code, forced, estimate, bench_targets,
     steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
 )  # fmt: skip

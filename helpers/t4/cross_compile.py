@@ -28,7 +28,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "uint8": "u8"}
 # Unsloth chooses its T4 launch by Triton's version: 3.7 brought a table of its own for (7, 5).
 UNSLOTH_TABLES = ("3.6.0", "3.7.0")
-# Of compile_kernel's overrides these go to compile_spec; the others replace fields of Settings.
 SPEC = ("numel", "blocksize", "blocksize2")
 
 
@@ -86,30 +85,24 @@ def build(requests: list[dict], pythonpath: str | None = None, module=None) -> l
 
 
 def compile_kernels(kinds: list[tuple], module=None) -> list[Built]:
-    """Compile many at once: (out_dtype, nested, arch, overrides) each, as compile_kernel."""
-    keys = [(_name(dtype), nested, arch, tuple(sorted(more.items()))) for dtype, nested, arch, more in kinds]
-    kept = _kernels if module is None else {}  # a live notebook's kernel may be another at the next call
-    missing = {key: request_of(*kind) for key, kind in zip(keys, kinds, strict=True) if key not in kept}
-    for key, built in zip(missing, build(list(missing.values()), module=module), strict=True):
-        kept[key] = built.or_raise()
-    return [kept[key] for key in keys]
+    """Our kernel in each of `kinds`, with the settings it would choose on such a card. Needs no GPU.
 
-
-_kernels: dict[tuple, Built] = {}
-
-
-def compile_kernel(out_dtype, nested: bool = True, arch: int = 75, module=None, **overrides) -> Built:
-    """The kernel compiled for sm_`arch`, with the settings it would choose on such a card.
-
-    out_dtype: torch dtype or its name. overrides: `numel`, `blocksize`, `blocksize2` as compile_spec
-    takes them; everything else replaces fields of Settings (hints=False, asm=False). Needs no
-    GPU; takes seconds, then is remembered. Raises CompileError, or ValueError for an unknown dtype.
+    kinds: (out_dtype, nested, arch, overrides), as request_of takes them. Raises CompileError where one does
+    not compile, ValueError for an unknown dtype.
     """
-    return compile_kernels([(out_dtype, nested, arch, overrides)], module)[0]
+    requests = [request_of(*kind) for kind in kinds]
+    keys = [json.dumps(request, sort_keys=True) for request in requests]
+    different = dict(zip(keys, requests, strict=True))
+    built = dict(zip(different, build(list(different.values()), module=module), strict=True))
+    return [built[key].or_raise() for key in keys]
 
 
 def request_of(out_dtype, nested: bool, arch: int, overrides: dict) -> dict:
-    """The request for one kernel of ours."""
+    """The request for one kernel of ours.
+
+    out_dtype: torch dtype or its name. overrides: `numel`, `blocksize`, `blocksize2` as compile_spec takes
+    them; everything else replaces fields of Settings (hints=False, asm=False).
+    """
     spec = {name: value for name, value in overrides.items() if name in SPEC}
     force = {name: value for name, value in overrides.items() if name not in SPEC}
     kind = {"out_dtype": _name(out_dtype), "nested": nested, "force": force}

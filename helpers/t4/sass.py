@@ -286,6 +286,27 @@ def lines(codes: list[Code]) -> list[str]:
     return text
 
 
+def table(codes: list[Code]) -> list[list[str]]:
+    """Rows of texts, header first: what decodes large nested weights to 16 bits, everyone's."""
+    head = ["code", "card", "dtype", "instructions per element", "loads, stores and shuffles", "registers"]
+    head += ["occupancy", "shared bytes", "bits a store", "words behind a wait", "latencies before a store"]
+    rows = [head]
+    for code in codes:
+        own = code.contender != "kernel" or code.nested
+        if own and not (code.failed or code.small) and code.dtype in HALF:
+            card = f"sm_{code.arch}, {CARDS[code.arch].name}"
+            order = ["-" if value is None else str(value) for value in (code.late_words, code.latencies)]
+            figures = [f"{code.instructions:.2f}", f"{code.load_store:.2f}", str(code.registers)]
+            figures += [f"{code.occupancy:.0%}", str(code.shared), _bits(code.store_bits)]
+            rows.append([code.label, card, SHORT[code.dtype], *figures, *order])
+    return rows
+
+
+def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
+    """What `python -m helpers sass --store` wrote last."""
+    return results.find("machine_code", root / FOLDER.name, MachineCode)
+
+
 def report(codes: list[Code]) -> str:
     """The table with its legend and the verdict."""
     versions = {name: version for code in codes for name, version in code.versions.items()}

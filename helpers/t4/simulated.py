@@ -6,7 +6,6 @@ call was published by others; our share of it is measured on the H200's host. A 
 """
 
 import itertools
-import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -182,6 +181,22 @@ def table(root: Path = ROOT / "results") -> list[list[str]]:
     return rows
 
 
+def kernel_table(root: Path = ROOT / "results") -> list[list[str]]:
+    """Rows of texts, header first: microseconds of one call's kernel alone, as simulated, over ours."""
+    simulated = simulation(root / FOLDER.name).data
+    times = simulated.us_at_4194304_elements
+    clocks = {"sm_clock_1590_mhz": "1590 MHz (boost)", "sm_clock_1000_mhz": "1000 MHz (throttled)"}
+    rows = [["us of one kernel, 4.2M elements, simulated", *clocks.values()]]
+    for name in times["sm_clock_1590_mhz"]:
+        ours = "ours_bf16" if "bf16" in name else "ours_fp16"
+        cells = [
+            f"{us:.1f} ({us / times[clock][ours]:.2f})" if (us := times[clock].get(name)) else "-"
+            for clock in clocks
+        ]
+        rows.append([name.replace("_", " "), *cells])
+    return rows
+
+
 def lines(root: Path = ROOT / "results") -> list[str]:
     """How the table came about and what it leaves open, in sentences."""
     result, stored = simulation(root / FOLDER.name), results.find("benchmark", root / names.CARD)
@@ -203,18 +218,6 @@ def lines(root: Path = ROOT / "results") -> list[str]:
     if run:
         texts.append(f"Measured: {results.caption(run)}.")
     return texts
-
-
-def text(root: Path = ROOT / "results") -> str:
-    """Table and sentences, for a terminal or a notebook's cell."""
-    rows = table(root)
-    if all(row[-1] == "not measured" for row in rows[1:]):
-        rows = [row[:-2] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    shown = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    return "\n".join([*shown, *(textwrap.fill(line, 110) for line in lines(root))])
 
 
 def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span | None, str]]:
@@ -252,19 +255,3 @@ def _rest(notebook: NotebookRun | None) -> Span | None:
         return None
     seconds = sum(c.seconds for c in notebook.cells if not (c.protocol or c.setup or c.not_on_a_t4))
     return Span(*(times * seconds for times in COLAB_HOST))
-
-
-def run_all_text(root: Path = ROOT / "results") -> str:
-    """`run_all` as a table."""
-    head = '"Run all" on a T4 Colab, seconds: a sum of what is stored or published, not measured there'
-    rows = [
-        f"  {what:22}{str(span) if span else 'not measured':>16}  {source}"
-        for what, span, source in run_all(root)
-    ]
-    return "\n".join([head, *rows])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print what is known of a T4's times."""
-    print(f"{text()}\n\n{run_all_text()}")
-    return 0

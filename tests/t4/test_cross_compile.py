@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
 from helpers.machine import child
 from helpers.t4 import compile_spec, cross_compile, sass
@@ -15,7 +16,6 @@ def test_ptx_shows_assembly_and_hints_and_hints_can_be_switched_off():
     assert ".target sm_75" in with_hints and "shfl.sync.idx" in with_hints
     assert "evict_first" in with_hints and "st.global.cs" in with_hints
     assert "evict_first" not in without and "st.global.cs" not in without
-    assert cross_compile.compile_kernel("float16").ptx == with_hints  # remembered
 
 
 def test_each_card_gets_what_the_kernel_chooses_there(monkeypatch):
@@ -74,17 +74,17 @@ def test_here_or_in_a_child_it_is_the_same_code_and_of_the_module_passed_in():
 def test_where_triton_is_interpreted_only_the_kernel_module_compiles(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(cross_compile.CompileError, match="interpreter is in use"):
-        cross_compile.compile_kernel("float16", module=object())
+        cross_compile.compile_kernels([("float16", True, 75, {})], module=object())
 
 
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(ValueError, match="float64"):
-        cross_compile.compile_kernel("float64")
+        cross_compile.compile_kernels([("float64", True, 75, {})])
 
 
 def test_a_kernel_that_does_not_compile_says_why():
     with pytest.raises(cross_compile.CompileError, match="no_such_setting"):
-        cross_compile.compile_kernel("float16", no_such_setting=1)
+        cross_compile.compile_kernels([("float16", True, 75, {"no_such_setting": 1})])
 
 
 def test_a_compile_process_that_fails_says_why(tmp_path):
@@ -132,3 +132,32 @@ def test_unsloths_kernel_is_specialized_as_its_own_launcher_would(tmp_path, monk
     assert threads["unsloth_before_3_7", "float16"] == 128 and threads["unsloth_from_3_7", "float16"] == 256
     assert {code.elements for code in codes} == {2.0, 1.0}  # 256 a block
     assert "unsloth" not in sys.modules
+
+
+def test_what_would_be_launched_on_another_card_is_what_the_launcher_would_launch(make_layer, kernel):
+    layer = make_layer(512, 1024, torch.float16)
+    weight, state = layer.weight, layer.weight.quant_state
+    out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
+    grid, arguments = compile_spec.launch_arguments(weight, state, out, 75)
+    words = compile_spec.card_settings(75).words_small
+    assert grid == (-(-out.numel() // (8 * 128 * words)), 1, 1) and out.isnan().all()
+    pointers = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    second = state.state2
+    assert pointers[:3] == [weight.data_ptr(), out.data_ptr(), state.absmax.data_ptr()]
+    assert pointers[4:] == [
+        second.code.data_ptr(),
+        second.absmax.data_ptr(),
+        state.offset.data_ptr(),
+        65536,
+        0,
+    ]
+    assert kernel._your_dequantize_nf4(weight, state, out).isfinite().all()  # the kernel is back
+    with pytest.raises(ValueError, match="nothing is launched"):
+        compile_spec.launch_arguments(*empty(make_layer), 75)
+
+
+def empty(make_layer):
+    layer = make_layer(64, 64, torch.float16)
+    state = layer.weight.quant_state
+    state.shape = torch.Size((0, 64))
+    return layer.weight, state, torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)

@@ -59,6 +59,16 @@ def test_the_report_fits_and_names_everyone(codes):
     assert "bitsandbytes" in text and "Unsloth" in text
 
 
+def test_the_table_has_the_official_kinds_of_everyone(codes):
+    head, *rows = sass.table(codes)
+    assert all(len(row) == len(head) for row in rows)
+    ours = [row for row in rows if row[0] == "ours, nested"]
+    assert [row[1:3] for row in ours] == [
+        [f"sm_{arch}, {card.name}", dtype] for arch, card in CARDS.items() for dtype in ("fp16", "bf16")
+    ]
+    assert not [row for row in rows if "small" in row[0] or "flat" in row[0] or "absmax" in row[0]]
+
+
 @pytest.mark.parametrize("missed", [False, True])
 def test_the_command(codes, missed, monkeypatch, tmp_path, capsys):
     def collect(archs):
@@ -72,6 +82,7 @@ def test_the_command(codes, missed, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sass, "ROOT", tmp_path)
     assert sass.main(["--arch", "75", "--store"]) == int(missed)
     assert json.loads((tmp_path / "machine_code.json").read_text())["data"]["code"][0]["arch"] == 75
+    assert sass.stored(tmp_path.parent).data.code == collect([75])
     assert ("met" in capsys.readouterr().out) is not missed
 
 

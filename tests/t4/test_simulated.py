@@ -73,17 +73,23 @@ def test_our_share_of_a_call_is_the_stored_one(stored):
     assert simulated.host_shares(None) == ()
 
 
-def test_the_text_says_which_kernel_and_that_it_was_not_measured(stored):
-    text = simulated.text(stored)
-    assert (
-        "8898263178c50c11" in text
-        and simulated.CAPTION.split()[0] in text
-        and "measured" not in text.split("\n")[0]
-    )
-    assert "Accel-Sim" in text and max(map(len, text.splitlines())) <= 110
+def test_the_sentences_say_which_kernel_and_the_table_that_nothing_was_measured(stored):
+    sentences = " ".join(simulated.lines(stored))
+    assert f"Kernel 8898263178c50c11: {simulated.CAPTION}." in sentences and "Accel-Sim" in sentences
+    assert "1.05 at the low end, 1.15 in the middle" in sentences and "Measured" not in sentences
     rows = simulated.table(stored)
     assert [row[0] for row in rows[1:]] == [names.label(name) for name in simulated.CONTENDERS]
-    assert {row[-1] for row in rows[1:]} == {"not measured"}
+    assert {cell for row in rows[1:] for cell in row[-2:]} == {"not measured"}
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_kernels_alone_over_ours_of_the_same_dtype(stored):
+    head, *rows = simulated.kernel_table(stored)
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["unsloth today fp16"] == ["46.7 (1.06)", "49.1 (1.11)"]
+    assert cells["unsloth today bf16"] == ["47.7 (1.08)", "52.4 (1.16)"]
+    assert cells["ours bf16 staged"][0] == "43.7 (0.99)" and cells["classic fp16 three launches"][1] == "-"
+    assert len(head) == 3
 
 
 def test_the_first_run_on_a_t4_is_shown_by_itself(stored):
@@ -100,8 +106,7 @@ def test_the_first_run_on_a_t4_is_shown_by_itself(stored):
         ["3.60", "1.20"],
         ["4.20", "1.40"],
     ]
-    text = simulated.text(stored)
-    assert "Tesla T4" in text and "2027-01-02" in text and "measured" in text.splitlines()[0]
+    assert simulated.lines(stored)[-1].startswith("Measured: Tesla T4 | 2027-01-02")
 
 
 def test_nothing_measured_is_no_run_on_a_t4():
@@ -123,4 +128,4 @@ class TestRunAll:
         (stored / names.CARD / "notebook.json").unlink()
         *parts, whole = simulated.run_all(stored)
         assert parts[-1][1] is None and "without everything else: not measured" in whole[2]
-        assert "not measured" in simulated.run_all_text(stored)
+        assert whole[1] == pytest.approx([sum(span[end] for _, span, _ in parts[:-1]) for end in (0, 1)])
