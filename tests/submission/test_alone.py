@@ -1,5 +1,7 @@
 """The notebook's file is the submission: alone in an empty folder, and pasted into the puzzle's notebook."""
 
+import json
+
 import nbformat
 import pytest
 
@@ -7,12 +9,13 @@ from helpers.submission import run, sync
 
 PUZZLE = """
 import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # no GPU here
-
 from inspect import currentframe
 
 import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
 import torch.nn as nn
 import triton
 import triton.language as tl
@@ -51,9 +54,9 @@ def assert_correct_bnb(weight, dtype):
 class MLP(nn.Module):
     def __init__(self, hd=4096, m=14336, dtype=torch.float16):
         super().__init__()
-        self.gate_proj = bnb_Linear4bit(hd, m, dtype=dtype).to("cpu")
-        self.up_proj = bnb_Linear4bit(hd, m, dtype=dtype).to("cpu")
-        self.down_proj = bnb_Linear4bit(m, hd, dtype=dtype).to("cpu")
+        self.gate_proj = bnb_Linear4bit(hd, m, dtype=dtype).to(DEVICE)
+        self.up_proj = bnb_Linear4bit(hd, m, dtype=dtype).to(DEVICE)
+        self.down_proj = bnb_Linear4bit(m, hd, dtype=dtype).to(DEVICE)
         for layer in (self.gate_proj, self.up_proj, self.down_proj):
             layer.weight.quant_state.dtype = dtype
         self.act_fn = ACT2FN["silu"]
@@ -77,7 +80,7 @@ def test_dequantize(dequantize_fx):
         set_seed(seed)
         torch.set_default_dtype(torch.float32)
         mlp = MLP(hd=hd, m=m, dtype=dt)
-        X = torch.randn((bsz, qlen, hd), dtype=dt)
+        X = torch.randn((bsz, qlen, hd), dtype=dt, device=DEVICE)
         for _ in range(2):
             assert_same(mlp_forward(X, mlp, dequantize_fx), mlp(X), _F().f_lineno, dt)
             for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj):
@@ -110,7 +113,12 @@ def printed(notebook, cell_id):
     return "".join(output.get("text", "") for output in outputs)
 
 
-def test_it_runs_alone_to_its_score(notebook):
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_it_runs_alone_to_its_score(notebook, no_gpu):
     last = (
         "import sys\nprint([name for name in sys.modules if name.split('.')[0] in ('helpers', 'matplotlib')])"
     )
@@ -123,9 +131,33 @@ def test_it_runs_alone_to_its_score(notebook):
     assert printed(notebook, "last").strip() == "[]"
 
 
-def test_its_kernel_runs_in_the_puzzles_own_notebook(notebook, tmp_path):
+def paste(notebook, folder):
+    """Execute the puzzle's stand-in with the kernel's cells pasted into it."""
     sources = [PUZZLE, *(cell.source for cell in sync.cells_of(notebook, "kernel")), CALLS]
     pasted = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     pasted.cells[-1]["id"] = "calls"
-    run.execute(pasted, tmp_path)
+    run.execute(pasted, folder)
     assert printed(pasted, "calls") == "passed passed\nthe wrong sign is seen: True\n"
+
+
+def test_its_kernel_runs_in_the_puzzles_own_notebook(notebook, tmp_path, no_gpu):
+    paste(notebook, tmp_path)
+
+
+@pytest.mark.gpu
+def test_its_kernel_runs_in_the_puzzles_own_notebook_on_the_gpu(notebook, tmp_path):
+    paste(notebook, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_gpu_run_alone_leaves_its_result_file(notebook, tmp_path, monkeypatch):
+    monkeypatch.setenv("NF4_BUILD", str(tmp_path))
+    monkeypatch.setenv("NF4_QUICK", "1")
+    run.alone(notebook)
+    (path,) = tmp_path.glob("nf4_*.json")
+    content = json.loads(path.read_text())
+    assert content["environment"]["gpu"] and content["data"]["score"]["headline"] in run.score_text(notebook)
+    assert content["data"]["protocol"]["entries"]["your_dequantize_nf4"]["seconds"]
+    kernel = {cell.source.strip() for cell in sync.cells_of(notebook, "kernel")}
+    assert kernel <= {text.strip() for text in content["cells"]}, "which kernel ran"
