@@ -27,6 +27,7 @@ FIGURES = {
     "t4": appendix.t4_picture,
     "training": lambda: plots.training(appendix.stored("training")),
 }
+ELSEWHERE = ("versions",)  # drawn by what measures them: tests/nf4/one_version.py --table
 BLOCKS = {function.__name__: function for function in appendix.BLOCKS}
 MARKED = re.compile(r"(<!-- (figure )?(\w+) -->\n).*?(<!-- /\2?\3 -->)", re.DOTALL)
 
@@ -42,6 +43,8 @@ def render(text: str, place) -> str:
 
     def drawn(match):
         head, is_figure, name, end = match.groups()
+        if name in ELSEWHERE:
+            return match[0]
         content = f"![{figure(name).alt}]({place(name)})" if is_figure else block(name)
         return f"{head}{content}\n{end}" if content else head + end
 

@@ -43,11 +43,12 @@ def blocks(monkeypatch):
 
 def test_blocks_and_pictures_are_drawn_between_their_marks(blocks):
     text = "a\n<!-- one -->\nold\n<!-- /one -->\nb\n<!-- none -->\nold\n<!-- /none -->\n"
-    text += "<!-- figure some -->\n<!-- /figure some -->\nc"
+    text += "<!-- figure some -->\n<!-- /figure some -->\nc<!-- versions -->\nkept\n<!-- /versions -->"
     drawn = draw.render(text, lambda name: f"folder/{name}.png")
     assert drawn == (
         "a\n<!-- one -->\nfirst\n\nlines\n<!-- /one -->\nb\n<!-- none -->\n<!-- /none -->\n"
         "<!-- figure some -->\n![what it shows](folder/some.png)\n<!-- /figure some -->\nc"
+        "<!-- versions -->\nkept\n<!-- /versions -->"
     )
     assert draw.render(drawn, lambda name: f"folder/{name}.png") == drawn
 
@@ -111,28 +112,24 @@ def test_what_a_call_saves_is_split_by_what_the_gpu_saves(result):
 
 
 def test_the_claim_gives_the_ratios_of_the_notebooks_run(monkeypatch):
-    entries = {name: {"label": name, "seconds": [seconds], "per_config": {}}
-               for name, seconds in (("mine", 1.0), ("unsloth_today", 1.5), ("unsloth_classic", 2.5))}  # fmt: skip
+    seconds = {"mine": 1.0, "unsloth_today": 1.5, "unsloth_classic": 2.5}
+    entries = {name: dict(label=name, seconds=[value], per_config={}) for name, value in seconds.items()}
     timed = dict(entries=entries, rounds=9, repeats=1, checked_against="x", device="cuda", configs=[])
-    score = dict(
-        headline="headline.", totals={"today": 13, "classic": 14}, maximum=14, lines=[], also={}, evidence={}
-    )
+    score = dict(headline="", totals={"today": 13, "classic": 14}, maximum=14, lines=[], also={}, evidence={})
     facts = appendix.stored("score")
-    stored = {"score": results.msgspec.convert(score, results.Score),
-              "protocol": results.msgspec.convert(timed, results.Protocol)}  # fmt: skip
+    stored = {
+        "score": results.msgspec.convert(score, results.Score),
+        "protocol": results.msgspec.convert(timed, results.Protocol),
+    }
 
     def kept(name, card=names.CARD):
         return results.Result(environment=facts.environment, kernel=facts.kernel, data=stored[name])
 
     monkeypatch.setattr(appendix, "stored", kept)
     monkeypatch.setattr(appendix, "t4_in_words", lambda: "T4")
-    assert appendix.claim().startswith(
-        "**13 of 14 points on an NVIDIA H200: the official protocol runs 1.50 times"
-    )
-    assert (
-        "and 2.50 times as fast as its classic path" in appendix.claim()
-        and "Stored run: NVIDIA" in appendix.claim()
-    )
+    claim = appendix.claim()
+    assert claim.startswith("**13 of 14 points on an NVIDIA H200: the official protocol runs 1.50 times")
+    assert "and 2.50 times as fast as its classic path" in claim and "Stored run: NVIDIA" in claim
 
 
 def test_the_notebook_is_laid_out_for_colab(notebook):
