@@ -23,9 +23,14 @@ def judged(candidate, judge) -> tuple[bool | None, str]:
     return seen.passed, seen.text
 
 
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """One cheat replaces torch's comparison."""
+    monkeypatch.setattr(torch.testing, "assert_close", torch.testing.assert_close)
+
+
 @pytest.mark.parametrize("name, judge", EVERYWHERE)
-def test_a_cheat_fails(name, judge, monkeypatch):
-    monkeypatch.setattr(torch.testing, "assert_close", torch.testing.assert_close)  # one cheat replaces it
+def test_a_cheat_fails(name, judge):
     passed, text = judged(planted(CHEATS[name][0]), judge)
     assert passed is False, (name, judge, text)
 
