@@ -12,7 +12,6 @@ import ctypes
 import functools
 import math
 import re
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -241,7 +240,3 @@ def main(argv: list[str] | None = None) -> int:
     print("\n".join(map(summary, proofs)))
     verdicts = {proof["passed"] for proof in proofs}
     return 1 if False in verdicts else 0 if True in verdicts else 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,12 +1,10 @@
 """Order of loads in SASS: what a thread asks for, what it waits for, and how often before its first store.
 
 A warp issues in order. So a load that stands behind the first use of another load's register starts a whole
-memory latency later. `python -m helpers.t4.load_order --arch 75 --force stage=1` prints one line a dtype.
+memory latency later.
 """
 
-import argparse
 import re
-import sys
 from dataclasses import dataclass
 
 from helpers.t4.machine_code import Instruction, width
@@ -70,11 +68,6 @@ class Order:
             ),
         }
         return [text for text, refused in seen.items() if refused]
-
-    def summary(self) -> str:
-        """Latencies in a row, in words."""
-        last = 1 + max((load.behind for load in self.words), default=0)
-        return f"dependent latencies: {self.latencies} before the first store, {last} until the last word"
 
     def __str__(self):
         return " ".join(self.events)
@@ -162,33 +155,3 @@ def read(path: tuple[Instruction, ...], arch: int) -> Order:
                 shared |= {loads[at].what for at in _origins(path, position, value, base)[1]} or {"?"}
     order = tuple(sorted(shared))
     return Order(tuple(loads.values()), tuple(events), level if latencies is None else latencies, order)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the order of loads of each dtype. 1 when the gate refuses one, or it does not compile."""
-    from helpers.t4 import cross_compile
-
-    prog = "python -m helpers.t4.load_order"
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__.split("\n")[0])
-    parser.add_argument("--arch", type=int, default=75, help="75: a T4's sm_75")
-    parser.add_argument("--force", nargs="*", default=[], metavar="NAME=N", help="settings, numel")
-    parser.add_argument("--flat", action="store_true", help="fp32 absmax instead of a nested state")
-    parser.add_argument("--triton", metavar="FOLDER", help="a folder with another Triton")
-    options = parser.parse_args(argv)
-    force = {name: int(value) for name, _, value in (text.partition("=") for text in options.force)}
-    kinds = [(dtype, not options.flat, options.arch, force) for dtype in cross_compile.DTYPES]
-    requests, failed = [cross_compile.request_of(*kind) for kind in kinds], False
-    for request, built in zip(requests, cross_compile.build(requests, options.triton), strict=True):
-        if built.error:
-            print(f"{request['out_dtype']}: {built.error.strip().splitlines()[-1]}")
-            failed = True
-            continue
-        faults = built.order.faults(direct=request["out_dtype"] != "float32")
-        failed |= bool(faults)
-        print(f"{request['out_dtype']}: {built.order}")
-        print(f"  {built.order.summary()}; {'; '.join(faults) or 'as it should be'}")
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -142,16 +142,15 @@ def code_of(built: Built, nested: bool, small: bool = False) -> Code:
     return _code(arch, "kernel", label, dtype, built.counted, **which, **order, **facts)
 
 
-def ours(arch: int | list[int] = 75, kinds=KINDS, module=None) -> list[Code]:
-    """Our kernel for one or several cards, in each of `kinds`; `module` as cross_compile.build takes it.
+def ours(archs=(75,), kinds=KINDS, module=None, **force) -> list[Code]:
+    """Our kernel for each card, in each of `kinds`; `module` as cross_compile.build takes it.
 
-    Raises machine_code.ToolMissing without cuobjdump.
+    force: fields of Settings. Raises machine_code.ToolMissing without cuobjdump.
     """
     machine_code.tool()
-    archs = [arch] if isinstance(arch, int) else arch
     wanted = [(arch, dtype, nested, small) for arch in archs for dtype, nested, small in kinds]
     requests = [
-        request_of(dtype, nested, arch, {"numel": SMALL} if small else {})
+        request_of(dtype, nested, arch, force | ({"numel": SMALL} if small else {}))
         for arch, dtype, nested, small in wanted
     ]
     pairs = zip(wanted, build(requests, module=module), strict=True)
@@ -317,10 +316,19 @@ def report(codes: list[Code]) -> str:
     return "\n".join([*lines(codes), "", *rest])
 
 
-def collect(archs=tuple(CARDS)) -> list[Code]:
-    """Everyone's code for a T4, and ours for the other cards: what the official protocol runs of it."""
-    codes = [*ours(75), *unsloth(75), *bitsandbytes(75)] if 75 in archs else []
-    return codes + ours([arch for arch in archs if arch != 75], kinds=OTHERS)
+def collect(archs=tuple(CARDS), module=None) -> list[Code]:
+    """Everyone's code for a T4, and ours for the other cards in the kinds of OTHERS."""
+    codes = [*ours(module=module), *unsloth(), *bitsandbytes()] if 75 in archs else []
+    return codes + ours([arch for arch in archs if arch != 75], OTHERS, module)
+
+
+def order(codes: list[Code]) -> str:
+    """What a thread of ours loads, waits for and stores, in that order, each with its position."""
+    return "\n".join(
+        f"sm_{code.arch} {code.label} {SHORT[code.dtype]}: {code.order or code.failed}"
+        for code in codes
+        if code.contender == "kernel"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -332,17 +340,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--store", action="store_true", help=f"write {FOLDER.relative_to(ROOT)}/machine_code.json"
     )
+    parser.add_argument("--order", action="store_true", help="print the order of loads of ours")
+    parser.add_argument("--force", nargs="*", metavar="NAME=N", help="fields of Settings; only ours is shown")
     options = parser.parse_args(argv)
+    force = dict(text.split("=", 1) for text in options.force or ())
+    force = {name: int(value) for name, value in force.items()}
     try:
-        codes = collect(options.arch)
+        codes = ours(options.arch, OTHERS, **force) if force else collect(options.arch)
     except machine_code.ToolMissing as error:
         print(error, file=sys.stderr)
         return 2
-    print(report(codes))
+    print(order(codes) if options.order else report(codes))
     if options.store:
         print("written:", results.write("machine_code", MachineCode(code=codes), FOLDER, MachineCode))
     return int(any(code.missed for code in codes))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -86,6 +86,25 @@ def test_the_command(codes, missed, monkeypatch, tmp_path, capsys):
     assert ("met" in capsys.readouterr().out) is not missed
 
 
+def test_the_order_of_loads_and_forced_settings(monkeypatch, capsys):
+    def ours(archs, kinds, **force):
+        assert (archs, force) == ([90], {"stage": 0, "words": 4})
+        return [
+            sass.Code(arch=90, contender="kernel", label="ours", dtype="float16", order="words@1 store@2")
+        ]
+
+    monkeypatch.setattr(sass, "ours", ours)
+    assert sass.main(["--arch", "90", "--order", "--force", "stage=0", "words=4"]) == 0
+    assert capsys.readouterr().out == "sm_90 ours fp16: words@1 store@2\n"
+
+
+def test_the_gate_tells_loads_in_order_from_loads_behind_a_wait():
+    """The kernel as it was before code2 went through shared memory, and as it is."""
+    (before,), (now,) = (sass.ours(kinds=sass.BRIEF[:1], stage=stage) for stage in (False, True))
+    assert any("8 of 8 words are loaded behind a wait" in reason for reason in before.missed)
+    assert before.latencies == 2 and (now.latencies, now.late_words, now.missed) == (1, 0, [])
+
+
 def test_no_cuobjdump(monkeypatch, capsys):
     monkeypatch.setattr(machine_code.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(machine_code.shutil, "which", lambda name: None)
