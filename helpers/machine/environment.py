@@ -17,7 +17,6 @@ MIN_TRITON = (3, 3)  # 3.1 and 3.2 cannot compile a bf16 cast for sm_75
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 # Other KAGGLE_ variables (KAGGLE_USERNAME, KAGGLE_KEY) also exist on machines that only use Kaggle's API.
 KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "KAGGLE_DATA_PROXY_TOKEN")
-REPEATS, REPEATS_SM75 = 3, 1  # how often the notebook times each contender's 1000 rounds
 
 
 def colab() -> bool:
@@ -116,12 +115,6 @@ def native_bf16() -> bool:
     import torch
 
     return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def protocol_repeats() -> int:
-    """How often the notebook times each contender: 3; once on sm_75 (a T4, or its decisions forced), where
-    "Run all" is to end in five minutes and one run of 1000 rounds is what the puzzle asks for."""
-    return REPEATS_SM75 if forced() == "t4" or capability() == (7, 5) else REPEATS
 
 
 def version_of(package: str) -> str | None:

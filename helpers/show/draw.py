@@ -10,7 +10,6 @@ import base64
 import functools
 import os
 import re
-import sys
 from pathlib import Path
 
 import nbformat
@@ -129,7 +128,3 @@ def main(argv: list[str] | None = None) -> int:
         else "all up to date"
     )
     return int(options.check and bool(old))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

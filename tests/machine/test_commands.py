@@ -30,17 +30,12 @@ def test_each_command_has_its_own_help(name, capsys):
     assert f"usage: python -m helpers {name}" in re.sub(r"\s+", " ", capsys.readouterr().out)
 
 
-def test_no_tool_has_a_second_entry():
-    """What starts a tool in another way also passes by the preparation of the process."""
-    entry = r"__name__ == .__main__."
-    files = environment.ROOT.joinpath("helpers").rglob("*.py")
-    entries = {
-        str(path.relative_to(environment.ROOT)) for path in files if re.search(entry, path.read_text())
-    }
-    assert entries == {
-        "helpers/__main__.py",
-        "helpers/machine/install.py",
-    }  # that one runs before torch is there
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_a_tool_has_no_second_entry(name):
+    """What starts it in another way passes by the preparation of the process."""
+    module = importlib.import_module(f"helpers.{commands.COMMANDS[name][0]}")
+    with open(module.__file__, encoding="utf-8") as file:
+        assert not re.search(r"^if __name__ ==", file.read(), re.M)
 
 
 def test_a_missing_package_is_one_line(monkeypatch, capsys):

@@ -13,18 +13,13 @@ pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory):
+def test_worker_and_table(tmp_path, monkeypatch):
     """The worker on a toy: the real thing in miniature, whose times mean nothing."""
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
-    folder = tiny_models.make(tmp_path_factory.mktemp("model"), **sizes)
-    with pytest.MonkeyPatch.context() as patch:  # the interpreter takes a second a step
-        patch.setattr(train_bench, "REPEATS", 2)
-        patch.setattr(train_bench, "steps_per_sample", lambda tokens: 1)
-        return train_bench.worker("peft", str(folder), sizes=((1, 16),), prompts=(24,), rounds=1)
-
-
-def test_worker(measured):
+    folder = tiny_models.make(tmp_path, **sizes)
+    monkeypatch.setattr(train_bench, "REPEATS", 2)  # the interpreter is slow
+    monkeypatch.setattr(train_bench, "steps_per_sample", lambda tokens: 1)
+    measured = train_bench.worker("peft", str(folder), sizes=((1, 16),), prompts=(24,), rounds=1)
     [size] = measured["sizes"]
     assert size["same_bits"] and size["repeatable"] and size["tokens"] == 16
     assert size["strict"] and size["different_results"] == {"without": 1, "with": 1}
@@ -33,17 +28,17 @@ def test_worker(measured):
     assert size["calls"]["kernel"] + size["calls"]["fused"] == 7 + 4
     assert {"low", "p20", "p50", "p80", "high"} <= size["speedup"].keys() and size["with"]["ms"]["p50"] > 0
     json.dumps(measured)
-
-
-def test_operations_on_a_whole_model(measured):
-    """Each of the seven layers is decoded by the kernel, by some libraries more than once; no bit changes."""
     rows = {row["name"]: row for row in measured["operations"]}
     assert list(rows) == ["prefill, 24 tokens", "dequantize the model", "merge the adapter"]
-    for row in rows.values():
+    for row in rows.values():  # some libraries decode a layer more than once
         assert "failed" not in row, row["failed"]
         assert row["same_bits"] and row["calls"]["library"] == 0
         assert row["calls"]["kernel"] >= 7 and row["calls"]["kernel"] % 7 == 0 and row["with"]["p50"] > 0
     assert rows["merge the adapter"]["calls"]["kernel"] == 7
+    data = {"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}}
+    text = train_bench.table(msgspec.convert(data, results.Training))
+    assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
+    assert "unsloth: failed: no such thing" in text and "merge the adapter" in text
 
 
 def test_an_operation_that_fails_is_reported():
@@ -121,13 +116,6 @@ def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rou
     monkeypatch.setattr(train_bench, "LONGEST", longest)
     row = train_bench.times(lambda name: contextlib.nullcontext(), lambda: None, 7)
     assert row["rounds"] == rounds and row["speedup"]["low"] <= row["speedup"]["p50"]
-
-
-def test_table(measured):
-    data = {"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}}
-    text = train_bench.table(msgspec.convert(data, results.Training))
-    assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
-    assert "unsloth: failed: no such thing" in text and "merge the adapter" in text
 
 
 def test_without_a_gpu(monkeypatch, tmp_path, capsys):
