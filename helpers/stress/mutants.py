@@ -97,7 +97,7 @@ PORTABLE = (
     Mutant("nf4's codebook for fp4", 'table[16:] if values[2] == "fp4" else table', "table"),
     Mutant("flushed on the CPU too", "FLUSH=not INTERPRETED", "FLUSH=True"),
     Mutant("a constant for state2.blocksize", "log2_block, log2_block2, n % 8 != 0", "log2_block, 8, n % 8 != 0"),
-    Mutant("W.t() not transposed", "out.t() if transpose and weight.shape[0] == 1 else out", "out"),
+    Mutant("W.t() not transposed", "out.t() if quant_state is not None and weight.shape[0] == 1 else out", "out"),
 )  # fmt: skip
 CHECKS = (
     Mutant(
@@ -119,24 +119,31 @@ CHECKS = (
     Mutant("freed tensors accepted", "_require(_in_memory(tensor),", "_require(True,"),
     Mutant("offset of many elements accepted", "_require(offset.numel() == 1,", "_require(True,"),
     Mutant("any blocksize", "size & (size - 1) == 0", "True"),
-    Mutant("repacked layers accepted", 'not q.__dict__.get("packing_format_for_cpu")', "True"),
+    Mutant("repacked layers accepted", 'not getattr(quant_state, "packing_format_for_cpu", None)', "True"),
     Mutant("second level of another dtype accepted", "state2.dtype is _FLOAT32", "True"),
     Mutant("out unchecked", "_require(given == expected,", "_require(True,"),
 )  # fmt: skip
-KEY = "return (values, address & 3, size, absmax.data_ptr(), code2"
+DEPENDS_ON = "return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(), code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())"
 PLANS = (
     *(
-        Mutant(f"plan: {name} ignored", KEY, KEY.replace("values", f"values[:{i}] + values[{i + 1}:]"))
+        Mutant(f"plan: {name} ignored", DEPENDS_ON, DEPENDS_ON.replace("values", f"values[:{i}] + values[{i + 1}:]"))
         for i, name in enumerate(("shape", "dtype", "quant_type", "blocksize", "state2.blocksize"))
     ),
-    Mutant("plan: absmax's address ignored", KEY, KEY.replace("absmax.data_ptr(), ", "")),
-    Mutant("plan: code2's address ignored", "code2.data_ptr(), absmax2.data_ptr()", "absmax2.data_ptr()"),
-    Mutant("plan: absmax2's address ignored", "absmax2.data_ptr(), offset.data_ptr()), address", "offset.data_ptr()), address"),
-    Mutant("plan: offset's address ignored", "absmax2.data_ptr(), offset.data_ptr()), address", "absmax2.data_ptr()), address"),
-    Mutant("plan: weight's alignment ignored", KEY, KEY.replace("address & 3", "0"), gpu=True),
-    Mutant("plan: weight's storage ignored", "size = weight.untyped_storage().nbytes()", "size = 0"),
+    *(
+        Mutant(f"plan: {name} ignored", DEPENDS_ON, DEPENDS_ON.replace(f", {what}", ""), gpu=name == "weight's alignment")
+        for name, what in {
+            "weight's alignment": "address & 3",
+            "weight's storage": "weight.untyped_storage().nbytes()",
+            "absmax's address": "absmax.data_ptr()",
+            "absmax's storage": "a()",
+            "code2's address": "code2.data_ptr()",
+            "code2's storage": "b()",
+            "absmax2's address": "absmax2.data_ptr()",
+            "absmax2's storage": "c()",
+            "offset's address": "offset.data_ptr()",
+        }.items()
+    ),
     Mutant("plan: weight's first address kept", "*middle, address, out_address, *fixed", "*middle, arguments[0].data_ptr(), out_address, *fixed", gpu=True),
-    Mutant("plan: storages of the scales ignored", "(absmax(), code2(), absmax2()) == self.bytes and (self", "(self"),
     Mutant("plan: layouts ignored", "(self.same(*tensors) or (_layout(tensors) == self.layout and not _traced()))", "True"),
     Mutant("plan: traced calls ignored", "_layout(tensors) == self.layout and not _traced()", "_layout(tensors) == self.layout"),
     Mutant("plan: another kernel ignored", "and self.kernel is _your_dequantize_nf4_kernel", ""),
@@ -144,22 +151,22 @@ PLANS = (
     Mutant("plan: a hook ignored", "and _hooks.launch_enter_hook is _enter", ""),
     Mutant("plan: hooks in the chain ignored", "and not (_enter_calls or _exit_calls)", ""),
     Mutant("plan: made from tensors that may change meanwhile", "tuple(map(_alias, tensors))", "tuple(tensors)"),
-    Mutant("plan: absmax kept alive", "plan.alive = weakref.ref(absmax, lambda _: _plans.pop(key, None))", "plan.alive = absmax"),
-    Mutant("plan: kept when its absmax is freed", "lambda _: _plans.pop(key, None)", "lambda _: None"),
+    Mutant("plan: absmax kept alive", "plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))", "plan.alive = absmax"),
+    Mutant("plan: kept when its absmax is freed", "lambda _: _plans.pop(name, None)", "lambda _: None"),
     Mutant("plan: codebook not kept alive", "launch.keep = compiled, arguments[3]", "launch.keep = compiled,", gpu=True),
     Mutant("plan: one output for all calls", "out = _empty_cuda(plan.size, plan.stride, plan.dtype)", "out = _plans.setdefault(plan, _empty_cuda(plan.size, plan.stride, plan.dtype))"),
     Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
-    Mutant("plan: transposed results forgotten", "out.t() if plan.transposed and transpose else out", "out"),
+    Mutant("plan: transposed results forgotten", "out.t() if plan.transposed and quant_state is not None else out", "out"),
     Mutant("plan: out without memory accepted", "return _in_memory(out) and (", "return ("),
     Mutant("plan: out over the weight accepted", "and (end <= weight.data_ptr() or weight.data_ptr() + weight.nbytes <= start)", ""),
     Mutant("plan: out of another size accepted", "and out.shape == self.size", ""),
     Mutant("plan: strides of the first out kept", 'torch.empty(self.size, device="meta").stride()', "out.stride()"),
     Mutant("plan: writes into out not counted", "_count_write(out)\nplan.launch(", "pass\n        plan.launch("),
-    Mutant("first call: traced calls ignored", "(_traced() or _without_data(tensors[0]))", "_without_data(tensors[0])"),
+    Mutant("first call: traced calls ignored", "_traced() or _without_data(tensors[0])", "_without_data(tensors[0])"),
     Mutant("fake tensors have memory", "tensor.data_ptr() > start and ", ""),
-    Mutant("operator: fake of the wrong dtype", "return torch.empty(shape, dtype=_dtype(dtype), device=weight.device)", "return torch.empty(shape, device=weight.device)"),
-    Mutant("operator: fp4 taken for nf4", "(tuple(shape), _dtype(dtype), *others)", '(tuple(shape), _dtype(dtype), "nf4", *others[1:])'),
-    Mutant("operator: transposed twice", "_dequantize(tensors, (tuple(shape), _dtype(dtype), *others), None, False)", "_dequantize(tensors, (tuple(shape), _dtype(dtype), *others), None, True)"),
+    Mutant("operator: fake of the wrong dtype", "torch.empty(shape, dtype=_values(kind)[0], device=weight.device)", "torch.empty(shape, device=weight.device)"),
+    Mutant("operator: fp4 taken for nf4", '"fp4" if kind & 4 else "nf4"', '"nf4"'),
+    Mutant("operator: transposed twice", "_dequantize(tensors, (tuple(shape), *_values(kind)))", "_dequantize(tensors, (tuple(shape), *_values(kind)), None, weight)"),
 )  # fmt: skip
 ASSEMBLY = (
     Mutant("asm: low nibble first", "f\"shr.u32 x, $4, {8 * byte + 4}; ", "f\"shr.u32 x, $4, {8 * byte}; ", gpu=True),

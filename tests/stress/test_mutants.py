@@ -58,7 +58,7 @@ def test_a_mutant_that_no_longer_applies_is_an_error():
     [
         (mutants.CONTROL, mutants.SURVIVED),
         ("low nibble first", mutants.CAUGHT),
-        ("plan: state2 ignored", mutants.CAUGHT),
+        ("plan: code2's address ignored", mutants.CAUGHT),
     ],
 )
 def test_a_few_mutants(name, verdict):
