@@ -10,8 +10,6 @@ import collections
 import functools
 import math
 import threading
-import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,8 +20,6 @@ _compiling = torch.compiler.is_dynamo_compiling
 _functorch = torch._C._are_functorch_transforms_active
 _plain_tensors = torch._C.DisableTorchFunctionSubclass  # Params4bit answers every method through Python
 _lock = threading.Lock()
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-STORAGES = (torch.uint8, *DTYPES)
 
 
 class Library:
@@ -78,36 +74,17 @@ class Site:
             self.reasons[str(reason).split(":")[0]] += 1
 
 
-class _InDtype:
-    """A quant_state seen with another output dtype: bitsandbytes' forward decodes to the input's dtype,
-    whatever the state's. It holds no tensor and not the state, so it keeps nothing alive."""
+class _State:
+    """Fields of a quant_state, for one call: nothing is kept, so nothing is kept alive or shared."""
 
-    def __init__(self, state, dtype):
-        self._state, self.dtype = weakref.ref(state), dtype
-
-
-for _name in ("absmax", "shape", "quant_type", "blocksize", "nested", "state2", "offset"):
-    setattr(_InDtype, _name, property(lambda self, _name=_name: getattr(self._state(), _name)))
-_InDtype.packing_format_for_cpu = property(
-    lambda self: getattr(self._state(), "packing_format_for_cpu", False)
-)
-# Beside the states and not on them: a copy or a pickle of a state has none of it.
-_views: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+    def __init__(self, fields: dict, **others):
+        self.__dict__.update(fields, **others)
 
 
 def in_dtype(state, dtype):
-    """`state`, or a view of it that decodes to `dtype`."""
-    if state.dtype is dtype:
-        return state
-    view = _views.get(state)
-    if view is None or view.dtype is not dtype:
-        view = _views[state] = _InDtype(state, dtype)
-    return view
-
-
-def forget_views() -> None:
-    """Drop all views, and the launches planned for them."""
-    _views.clear()
+    """`state`, or its fields with another dtype: bitsandbytes' forward decodes to the input's dtype,
+    whatever the state's."""
+    return state if state.dtype is dtype else _State(vars(state), dtype=dtype)
 
 
 def _covered(kernel, weight, state) -> bool:
@@ -116,11 +93,11 @@ def _covered(kernel, weight, state) -> bool:
     n, nested = math.prod(state.shape), state.nested
     if (
         not (weight.is_cuda or kernel.INTERPRETED)
-        or state.dtype not in DTYPES
+        or state.dtype not in kernel.DTYPES
         or state.quant_type not in ("nf4", "fp4")
         or getattr(state, "packing_format_for_cpu", False)
         or state.blocksize & (state.blocksize - 1)
-        or weight.dtype not in STORAGES
+        or weight.dtype not in kernel.STORAGES
         or not weight.is_contiguous()
         or weight.numel() * weight.element_size() * 2 < n
         or (weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(state.shape))
@@ -134,7 +111,9 @@ def _covered(kernel, weight, state) -> bool:
             return False
         blocks2 = -(-blocks // state2.blocksize)
         needed += [(state2.absmax, torch.float32, blocks2), (state2.code, torch.float32, 256)]
-        needed += [(state.offset, torch.float32, 1)]
+        if state.offset is None or state.offset.dtype not in kernel.OFFSETS or state.offset.numel() != 1:
+            return False
+        needed += [(state.offset, state.offset.dtype, 1)]
     for tensor, dtype, count in needed:
         if tensor is None or tensor.dtype != dtype or tensor.device != weight.device:
             return False
@@ -172,10 +151,8 @@ def dequantize_4bit(site: Site, kernel) -> None:
     original, library = site.original, site.library_switch
 
     def flat(A, absmax, out, blocksize, quant_type):
-        state = types.SimpleNamespace(
-            absmax=absmax, shape=out.shape, dtype=out.dtype, blocksize=64 if blocksize is None else blocksize,
-            quant_type=quant_type, nested=False, state2=None, offset=None,
-        )  # fmt: skip
+        fields = dict(absmax=absmax, shape=out.shape, dtype=out.dtype, quant_type=quant_type, nested=False)
+        state = _State(fields, blocksize=64 if blocksize is None else blocksize, state2=None, offset=None)
         return kernel._your_dequantize_nf4(A, state, out)
 
     def dequantize_4bit(
@@ -207,19 +184,22 @@ def gemm_fallback(site: Site, kernel) -> None:
     """For the dequantize-then-multiply branch inside bitsandbytes' CUDA operator gemm_4bit: what compiled
     graphs run, and eager calls that `matmul_4bit` below leaves to the operator."""
     original, library = site.original, site.library_switch
-    operators = torch.ops.nf4_triton
 
     def _dequant_linear_fallback(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None,
         absmax_8bit=None, absmax_code=None, absmax_offset=None,
     ):  # fmt: skip
         if library.on:
-            nested = absmax_8bit is not None
+            state = _State(
+                dict(shape=torch.Size(shapeB), dtype=A.dtype, quant_type=quant_type, blocksize=blocksize),
+                nested=absmax_8bit is not None, absmax=absmax, offset=absmax_offset, state2=None,
+            )  # fmt: skip
+            if state.nested:
+                fields = dict(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
+                state.absmax, state.state2 = absmax_8bit, _State(fields)
             try:
-                weight = operators.dequantize(
-                    B, absmax_8bit if nested else absmax, absmax_code, absmax if nested else None,
-                    absmax_offset, list(shapeB), str(A.dtype), quant_type, blocksize, 256 if nested else 0,
-                )  # fmt: skip
+                weight = kernel._your_dequantize_nf4(B, state)
+                weight = weight.t() if B.shape[0] == 1 else weight  # here a row is no transposed weight
             except kernel.UnsupportedState as error:
                 site.left(error)
             else:

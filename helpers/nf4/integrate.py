@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import autoload, backend, call_sites, kernel, libraries
+from . import autoload, backend, kernel, libraries
 from .call_sites import Library, Site
 from .libraries import UnknownInternals, current, reloaded, site_of
 
@@ -123,7 +123,9 @@ class Switch:
         if self.sites:
             lines += [f"Not replaced: {name}, {why}" for name, why in _kept(self.sites).items()]
             lines += [note for note in [libraries.several_bitsandbytes()] if note]
-        lines += [f"Not in {name}: {reason}" for name, reason in self.refused.items()]
+        for reason in dict.fromkeys(self.refused.values()):
+            names = [name for name, why in self.refused.items() if why == reason]
+            lines.append(f"Not in {', '.join(names)}: {reason}")
         return "\n".join(lines)
 
 
@@ -185,7 +187,6 @@ def restore() -> None:
             installed.library.on = False
         _installed.clear()
         _put_back()
-        call_sites.forget_views()
         sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "_Latecomer"]
 
 
@@ -225,9 +226,9 @@ def _import(name: str, asked: bool) -> None:
     if name in sys.modules:
         return
     if importlib.util.find_spec(name) is None:
-        raise ImportError(f"{name} is not installed")
+        raise ImportError(f"{name} is not installed" if asked else "not installed")
     if not asked and name != "bitsandbytes":
-        raise ImportError(f"not imported; import {name} first, then call use_nf4_kernel()")
+        raise ImportError("not imported; import it first, then call use_nf4_kernel()")
     importlib.import_module(name)
 
 
@@ -260,7 +261,6 @@ def _remove(installed: _Installed) -> set:
     """Take one library's replacements out; returns who held them."""
     installed.library.on = False  # every call site at once; what someone else copied stays a mere detour
     _put_back(installed.sites)
-    call_sites.forget_views()
     return installed.holders
 
 

@@ -527,6 +527,27 @@ def test_compiled(make_layer, part):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("as_row", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_branch_inside_the_gpu_operator(device, nested, as_row):
+    """What bitsandbytes' CUDA operator calls it with, also where its packed weight is a row."""
+    packed, state = quantized((48, 128), FP16, device, compress_statistics=nested)
+    x = torch.randn(7, 128, device=device, dtype=BF16)
+    library = call_sites.Library("x")
+    library.on = True
+    site = call_sites.Site("x._dequant_linear_fallback", lambda *a: a, library)
+    call_sites.gemm_fallback(site, kernel)
+    scales = (state.state2.absmax, state.absmax, state.state2.code, state.offset) if nested else ()
+    first, *more = scales or (state.absmax,)
+    packed = packed.t() if as_row else packed
+    result = site.replacement(x, packed, [48, 128], first, 64, "nf4", None, *more)
+    state.dtype = BF16  # it decodes to the input's dtype
+    weight = reference.dequantize(packed.view(-1, 1), state)
+    assert same(result, torch.nn.functional.linear(x, weight)) and site.kernel == 1
+    assert site.replacement(x, packed, [48, 128], first, 48, "nf4", None, *more)[1] is packed
+    assert site.library == 1
+
+
 # PEFT and transformers
 
 
