@@ -10,36 +10,20 @@ import functools
 import itertools
 
 import torch
-
-from helpers.machine import environment
-
-environment.prepare()  # where there is no GPU: before triton is imported
-
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 WORDS_PER_ABSMAX2 = 2048  # one fp32 second-level scale serves 256 blocks
 
 
-def bytes_moved(numel: int, itemsize: int = 2, nested: bool = True) -> int:
-    """Bytes that must cross DRAM for `numel` elements: packed codes, scales and the output, each once.
-
-    0.5 + 1/64 + 4/16384 read (flat states: 0.5 + 4/64) and `itemsize` written an element. The codebooks
-    and the offset (about 1 KB, read once and then cached) are left out.
-    """
-    blocks = -(-numel // 64)
-    scales = blocks + 4 * -(-blocks // 256) if nested else 4 * blocks
-    return -(-numel // 2) + scales + itemsize * numel
-
-
 @triton.jit
-def _floor_kernel(
+def _ceiling_kernel(
     weight_ptr,  # uint8 packed codes, 4 * n_words bytes
     absmax_ptr,  # uint8, one per 8 words
     absmax2_ptr,  # fp32, one per 2048 words
     out_ptr,  # any 16-bit dtype, 8 * n_words elements
     n_words,
-    WORDS: tl.constexpr,  # words a thread
+    WORDS: tl.constexpr,  # words per thread
     THREADS: tl.constexpr,
     STORE: tl.constexpr,  # ".cs" streams the output, "" stores plainly
 ):
@@ -54,7 +38,7 @@ def _floor_kernel(
     mix = mix ^ tl.load(absmax2_ptr + first // 2048).to(tl.int32, bitcast=True)
     loaded = ()
     for row in tl.static_range(WORDS):
-        # One word a thread: without this hint Triton widens the load, and the stores need a layout change.
+        # One word per thread: without this hint Triton widens the load, and the stores need a layout change.
         index = first + row * THREADS + tl.max_contiguous(thread, 1)
         word = tl.load(words + index, mask=index < n_words, other=0, eviction_policy="evict_first")
         loaded = loaded + (word,)
@@ -106,16 +90,20 @@ def _check(weight, absmax, absmax2, out):
     numel = out.numel()
     blocks = -(-numel // 64)
     if numel == 0 or numel % 8 or numel >= 2**31 or out.element_size() != 2 or not out.is_contiguous():
-        raise ValueError("floor needs a contiguous 16-bit output whose size is a multiple of 8 below 2**31")
+        raise ValueError(
+            "a ceiling needs a contiguous 16-bit output whose size is a multiple of 8 below 2**31"
+        )
     sizes = {"weight": weight.nbytes, "absmax": absmax.nbytes, "absmax2": absmax2.nbytes}
     needed = {"weight": numel // 2, "absmax": blocks, "absmax2": 4 * -(-blocks // 256)}
     for name, need in needed.items():
         if sizes[name] < need:
-            raise ValueError(f"floor needs {need} bytes of {name} for {numel} elements, got {sizes[name]}")
+            raise ValueError(
+                f"a ceiling needs {need} bytes of {name} for {numel} elements, got {sizes[name]}"
+            )
     return numel // 8
 
 
-def triton_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
+def triton_ceiling(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
     """The no-arithmetic kernel in Triton.
 
     weight: uint8, numel / 2 bytes; absmax: uint8, one per 64 elements; absmax2: fp32, one per 16384;
@@ -124,7 +112,7 @@ def triton_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"
     """
     n_words = _check(weight, absmax, absmax2, out)
     grid = (-(-n_words // (words * threads)),)
-    _floor_kernel[grid](
+    _ceiling_kernel[grid](
         weight,
         absmax,
         absmax2,
@@ -140,13 +128,13 @@ def triton_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"
 
 @functools.cache
 def _cuda_kernel(words: int, threads: int, store: str):
-    name = f"floor_{words}_{threads}_{'stream' if store else 'plain'}"
+    name = f"ceiling_{words}_{threads}_{'stream' if store else 'plain'}"
     source = _CUDA_SOURCE % {"name": name, "words": words, "threads": threads, "store": _CUDA_STORES[store]}
     return torch.cuda._compile_kernel(source, name)
 
 
-def cuda_floor(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
-    """The same kernel in CUDA C, compiled at run time; arguments and errors as `triton_floor`."""
+def cuda_ceiling(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"):
+    """The same kernel in CUDA C, compiled at run time; arguments and errors as `triton_ceiling`."""
     n_words = _check(weight, absmax, absmax2, out)
     grid = (-(-n_words // (words * threads)), 1, 1)
     _cuda_kernel(words, threads, store)(
@@ -169,9 +157,9 @@ def oracle(weight, absmax, absmax2, numel, words, threads):
 
 
 def variants(kind: str, quick: bool = False) -> list[dict]:
-    """Launch choices tried for a ceiling: the fastest one is the floor. kind is "cuda" or "triton"; `quick`
+    """Launch choices tried for a ceiling: the fastest one is the ceiling. kind: a key of `kinds()`; `quick`
     tries those alone that have been the fastest at some size."""
-    threads = {"cuda": (128, 256), "triton": (128,)}[kind]
+    threads = {"ceiling_cuda": (128, 256), "ceiling_triton": (128,)}[kind]
     choices = ((1, 4), threads, (".cs",)) if quick else ((1, 2, 4, 8), threads, (".cs", ""))
     return [
         {"words": words, "threads": count, "store": store}
@@ -191,3 +179,22 @@ def cuda_missing() -> str:
     except Exception as error:
         return f"CUDA source does not compile here: {str(error).splitlines()[0][:200]}"
     return ""
+
+
+def kinds() -> dict:
+    """{name: kernel} of the ceilings that can run here."""
+    here = {} if cuda_missing() else {"ceiling_cuda": cuda_ceiling}
+    return here | {"ceiling_triton": triton_ceiling}
+
+
+def works(device: str) -> bool:
+    """Whether a tiny kernel (40 words and a part of a tile) writes what its oracle says, and nothing else."""
+    numel, choice = 8 * 40, {"words": 1, "threads": 128, "store": ""}
+    weight = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, device=device)
+    absmax = torch.randint(0, 256, (numel // 64,), dtype=torch.uint8, device=device)
+    absmax2 = torch.rand(1, device=device)
+    out = torch.full((numel + 8,), -7, dtype=torch.int16, device=device)
+    triton_ceiling(weight, absmax, absmax2, out[:numel], **choice)
+    expected = oracle(weight, absmax, absmax2, numel, choice["words"], choice["threads"])
+    right = torch.equal(out[:numel].view(torch.int32).view(-1, 4), expected)
+    return right and bool((out[numel:] == -7).all())

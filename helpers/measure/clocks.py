@@ -1,6 +1,6 @@
-"""Clocks: interleaved host timing, GPU timing by graph replay, and the statistics every row carries.
+"""Clocks: interleaved host timing and GPU timing by graph replay.
 
-Candidates are always interleaved (outer loop rounds, inner loop candidates), so that drifting clocks and
+Candidates always take turns (outer loop rounds, inner loop candidates), so that drifting clocks and
 temperatures hit all of them alike.
 """
 
@@ -18,13 +18,15 @@ import torch
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p20, p50 and p80 of `values` (linear interpolation between neighbours); ValueError when empty."""
+    """p20, p50 and p80; the outer two are values that were measured. ValueError when there are none."""
     if not values:
         raise ValueError("percentiles of nothing: at least one value is needed")
-    if len(values) == 1:
-        return dict.fromkeys(("p20", "p50", "p80"), values[0])
-    deciles = statistics.quantiles(values, n=10, method="inclusive")
-    return {"p20": deciles[1], "p50": deciles[4], "p80": deciles[7]}
+    ordered, last = sorted(values), len(values) - 1
+    return {
+        "p20": ordered[round(0.2 * last)],
+        "p50": statistics.median(ordered),
+        "p80": ordered[round(0.8 * last)],
+    }
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
@@ -38,33 +40,14 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[low], ordered[count - 1 - low]
 
 
-def paired_ratio(numerator: list[float], denominator: list[float]) -> float:
-    """Median over rounds of numerator / denominator: both were timed in the same round, so drift cancels."""
-    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
-
-
-def ratio(numerator: list[float], denominator: list[float]) -> float:
-    """numerator / denominator: the paired median where both have the same rounds, else a ratio of medians."""
-    if len(numerator) == len(denominator):
-        return paired_ratio(numerator, denominator)
-    return statistics.median(numerator) / statistics.median(denominator)
-
-
-def row(seconds: list[float], nbytes: int | None = None, **extra) -> dict:
-    """One result row: p20/p50/p80 in microseconds and rounds; with `nbytes` bytes and GB/s at the median."""
-    result = {key: value * 1e6 for key, value in percentiles(seconds).items()} | {"rounds": len(seconds)}
-    if nbytes is not None:
-        result |= {"bytes": nbytes, "gb_s": nbytes / result["p50"] / 1e3}
-    return result | extra
-
-
-def _device_synchronize():
+def synchronize():
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
-def _collector_off():
+def collector_off():
+    """Inside the block Python's garbage collector does not run."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -75,41 +58,41 @@ def _collector_off():
 
 
 def time_interleaved(
-    fns: dict[str, Callable],
-    rounds: int = 30,
-    inner: int = 100,
-    synchronize: bool = False,
+    calls: dict[str, Callable],
+    rounds: int,
+    inner: int,
+    wait: bool = False,
     *,
-    drain: Callable | None = None,
+    around: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
+    drain: Callable = synchronize,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Host seconds per call of each function, one value a round.
 
-    synchronize=False times `inner` calls until they return; the device is drained between batches, off the
-    clock. synchronize=True waits for the device after every single call, on the clock. Which candidate goes
-    first changes every round. One untimed call precedes each batch. `inner` must stay below the launch
+    wait=False times `inner` calls until they return; the device is drained between batches, off the clock.
+    wait=True waits for the device after every single call, on the clock. Who goes first changes every round.
+    One untimed call precedes each batch, both inside `around(name)`. `inner` must stay below the launch
     queue's depth (about 1000 kernels), or the calls would wait for the GPU. `drain`, `clock`: for tests.
     """
-    drain = drain or _device_synchronize
-    times: dict[str, list[float]] = {name: [] for name in fns}
-    order = list(fns)
-    calls = range(inner)
-    with _collector_off():
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    with collector_off():
         for _ in range(rounds):
             for name in order:
-                fn = fns[name]
-                fn()
-                drain()
-                start = clock()
-                if synchronize:
-                    for _ in calls:
-                        fn()
-                        drain()
-                else:
-                    for _ in calls:
-                        fn()
-                times[name].append((clock() - start) / inner)
-                drain()
+                call = calls[name]
+                with around(name):
+                    call()
+                    drain()
+                    start = clock()
+                    if wait:
+                        for _ in range(inner):
+                            call()
+                            drain()
+                    else:
+                        for _ in range(inner):
+                            call()
+                    times[name].append((clock() - start) / inner)
+                    drain()
             order.append(order.pop(0))
     return times
 
@@ -131,7 +114,7 @@ def capture(
     """
     torch.cuda.synchronize()
     graph, held = graph or torch.cuda.CUDAGraph(), []
-    with _collector_off(), torch.cuda.stream(_capture_stream()):
+    with collector_off(), torch.cuda.stream(_capture_stream()):
         for index in range(warm):
             call(index)
         torch.cuda.synchronize()
@@ -187,14 +170,20 @@ def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[
     return times
 
 
-def device_events(call: Callable[[int], object], count: int = 1) -> list[tuple[str, float]]:
-    """(name, seconds) of everything the profiler saw on the GPU during call(0), ..., call(count - 1)."""
-    call(0)
-    torch.cuda.synchronize()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for index in range(count):
-            call(index)
-        torch.cuda.synchronize()
-    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [(event.name, event.time_range.elapsed_us() * 1e-6) for event in on_device]
+def allocations(call: Callable) -> int:
+    """How often one call asks torch's allocator for memory on the GPU."""
+    call()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    call()
+    return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+
+
+def free_bytes() -> int:
+    """Of GPU memory, after torch has given back what it does not use."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def l2_bytes() -> int:
+    """Of the current GPU's L2 cache; 0 where this torch does not say."""
+    return getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)

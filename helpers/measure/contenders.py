@@ -1,6 +1,6 @@
 """Who is measured and how long, and the gate before any clock starts: the bits must be bitsandbytes'."""
 
-import importlib
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,53 +8,88 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from helpers.oracle.baselines import Baseline
-from helpers.oracle.reference import same_bits
+from helpers.measure import clocks, workload
+from helpers.record.names import BASELINES_ON_GPU, TARGET_SIZES
+from helpers.submission import protocol
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-BASELINES_ON_GPU = ("unsloth_today", "unsloth_classic", "bitsandbytes")
-DEQUANTIZERS = ("kernel", *BASELINES_ON_GPU)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What a run covers: sizes in elements, layers as ((out_features, in_features), dtype)."""
+
+    sizes: tuple[int, ...] = workload.SIZES
+    ablation: tuple[int, ...] = (2**20, *TARGET_SIZES)  # the first does not fill a large card
+    layers: tuple = (((1024, 4096), "bfloat16"), ((2048, 8192), "float16"), ((4096, 14336), "bfloat16"))
+    configs: tuple[protocol.Config, ...] = protocol.OFFICIAL
+    gemm: tuple[protocol.Config, ...] = protocol.OFFICIAL
+    tokens: tuple[int, ...] = (64, 512, 2048)
+    weights: int = 24  # under one torch.compile
+    shape: tuple[int, int] = (1024, 2816)  # of each of them
+    backend: str = "inductor"
+    most_rounds: int = 1000
+    rotate: int = workload.ROTATE_BYTES  # at most so many, through which the calls rotate
+    inner: int = 100  # calls a round; far below the launch queue's depth
+
+
+FULL = Scope()
+QUICK = Scope(sizes=workload.QUICK_SIZES, ablation=TARGET_SIZES[:2], gemm=protocol.OFFICIAL[:1])
 
 
 @dataclass
 class Bench:
-    """What one run measures with: the kernel's module, the baselines and the size of the run."""
+    """What one run measures with: the kernel, the baselines, how much, and the GPU's clocks."""
 
     module: object
-    found: dict[str, Baseline]
+    baselines: dict[str, protocol.Baseline]
     quick: bool = False
+    scope: Scope = FULL
     device: str = "cuda"
+    gpu: object = clocks
 
     def rounds(self, full: int, quick: int) -> int:
-        return quick if self.quick else full
+        return min(quick if self.quick else full, self.scope.most_rounds)
+
+    def sets(self, numel: int) -> int:
+        """How many sets of buffers of this size the calls rotate through."""
+        quick = workload.quick_bytes(self.gpu.l2_bytes()) if self.quick else self.scope.rotate
+        return workload.rotation(numel, min(quick, self.scope.rotate))
 
     def bar(self, total: int, what: str):
         return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
 
-    def candidates(self) -> dict[str, Callable]:
+    def contenders(self) -> dict[str, Callable]:
         """layer -> weight, the kernel first."""
-        present = {name: baseline.fn for name, baseline in self.found.items() if baseline.fn is not None}
+        present = {name: baseline.fn for name, baseline in self.baselines.items() if baseline.fn is not None}
         return {"kernel": self.module.your_dequantize_nf4} | present
 
-    def launchers(self) -> dict[str, Callable]:
-        """(weight, quant_state) -> new output, for everything with GPU code of its own."""
-        calls = {"kernel": self.module._your_dequantize_nf4}
-        if self.found["unsloth_today"].fn is not None:
-            utils = importlib.import_module("unsloth.kernels.utils")
-            calls["unsloth_today"] = utils.fast_dequantize
-            if hasattr(utils, "_fast_dequantize_ctypes"):
-                calls["unsloth_classic"] = utils._fast_dequantize_ctypes
-        if self.found["bitsandbytes"].fn is not None:
-            calls["bitsandbytes"] = importlib.import_module("bitsandbytes.functional").dequantize_4bit
-        return calls
+    def on_gpu(self) -> dict[str, Callable]:
+        """Those with GPU code of their own; PEFT calls bitsandbytes'."""
+        return {n: fn for n, fn in self.contenders().items() if n in ("kernel", *BASELINES_ON_GPU)}
+
+    def forced(self, overrides: dict):
+        """The kernel's settings with these changed, inside a `with` block."""
+        return self.module.force(**overrides) if overrides else contextlib.nullcontext()
+
+
+def users_bitsandbytes() -> Callable | None:
+    """layer -> weight by what users call as bitsandbytes, where another library has replaced it."""
+    from bitsandbytes import functional
+
+    replaced = functional.dequantize_4bit
+    if replaced is protocol.own_dequantize_4bit(functional):
+        return None
+    return lambda layer: replaced(layer.weight.data, layer.weight.quant_state)
 
 
 def why(error: BaseException) -> str:
+    """An error's type and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
-def wrong_bits(call: Callable, expected, out=None) -> str:
+def wrong_bits(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) -> str:
     """Why call() does not give the bits of `expected`; "" when it does.
 
     NaN is written beforehand into `out` where the call is known to write there, else into the memory that a
@@ -63,8 +98,9 @@ def wrong_bits(call: Callable, expected, out=None) -> str:
     poison = torch.full_like(expected, math.nan) if out is None else out.fill_(math.nan)
     del poison
     try:
-        found = call()
-        torch.cuda.synchronize()
+        result = call()
+        if result.is_cuda:
+            torch.cuda.synchronize()
     except Exception as error:
         return why(error)
-    return "" if same_bits(found, expected) else "not bit-identical to bitsandbytes: not timed"
+    return "" if protocol.same_bits(result, expected) else "not bit-identical to bitsandbytes: not timed"

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 
 from helpers.machine import environment, install
 
@@ -13,6 +12,7 @@ DTYPES = ("float16", "bfloat16")
 LAYER = (200, 33)  # (in_features, out_features): 6600 elements end mid-tile, mid-block and on half a word
 KERNEL = "this kernel"
 CLOSE = 1.03  # speeds nearer than this are called equal
+SETUP = "bash colab_setup.sh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +25,35 @@ class Check:
     fix: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Microseconds of one call with a synchronize, by contender, on a square layer."""
+
+    size: int
+    dtype: str
+    us: dict[str, float]
+
+
+@dataclasses.dataclass
+class Report:
+    environment: dict
+    checks: list[Check]
+    speed: list[Speed] = dataclasses.field(default_factory=list)
+    cold_start_seconds: dict[str, float] | None = None  # first call: with an empty cache, with a warm one
+    backend: dict | None = None
+    recommendation: str = ""
+
+
 def packages() -> list[Check]:
     """What requirements.txt asks for here and is missing or out of range."""
     found = install.installed()
     gaps = install.missing(install.wanted([], install.nvidia_gpus()), found)
-    if not gaps:
-        return [Check("packages", True, "all of requirements.txt that is used here is installed")]
-    fix = "bash colab_setup.sh"
-    return [
-        Check(
-            f"package {name}", False, f"{requirement} is needed, {found.get(name, 'none')} is installed", fix
-        )
-        for name, requirement in gaps.items()
+    lacking = (
+        Check(f"package {n}", False, f"{need} is needed, {found.get(n, 'none')} is installed", SETUP)
+        for n, need in gaps.items()
+    )
+    return list(lacking) or [
+        Check("packages", True, "all of requirements.txt that is used here is installed")
     ]
 
 
@@ -52,17 +69,17 @@ def gpu() -> Check:
     return Check("GPU", True, f"{environment.gpu_name()}, sm_{major}{minor}, bf16 {bf16}")
 
 
-def triton_smoke(device: str) -> Check:
-    """A tiny kernel, compiled on a GPU, interpreted elsewhere."""
+def triton_check(device: str) -> Check:
+    """A tiny kernel that loads, computes and stores under masks; compiled on a GPU, interpreted elsewhere."""
     if text := environment.old_triton():
-        return Check("Triton", False, text, "bash colab_setup.sh")
-    how = "interprets" if environment.interpreter() else "compiles and runs"
+        return Check("Triton", False, text, SETUP)
     try:
-        from helpers.measure import smoke
+        from helpers.measure import ceilings
 
-        good = smoke.works(device)
+        good = ceilings.works(device)
     except Exception as error:
         return Check("Triton", False, f"a tiny kernel fails: {type(error).__name__}: {error}")
+    how = "interprets" if environment.interpreter() else "compiles and runs"
     return Check("Triton", good, f"{how} a tiny kernel" if good else "a tiny kernel returns wrong numbers")
 
 
@@ -82,54 +99,46 @@ def _equal(device: str, dtype: str) -> tuple[bool, str]:
     import bitsandbytes
     import torch
 
-    from helpers.nf4 import kernel as nf4_kernel
+    from helpers.nf4 import kernel
     from helpers.oracle import reference
-    from helpers.submission import checks
     from helpers.oracle.layers import quantized_layer
+    from helpers.submission import protocol
 
     layer = quantized_layer(*LAYER, getattr(torch, dtype), device=device)
-    weight, state = layer.weight.data, layer.weight.quant_state
-    ours = nf4_kernel.your_dequantize_nf4(layer)
+    ours = kernel.your_dequantize_nf4(layer)
     others = {
-        f"bitsandbytes {bitsandbytes.__version__}": checks.expected(layer),  # past its AVX512 faults
-        "the oracle": reference.dequantize(weight, state),
+        f"bitsandbytes {bitsandbytes.__version__}": protocol.expected(layer),
+        "the oracle": reference.dequantize(layer.weight.data, layer.weight.quant_state),
     }
-    wrong = {name: reference.different(ours, other) for name, other in others.items()}
+    wrong = {name: protocol.different(ours, other) for name, other in others.items()}
     bad = [f"{count} of {ours.numel()} elements differ from {name}" for name, count in wrong.items() if count]
     return not bad, "; ".join(bad) or f"{ours.numel()} elements as in {' and '.join(others)}"
 
 
-def cold_start() -> dict[str, float]:
-    """Seconds of the very first call in a fresh process, with Triton's cache empty and filled."""
-    from helpers.measure import first_call
-
-    return {state: run["median"]["first_call"] for state, run in first_call.starts("kernel", 1).items()}
-
-
-def speed(quick: bool) -> list[dict]:
-    """Microseconds a call (with a synchronize, as in the protocol), kernel and baselines interleaved."""
+def speed(quick: bool) -> list[Speed]:
+    """The kernel and the baselines, interleaved, each call with a synchronize as in the protocol."""
     import torch
 
-    from helpers.nf4 import kernel as nf4_kernel
-    from helpers.oracle import baselines
-    from helpers.oracle.layers import quantized_layer
     from helpers.measure.clocks import time_interleaved
+    from helpers.nf4 import kernel
+    from helpers.oracle.layers import quantized_layer
+    from helpers.submission import protocol
 
-    functions = {KERNEL: nf4_kernel.your_dequantize_nf4}
-    functions |= {found.label: found.fn for found in baselines.available().values() if found.fn}
+    functions = {KERNEL: kernel.your_dequantize_nf4}
+    functions |= {baseline.label: baseline.fn for baseline in protocol.baselines().values() if baseline.fn}
     rows = []
     for dtype in DTYPES:
         for size in SIZES:
             layer = quantized_layer(size, size, getattr(torch, dtype), device="cuda")
             calls = {name: lambda fn=fn, layer=layer: fn(layer) for name, fn in functions.items()}
-            times = time_interleaved(calls, rounds=5 if quick else 15, inner=50, synchronize=True)
+            times = time_interleaved(calls, rounds=5 if quick else 15, inner=50, wait=True)
             us = {name: statistics.median(seconds) * 1e6 for name, seconds in times.items()}
-            rows.append({"size": size, "dtype": dtype, "microseconds": us})
+            rows.append(Speed(size, dtype, us))
             torch.cuda.empty_cache()
     return rows
 
 
-def recommend(checks, rows) -> str:
+def recommend(checks: list[Check], rows: list[Speed]) -> str:
     """What to do on this machine, from the findings alone."""
     if failed := [check for check in checks if check.ok is False]:
         fixes = list(dict.fromkeys(check.fix for check in failed if check.fix))
@@ -140,89 +149,79 @@ def recommend(checks, rows) -> str:
             "The kernel is correct here; without a GPU nothing can be gained by it, and NF4_BACKEND=torch is "
             f"exact too. To measure: {environment.switch_on_gpu()}"
         )
-    ratios = {}
-    for row in rows:
-        ours = row["microseconds"][KERNEL]
-        for name, us in row["microseconds"].items():
-            ratios.setdefault(name, []).append(us / ours)
-    ratios.pop(KERNEL)
-    if not ratios:
-        return "NF4_BACKEND=triton; no baseline is installed to compare with (bash colab_setup.sh)."
-    name, found = min(ratios.items(), key=lambda item: statistics.geometric_mean(item[1]))
-    span = f"{min(found):.2f} to {max(found):.2f} times as fast as {name}, the fastest of the others"
-    if min(found) >= CLOSE:
+    others = {name for row in rows for name in row.us} - {KERNEL}
+    if not others:
+        return f"NF4_BACKEND=triton; no baseline is installed to compare with ({SETUP})."
+    ratios = {name: [row.us[name] / row.us[KERNEL] for row in rows] for name in others}
+    name = min(ratios, key=lambda name: statistics.geometric_mean(ratios[name]))
+    low, high = min(ratios[name]), max(ratios[name])
+    span = f"{low:.2f} to {high:.2f} times as fast as {name}, the fastest of the others"
+    if low >= CLOSE:
         return f"NF4_BACKEND=triton: {span}."
-    if max(found) < 1 / CLOSE:
+    if high < 1 / CLOSE:
         return f"{name} is faster here (this kernel: {span}); please report this with --json."
     return f"NF4_BACKEND=triton or {name}, as you like: {span}."
 
 
-def examine(quick: bool = False) -> dict:
-    """All findings as JSON types: environment, checks, cold_start_seconds, speed, backend, recommendation."""
+def examine(quick: bool = False) -> Report:
+    """All findings and the recommendation that follows from them."""
     checks = packages()
     try:
         environment.prepare()
-        facts = environment.describe()
+        report = Report(environment.describe(), checks)
         checks.append(gpu())
     except ImportError as error:
-        checks.append(Check("torch", False, f"does not import: {error}", "bash colab_setup.sh"))
-        return _report(environment.versions(), checks)
+        checks.append(Check("torch", False, f"does not import: {error}", SETUP))
+        return Report(environment.versions(), checks, recommendation=recommend(checks, []))
     device = "cuda" if environment.has_gpu() and not environment.old_gpu() else "cpu"
-    from helpers.oracle import baselines
+    _try_kernel(report, device, quick)
+    report.recommendation = recommend(checks, report.speed)
+    return report
 
-    # before all other imports: Unsloth wants to come first
-    absent = [found for found in baselines.available().values() if found.fn is None]
-    checks += [triton_smoke(device), *equality(device)]
-    right = all(check.ok for check in checks if check.name.startswith(("Triton", "bit-equal")))
-    checks += [Check(found.label, None, found.reason) for found in absent]
+
+def _try_kernel(report: Report, device: str, quick: bool) -> None:
+    """Add whether the kernel is right here, and how fast it is where that is so."""
+    from helpers.submission import protocol
+
+    absent = [b for b in protocol.baselines().values() if b.fn is None]  # imports the libraries first
+    tried = [triton_check(device), *equality(device)]
+    report.checks += [*tried, *(Check(b.label, None, b.reason) for b in absent)]
+    right = all(check.ok for check in tried)
+    if right:
+        import torch
+
+        from helpers.nf4 import backend
+
+        report.backend = dataclasses.asdict(backend.choose(device, torch.float16))
     if not right or device == "cpu":
         why = "needs an NVIDIA GPU" if device == "cpu" else "the kernel is not right here"
-        checks.append(Check("speed", None, f"not measured ({why})"))
-        return _report(facts, checks, backend=_backend(device) if right else None)
-    return _report(facts, checks, speed(quick), cold_start(), _backend(device))
+        report.checks.append(Check("speed", None, f"not measured ({why})"))
+        return
+    from helpers.measure import first_call
+
+    report.speed, starts = speed(quick), first_call.starts("kernel", 1)
+    report.cold_start_seconds = {state: starts.median(state, "first_call") for state in ("empty", "warm")}
 
 
-def _backend(device: str) -> dict:
-    import torch
-
-    from helpers.nf4 import backend
-
-    return dataclasses.asdict(backend.choose(device, torch.float16))
-
-
-def _report(facts, checks, rows=(), cold=None, backend=None) -> dict:
-    return {
-        "environment": facts,
-        "checks": [dataclasses.asdict(check) for check in checks],
-        "cold_start_seconds": cold,
-        "speed": list(rows),
-        "backend": backend,
-        "recommendation": recommend(checks, rows),
-    }
-
-
-def show(report: dict) -> None:
+def show(report: Report) -> None:
     """Print a report for people."""
-    for name, value in report["environment"].items():
+    for name, value in report.environment.items():
         print(f"{name:15} {'-' if value is None else value}")
     print()
-    for check in report["checks"]:
-        mark = {True: "ok", False: "FAIL", None: "-"}[check["ok"]]
-        print(f"{mark:5} {check['name']}: {check['detail']}")
-        if check["fix"]:
-            print(f"      fix: {check['fix']}")
-    if cold := report["cold_start_seconds"]:
-        empty, warm = cold["empty"], cold["warm"]
-        print(f"\nfirst call of a process: {empty:.2f} s to compile, {warm:.2f} s from Triton's cache")
-    if rows := report["speed"]:
+    for check in report.checks:
+        mark = {True: "ok", False: "FAIL", None: "-"}[check.ok]
+        print(f"{mark:5} {check.name}: {check.detail}" + (f"\n      fix: {check.fix}" if check.fix else ""))
+    if cold := report.cold_start_seconds:
+        line = "first call of a process: {empty:.2f} s to compile, {warm:.2f} s from Triton's cache"
+        print(f"\n{line.format(**cold)}")
+    if report.speed:
         print("\nmicroseconds a call, with a synchronize (times slower than this kernel)")
-        for row in rows:
-            us = row["microseconds"]
-            cells = (f"{name} {value:.1f} ({value / us[KERNEL]:.2f}x)" for name, value in us.items())
-            print(f"{row['size']}x{row['size']} {row['dtype']:8}  " + "  ".join(cells))
-    if backend := report["backend"]:
-        print(f"\nbackend: {backend['name']} ({backend['reason']})")
-    print(f"\n{report['recommendation']}")
+    for row in report.speed:
+        cells = (f"{name} {value:.1f} ({value / row.us[KERNEL]:.2f}x)" for name, value in row.us.items())
+        print(f"{row.size}x{row.size} {row.dtype:8}  " + "  ".join(cells))
+    if report.backend:
+        print(f"\nbackend: {report.backend['name']} ({report.backend['reason']})")
+    print(f"\n{report.recommendation}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,11 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     report = examine(options.quick)
     if options.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(dataclasses.asdict(report), indent=1))
     else:
         show(report)
-    return 1 if any(check["ok"] is False for check in report["checks"]) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return int(any(check.ok is False for check in report.checks))

@@ -1,79 +1,85 @@
 """Measurements that need a fresh process: cold start and the number of compiles.
 
-`python -m helpers.measure.first_call kernel|trivial|compiles` measures in this process and prints one JSON line;
-`measure(...)` starts such processes with a Triton cache of their own. The trivial kernel stores one number:
-its first call is what Triton alone costs.
+`python -m helpers.measure.first_call kernel|trivial|compiles` measures in this process and prints one JSON
+line; `measure` starts such processes with a Triton cache of their own.
 """
 
 import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SHAPE = (1024, 4096)  # of the layer in the cold start
+from helpers.machine import child
+from helpers.record.results import Cold, Compiles, Starts
+
+SHAPE = (1024, 4096)  # of the weight in the cold start
 
 
-class _Stopwatch:
-    def __init__(self):
-        self.seconds, self._last = {}, time.perf_counter()
+def _first_calls(make) -> dict[str, float]:
+    """Seconds of each step, this process being fresh, up to the second call of what `make()` returns."""
+    seconds, last = {}, time.perf_counter()
 
-    def lap(self, name: str):
+    def lap(name: str):
+        nonlocal last
         now = time.perf_counter()
-        self.seconds[name], self._last = now - self._last, now
+        seconds[name], last = now - last, now
 
-
-def _first_calls(call, watch: _Stopwatch, synchronize) -> dict:
-    watch.lap("prepare")
-    call()
-    synchronize()
-    watch.lap("first_call")
-    call()
-    synchronize()
-    watch.lap("second_call")
-    return watch.seconds
-
-
-def kernel_start() -> dict:
-    """Seconds of each step up to the second call of `your_dequantize_nf4`, this process being fresh."""
-    watch = _Stopwatch()
     import torch
 
-    watch.lap("import_torch")
+    lap("import_torch")
     import triton  # noqa: F401
 
-    watch.lap("import_triton")
-    import bitsandbytes  # noqa: F401
-
-    watch.lap("import_bitsandbytes")
-    from helpers.nf4 import kernel as nf4_kernel
-    from helpers.oracle.layers import quantized_layer
-
-    module = nf4_kernel
-    watch.lap("load_kernel_module")
-    layer = quantized_layer(SHAPE[1], SHAPE[0], torch.bfloat16, device="cuda")
+    lap("import_triton")
+    call = make()
     torch.cuda.synchronize()
-    return _first_calls(lambda: module.your_dequantize_nf4(layer), watch, torch.cuda.synchronize)
+    lap("prepare")
+    for name in ("first_call", "second_call"):
+        call()
+        torch.cuda.synchronize()
+        lap(name)
+    return seconds
 
 
-def trivial_start() -> dict:
-    """The same for a kernel that stores one number: Triton's own share of a cold start."""
-    watch = _Stopwatch()
+def _kernel():
+    """A call of the kernel on a weight made by hand: bitsandbytes' import takes longer than all the rest."""
+    from types import SimpleNamespace
+
     import torch
 
-    watch.lap("import_torch")
-    import triton  # noqa: F401
+    from helpers.nf4 import kernel
 
-    watch.lap("import_triton")
+    def random(dtype, *size):
+        return torch.zeros(size, device="cuda").uniform_(0, 200).to(dtype)
+
+    blocks = SHAPE[0] * SHAPE[1] // 64
+    state2 = SimpleNamespace(
+        absmax=random(torch.float32, blocks // 256), code=random(torch.float32, 256), blocksize=256
+    )
+    state2.dtype = torch.float32
+    state = SimpleNamespace(
+        absmax=random(torch.uint8, blocks),
+        shape=torch.Size(SHAPE),
+        dtype=torch.bfloat16,
+        quant_type="nf4",
+        blocksize=64,
+        nested=True,
+        state2=state2,
+        offset=random(torch.float32).reshape(()),
+    )
+    weight = random(torch.uint8, SHAPE[0] * SHAPE[1] // 2, 1)
+    return lambda: kernel._your_dequantize_nf4(weight, state)
+
+
+def _trivial():
+    """A call of a kernel that stores one number: Triton's own share of a cold start."""
+    import torch
+
     from helpers.measure.ceilings import trivial_kernel
 
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
-    torch.cuda.synchronize()
-    return _first_calls(lambda: trivial_kernel[(1,)](out), watch, torch.cuda.synchronize)
+    return lambda: trivial_kernel[(1,)](out)
 
 
 def count_compiles() -> dict:
@@ -84,89 +90,71 @@ def count_compiles() -> dict:
     """
     import torch
 
-    from helpers.nf4 import kernel as nf4_kernel
-    from helpers.measure.workload import LAYERS, make_buffers
+    from helpers.measure.workload import LLAMA_3, make_buffers
+    from helpers.nf4 import kernel as module
 
-    module = nf4_kernel
-    kernel = module._your_dequantize_nf4_kernel
-    cache = Path(os.environ["TRITON_CACHE_DIR"])
-    shapes = sorted({shape for model in ("Llama-3 8B", "Llama-3 70B") for shape in LAYERS[model]})
+    kernel, cache = module._your_dequantize_nf4_kernel, Path(os.environ["TRITON_CACHE_DIR"])
 
     def seen() -> tuple[int, int | None]:
         known = getattr(kernel, "device_caches", None)
         entries = None if known is None else sum(len(entry[0]) for entry in known.values())
         return len(list(cache.rglob(f"{kernel.fn.__name__}*.cubin"))), entries
 
-    rows, before = [], seen()
+    rows, before, shapes = [], seen(), sorted(set(LLAMA_3))
     for nested in (True, False):
         for dtype in (torch.float16, torch.bfloat16):
             for shape in shapes:
-                buffers = make_buffers(shape, dtype, count=1, nested=nested)
-                module._your_dequantize_nf4(buffers.weights[0], buffers.states[0])
+                module.your_dequantize_nf4(make_buffers(shape, dtype, 1, nested).layers[0])
             torch.cuda.synchronize()
             after = seen()
-            rows.append(
-                {
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "state": "nested" if nested else "flat",
-                    "shapes": len(shapes),
-                    "compiles": after[0] - before[0],
-                    "specializations": None if after[1] is None else after[1] - before[1],
-                }
-            )
+            row = {"dtype": str(dtype).removeprefix("torch."), "state": "nested" if nested else "flat"}
+            row |= {"shapes": len(shapes), "compiles": after[0] - before[0]}
+            rows.append(row | {"specializations": None if after[1] is None else after[1] - before[1]})
             before = after
-    return {"rows": rows, "shapes": [list(shape) for shape in shapes]}
+    return {"rows": rows, "shapes": shapes}
 
 
-JOBS = {"kernel": kernel_start, "trivial": trivial_start, "compiles": count_compiles}
+JOBS = {
+    "kernel": lambda: _first_calls(_kernel),
+    "trivial": lambda: _first_calls(_trivial),
+    "compiles": count_compiles,
+}
 
 
 def measure(job: str, cache: str) -> dict:
-    """One job's data from a new process with `cache` as Triton's cache folder.
-
-    RuntimeError with the end of its error output when it failed.
-    """
-    environment = os.environ | {"TRITON_CACHE_DIR": cache}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "helpers.measure.first_call", job]
-    start = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        raise RuntimeError(f"{job} in a fresh process failed: {done.stderr.strip()[-1500:]}")
-    return json.loads(done.stdout.splitlines()[-1]) | {"process": time.perf_counter() - start}
+    """One job's data from a new process with `cache` as Triton's cache folder. Raises child.ChildFailed."""
+    variables = {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": None}
+    done = child.python(["-m", "helpers.measure.first_call", job], variables=variables)
+    return json.loads(done.out.splitlines()[-1])
 
 
-def starts(job: str, repeats: int, tick=lambda: None) -> dict:
-    """Cold starts of `job`: {"empty": ..., "warm": ...}, each step's seconds for every repeat and its median.
-
-    Each repeat gets a new empty cache folder; the "warm" process is the next one on the same folder.
-    """
-    runs: dict[str, list[dict]] = {"empty": [], "warm": []}
+def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
+    """Cold starts of `job` ("kernel" or "trivial"), each repeat with a new empty cache folder; the "warm"
+    process is the next one on the same folder."""
+    found = Starts(empty=[], warm=[])
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="triton-cold-") as cache:
-            for state in runs:
-                runs[state].append(measure(job, cache))
+            for runs in (found.empty, found.warm):
+                runs.append(measure(job, cache))
                 tick()
-    return {
-        state: {
-            "median": {step: statistics.median(run[step] for run in found) for step in found[0]},
-            "runs": found,
-        }
-        for state, found in runs.items()
-    }
+    return found
 
 
-def compiles() -> dict:
+def cold(bench) -> Cold:
+    """First call with an empty Triton cache and in a new process with a warm one; imports apart."""
+    repeats = bench.rounds(3, 1)
+    with bench.bar((2 if bench.quick else 4) * repeats, "cold") as bar:
+        kernel = starts("kernel", repeats, bar.update)
+        return Cold(kernel=kernel, trivial=None if bench.quick else starts("trivial", repeats, bar.update))
+
+
+def compiles(bench) -> Compiles:
     """`count_compiles` in a new process whose Triton cache starts empty."""
+    import msgspec
+
     with tempfile.TemporaryDirectory(prefix="triton-compiles-") as cache:
-        return measure("compiles", cache)
-
-
-def main(argv: list[str] | None = None) -> int:
-    (job,) = argv if argv is not None else sys.argv[1:]
-    print(json.dumps(JOBS[job]()))
-    return 0
+        return msgspec.convert(measure("compiles", cache), Compiles)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(JOBS[sys.argv[1]]()))

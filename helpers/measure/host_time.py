@@ -1,48 +1,41 @@
-"""Time of a call on the host, and what it consists of."""
+"""Time of a call on the host, what it consists of, and what it executes in Python."""
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from helpers.measure import ceilings, clocks
-from helpers.measure.contenders import DTYPES, Bench, wrong_bits
-from helpers.oracle.layers import quantized_layer
 from helpers.measure.clocks import time_interleaved
+from helpers.measure.contenders import DTYPES, Bench, users_bitsandbytes, wrong_bits
+from helpers.oracle.layers import quantized_layer
+from helpers.record.names import ALLOCATE_FILL, bytes_moved
+from helpers.record.results import CallCost, Host, HostCase, Parts, Rows, Times
+from helpers.submission import protocol
 
-CASES = (((1024, 4096), "bfloat16"), ((2048, 8192), "float16"), ((4096, 14336), "bfloat16"))
-INNER = 100  # calls a round; far below the launch queue's depth
-YARDSTICK = "empty_strided + fill_"
-_LAUNCHES = ("triton kernel[grid]", "aten fill_", "triton compiled launcher")
+LAUNCHES = ("triton kernel[grid]", "aten fill_", "triton compiled launcher")
+BARE = "torch.empty + a bare launch"
 # How each gets its output, where it is not torch.empty.
-_ALLOCATES = {"kernel": "Inductor's empty_strided", YARDSTICK: "empty_strided"}
+_ALLOCATES = {"kernel": "Inductor's empty_strided", ALLOCATE_FILL: "empty_strided"}
 
 
-def _allocations(call: Callable) -> int:
-    call()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    call()
-    return torch.cuda.memory_stats()["allocation.all.allocated"] - before
+def _rows(bench: Bench, calls: dict[str, Callable], rounds: int, wait=False, nbytes=None, **more) -> Rows:
+    times = time_interleaved(calls, rounds, bench.scope.inner, wait, **more)
+    return {name: Times.of(seconds, nbytes) for name, seconds in times.items()}
 
 
-def _kernels(call: Callable) -> int | None:
-    """GPU kernels, copies and fills of one call; None where they cannot be counted."""
-    with contextlib.suppress(Exception):
-        return clocks.graph_nodes(call)
-    return None
-
-
-def _launch_unit(out) -> dict[str, Callable]:
-    """Ways to launch one tiny kernel: Triton's compiled launcher, its public path, and an ATen operation."""
+def _launches(out) -> dict[str, Callable]:
+    """Ways to launch one tiny kernel: Triton's public path, an ATen operation, Triton's compiled launcher."""
     kernel = ceilings.trivial_kernel
     compiled = kernel[(1,)](out)
-    public, aten, launcher = _LAUNCHES
+    public, aten, launcher = LAUNCHES
     ways = {public: lambda: kernel[(1,)](out), aten: lambda: out.fill_(0)}
-    stream = torch.cuda.current_stream().cuda_stream
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # private: its arguments change between versions of Triton
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
-        address = out.data_ptr()
+        stream, address = torch.cuda.current_stream().cuda_stream, out.data_ptr()
 
         def direct():
             run(1, 1, 1, stream, function, metadata, None, None, None, address)
@@ -52,96 +45,203 @@ def _launch_unit(out) -> dict[str, Callable]:
     return ways
 
 
-def _unit_costs(bench: Bench, like) -> dict:
+def _units(bench: Bench, like: torch.Tensor) -> Rows:
     """Microseconds of the single steps that a call is made of; `like` is a tensor such as it returns."""
     shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    launches = _launch_unit(torch.zeros(4, dtype=torch.int32, device=device))
-    fns = {
+    launches = _launches(torch.zeros(4, dtype=torch.int32, device=device))
+    calls = {
         "python call": lambda: None,
         "empty_strided": lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device),
         "empty": lambda: torch.empty(shape, dtype=dtype, device=device),
         "current_stream": lambda: torch.cuda.current_stream(device),
         "current_device": torch.cuda.current_device,
         "synchronize": torch.cuda.synchronize,
-    } | launches
-    private = {
-        "Inductor's empty_strided": (
-            lambda: torch._C._dynamo.guards._empty_strided_cuda,
-            shape,
-            strides,
-            dtype,
-        ),
-        "raw stream": (lambda: torch._C._cuda_getCurrentRawStream, device.index),
+        **launches,
     }
-    for name, (find, *arguments) in private.items():
-        with contextlib.suppress(Exception):  # these names change between versions of torch
-            call = functools.partial(find(), *arguments)
-            call()
-            fns[name] = call
+    with contextlib.suppress(AttributeError):  # private: the names change between versions of torch
+        empty = torch._C._dynamo.guards._empty_strided_cuda
+        calls["Inductor's empty_strided"] = functools.partial(empty, shape, strides, dtype)
+        calls["raw stream"] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+    for name in list(calls):
+        try:
+            calls[name]()
+        except Exception:  # not here
+            del calls[name]
     rounds = bench.rounds(40, 10)
-    units = {name: clocks.row(found) for name, found in time_interleaved(fns, rounds, INNER).items()}
-    waited = time_interleaved(launches, rounds, INNER, synchronize=True)
-    return units | {f"{name} + synchronize": clocks.row(found) for name, found in waited.items()}
+    waited = _rows(bench, launches, rounds, wait=True)
+    return _rows(bench, calls, rounds) | {f"{name} + synchronize": row for name, row in waited.items()}
 
 
-def _parts(name: str, call: Callable, units: dict, case: dict) -> dict:
+def _parts(bench: Bench, name: str, call: Callable, units: Rows, case: HostCase) -> Parts:
     """Where one call's microseconds go: allocations and launches, each at its cheapest measured cost."""
-    returned, synchronized = (case[what][name]["p50"] for what in ("returned", "synchronized"))
-    allocations, kernels = _allocations(call), _kernels(call)
-    allocate = units.get(_ALLOCATES.get(name, "empty"), units["empty_strided"])["p50"]
-    launch = min(units[way]["p50"] for way in _LAUNCHES if way in units)
-    parts = {
-        "allocations": allocations,
-        "kernels": kernels,
-        "returned_us": returned,
-        "wait_us": synchronized - returned,
-        "allocate_us": allocations * allocate,
-    }
-    if kernels is not None:
-        parts["launch_us"] = kernels * launch
-        parts["rest_us"] = returned - parts["allocate_us"] - parts["launch_us"]
+    returned, synchronized = case.returned[name].p50, case.synchronized[name].p50
+    allocate = units.get(_ALLOCATES.get(name, "empty"), units["empty_strided"]).p50
+    parts = Parts(
+        allocations=bench.gpu.allocations(call),
+        kernels=None,
+        returned_us=returned,
+        wait_us=synchronized - returned,
+        allocate_us=0.0,
+    )
+    parts.allocate_us = parts.allocations * allocate
+    with contextlib.suppress(Exception):  # where kernels cannot be counted, the rest is not split
+        parts.kernels = bench.gpu.graph_nodes(call)
+        parts.launch_us = parts.kernels * min(units[way].p50 for way in LAUNCHES if way in units)
+        parts.rest_us = returned - parts.allocate_us - parts.launch_us
     return parts
 
 
-def _yardstick(like) -> Callable:
+def _allocate_fill(like: torch.Tensor) -> Callable:
     """Allocate and fill a tensor such as `like`: the least a call can cost that returns new memory."""
     shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
     return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
 
 
-def _case(bench: Bench, shape, dtype_name: str) -> tuple[dict, dict[str, Callable], torch.Tensor]:
+def _calls(bench: Bench, layer, expected: torch.Tensor) -> tuple[dict[str, Callable], dict[str, str]]:
+    """({name: call} of all contenders whose bits are right, {name: why not} of the others)."""
+    contenders, failures = bench.contenders(), {}
+    if users := users_bitsandbytes():
+        contenders["bitsandbytes_zoo"] = users
+    calls = {name: functools.partial(contender, layer) for name, contender in contenders.items()}
+    for name in list(calls):
+        if wrong := wrong_bits(calls[name], expected):
+            failures[name] = wrong
+            del calls[name]
+    return calls, failures
+
+
+def _case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable], torch.Tensor]:
     """(one layer's rows, what was timed, what bitsandbytes returns for the layer)."""
     layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
-    expected = bench.found["bitsandbytes"].fn(layer)
-    fns, failures = {}, {}
-    for name, candidate in bench.candidates().items():
-        call = functools.partial(candidate, layer)
-        wrong = wrong_bits(call, expected)
-        if wrong:
-            failures[name] = wrong
-        else:
-            fns[name] = call
-    fns[YARDSTICK] = _yardstick(expected)
-    nbytes, rounds = ceilings.bytes_moved(expected.numel()), bench.rounds(60, 10)
-    case = {"shape": list(shape), "dtype": dtype_name, "bytes": nbytes, "calls_a_round": INNER}
-    for what, synchronize in (("returned", False), ("synchronized", True)):
-        times = time_interleaved(fns, rounds, INNER, synchronize)
-        case[what] = {
-            name: clocks.row(found, nbytes, ratio=clocks.ratio(found, times[YARDSTICK]))
-            for name, found in times.items()
-        }
-    return case | {"failures": failures}, fns, expected
+    expected = bench.baselines["bitsandbytes"].fn(layer)
+    calls, failures = _calls(bench, layer, expected)
+    calls[ALLOCATE_FILL] = _allocate_fill(expected)
+    nbytes, rounds = bytes_moved(expected.numel()), bench.rounds(60, 10)
+    returned, synchronized = (_rows(bench, calls, rounds, wait, nbytes) for wait in (False, True))
+    case = HostCase(
+        shape=shape,
+        dtype=dtype_name,
+        calls_a_round=bench.scope.inner,
+        returned=returned,
+        synchronized=synchronized,
+        failures=failures,
+    )
+    return case, calls, expected
 
 
-def host(bench: Bench) -> dict:
+def host(bench: Bench) -> Host:
     """Time until a call returns and until it is done, and what the call consists of."""
     cases, units, parts = [], {}, {}
-    with bench.bar(len(CASES), "host") as bar:
-        for shape, dtype_name in CASES:
-            case, fns, expected = _case(bench, shape, dtype_name)
+    with bench.bar(len(bench.scope.layers), "host") as bar:
+        for shape, dtype_name in bench.scope.layers:
+            case, calls, expected = _case(bench, shape, dtype_name)
             cases.append(case)
             if not parts:  # of the first layer, where the call weighs most
-                units = _unit_costs(bench, expected)
-                parts = {name: _parts(name, call, units, case) for name, call in fns.items()}
+                units = _units(bench, expected)
+                parts = {name: _parts(bench, name, call, units, case) for name, call in calls.items()}
             bar.update()
-    return {"cases": cases, "units": units, "parts": parts}
+    return Host(cases=cases, units=units, parts=parts, steps=steps(bench))
+
+
+class _NoPlans(dict):
+    """In place of the kernel's plans: every call is a first call."""
+
+    def get(self, key, default=None):
+        return default
+
+
+def _public_launch(module) -> dict:
+    """What makes a planned call launch as anyone would, `kernel[grid](...)`, into the output it allocated."""
+    empty, last, options = module._empty_cuda, [None], module._options(module.settings())
+
+    def allocate(*arguments):
+        last[0] = empty(*arguments)
+        return last[0]
+
+    def repeat(compiled, grid, arguments, fixed, limit):
+        kernel, constexprs = module._your_dequantize_nf4_kernel, fixed[len(arguments) - 2 :]
+
+        def launch(stream, address, out_address):
+            kernel[(grid,)](arguments[0], last[0], *arguments[2:], *constexprs, **options)
+
+        return launch
+
+    return {"_empty_cuda": allocate, "_repeat": repeat}
+
+
+def steps(bench: Bench) -> Rows:
+    """Our call with one of its shortcuts taken away at a time, until it returns."""
+    module, (shape, dtype_name) = bench.module, bench.scope.layers[0]
+
+    def plain_empty(size, stride, dtype):
+        return torch.empty(size, dtype=dtype, device=bench.device)
+
+    changes = {
+        "as chosen": {},
+        "torch.empty": {"_empty_cuda": plain_empty},
+        "no direct launch: Triton's wrapper of the compiled launcher": {"IN_C": False},
+        "public launch: kernel[grid](...)": _public_launch(module),
+        "no plan: every call is checked and launched as the first": {"_plans": _NoPlans()},
+    }
+
+    def around(name):
+        return mock.patch.multiple(module, **changes[name]) if changes[name] else contextlib.nullcontext()
+
+    calls = {}
+    for name in changes:  # each with a layer, and so with a plan, of its own
+        layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+        calls[name] = functools.partial(module.your_dequantize_nf4, layer)
+        with around(name):
+            calls[name]()
+            if wrong := wrong_bits(calls[name], protocol.expected(layer)):
+                raise AssertionError(f"{name}: {wrong}")
+    return _rows(bench, calls, bench.rounds(40, 10), around=around)
+
+
+def _count(call: Callable) -> CallCost:
+    """What one call executes: bytecodes and calls of Python functions, at any depth, and calls into C."""
+    bytecodes = python_calls = c_calls = 0
+
+    def trace(frame, event, argument):
+        nonlocal bytecodes, python_calls
+        if event == "call":
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+            python_calls += 1
+        bytecodes += event == "opcode"
+        return trace
+
+    def profile(frame, event, argument):
+        nonlocal c_calls
+        c_calls += event == "c_call" and argument is not sys.setprofile
+
+    before = sys.gettrace(), sys.getprofile()
+    call()
+    try:
+        sys.settrace(trace)
+        call()
+        sys.settrace(before[0])
+        sys.setprofile(profile)
+        call()
+    finally:
+        sys.setprofile(before[1])
+        sys.settrace(before[0])
+    return CallCost(bytecodes=bytecodes, python_calls=python_calls, c_calls=c_calls)
+
+
+def call_cost(bench: Bench) -> dict[str, CallCost]:
+    """What a call costs free of noise, of every contender and of the least there can be."""
+    shape, dtype_name = bench.scope.layers[0]
+    layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+    expected = bench.baselines["bitsandbytes"].fn(layer)
+    calls, _ = _calls(bench, layer, expected)
+    launch = _launches(torch.zeros(4, dtype=torch.int32, device=expected.device)).get(LAUNCHES[-1])
+    if launch:
+
+        def bare():
+            out = torch.empty(shape, dtype=expected.dtype, device=expected.device)
+            launch()
+            return out
+
+        calls[BARE] = bare
+    with clocks.collector_off():
+        return {name: _count(call) for name, call in calls.items()}

@@ -3,22 +3,21 @@
 import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
-from helpers.measure.ceilings import bytes_moved
-from helpers.record.goals import LARGEST, SMALLEST, TARGET_SIZES
+from helpers.record.names import LARGEST, SMALLEST, TARGET_SIZES, bytes_moved
+from helpers.submission import protocol
 
 _POWERS = {2**power for power in range(10, 40)} - {2**26, 2**28}  # 58.7M and 235M stand for these two
 SIZES = tuple(n for n in sorted(_POWERS | set(TARGET_SIZES)) if SMALLEST <= n <= LARGEST)
-# Weights of one decoder layer, (out_features, in_features): attention q/o, attention k/v, gate and up, down.
-LAYERS = {
-    "Llama-3 8B": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
-    "Llama-3 70B": ((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
-    "Qwen2.5 0.5B": ((896, 896), (128, 896), (4864, 896), (896, 4864)),
-    "Qwen2.5 7B": ((3584, 3584), (512, 3584), (18944, 3584), (3584, 18944)),
-    "Qwen2.5 72B": ((8192, 8192), (1024, 8192), (29568, 8192), (8192, 29568)),
-}
+QUICK_SIZES = (SMALLEST, *TARGET_SIZES)
+# Weights of a decoder layer of Llama-3 8B and 70B, (out_features, in_features).
+LLAMA_3 = (
+    *((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
+    *((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
+)
 ROTATE_BYTES = 1_100_000_000
 MOST_BUFFERS = 2048
 _ALIGN = 512  # bytes; torch's allocator gives the same
@@ -26,11 +25,10 @@ _ALIGN = 512  # bytes; torch's allocator gives the same
 
 @dataclass
 class Buffers:
-    """`count` independent sets of packed weight, quant state and output of the same size."""
+    """Independent sets of packed weight, quant state and output of the same size."""
 
-    weights: list  # uint8 (numel / 2, 1)
-    states: list  # bitsandbytes QuantState
-    outs: list  # `shape`, `dtype`; empty where none were asked for
+    layers: list[SimpleNamespace]  # .weight: uint8 (numel / 2, 1) with its .quant_state, as in a Linear4bit
+    outs: list[torch.Tensor]  # `shape`, `dtype`; empty where none were asked for
     shape: tuple[int, int]
     dtype: torch.dtype
     nested: bool
@@ -46,13 +44,11 @@ class Buffers:
 
     @property
     def bytes_rotated(self) -> int:
-        return self.bytes_moved * len(self.weights)
+        return self.bytes_moved * len(self.layers)
 
-    def expected(self, index: int):
+    def expected(self, index: int) -> torch.Tensor:
         """What bitsandbytes makes of set `index`, in a new tensor."""
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(self.weights[index], self.states[index])
+        return protocol.expected(self.layers[index])
 
 
 def as_shape(numel: int) -> tuple[int, int]:
@@ -63,9 +59,9 @@ def as_shape(numel: int) -> tuple[int, int]:
     return numel // columns, columns
 
 
-def rotation(numel: int, itemsize: int = 2, nested: bool = True, nbytes: int = ROTATE_BYTES) -> int:
-    """How many buffer sets: enough for `nbytes` in all, at least 2, at most MOST_BUFFERS."""
-    return max(2, min(MOST_BUFFERS, math.ceil(nbytes / bytes_moved(numel, itemsize, nested))))
+def rotation(numel: int, nbytes: int = ROTATE_BYTES) -> int:
+    """How many sets of 16-bit buffers: enough for `nbytes` in all, at least 2, at most MOST_BUFFERS."""
+    return max(2, min(MOST_BUFFERS, math.ceil(nbytes / bytes_moved(numel))))
 
 
 def quick_bytes(l2_bytes: int) -> int:
@@ -85,7 +81,7 @@ def _template(nested: bool, device: str):
 
 def _rows(count: int, length: int, dtype, device, make):
     """`count` rows of `length` elements of one allocation, each aligned as a tensor of its own would be."""
-    per_row = _ALIGN // torch.empty((), dtype=dtype).element_size()
+    per_row = _ALIGN // dtype.itemsize
     slab = make((count, -(-length // per_row) * per_row), dtype=dtype, device=device)
     return [row[:length] for row in slab]
 
@@ -112,7 +108,6 @@ def make_buffers(
         low, high = values.min().item(), values.max().item()
         return lambda size, dtype, device: torch.rand(size, dtype=dtype, device=device) * (high - low) + low
 
-    weights = [row.view(-1, 1) for row in _rows(count, numel // 2, torch.uint8, device, random_bytes)]
     common = dict(shape=torch.Size(shape), code=template.code, blocksize=64, quant_type="nf4", dtype=dtype)
     if nested:
         second = template.state2
@@ -130,5 +125,8 @@ def make_buffers(
     else:
         absmax = _rows(count, blocks, torch.float32, device, scales_like(template.absmax))
         states = [QuantState(absmax=a, **common) for a in absmax]
+    weights = [row.view(-1, 1) for row in _rows(count, numel // 2, torch.uint8, device, random_bytes)]
+    for weight, state in zip(weights, states, strict=True):
+        weight.quant_state = state
     outs = [row.view(shape) for row in _rows(count, numel, dtype, device, torch.empty)] if outputs else []
-    return Buffers(weights, states, outs, tuple(shape), dtype, nested)
+    return Buffers([SimpleNamespace(weight=w) for w in weights], outs, tuple(shape), dtype, nested)

@@ -6,7 +6,6 @@ and resolved again for that card, so that a choice for another card makes nothin
 """
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,13 +17,12 @@ from helpers.machine.environment import ROOT, release
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
 KERNEL = ROOT / "helpers" / "nf4" / "kernel.py"
-DEVICE_SECTIONS = ("kernel-asm", "kernel-portable", "kernel-row", "kernel-kernel")  # where none says part=
-DEVICE_NAMES = ("_constexprs",)  # compiled for, wherever they stand
+DEVICE_NAMES = ("_constexprs", "_options")  # what is compiled for, though it stands among host code
 SHOWN = ("reason", "sms", "capability")  # fields of Settings that say which card it is, and decide nothing
 
 
 def sections(text: str) -> dict[str, tuple[str, str]]:
-    """{id: (part, source)} of a module in `# %%` sections; part is "device", "host" or "" where unsaid."""
+    """{id: (part, source)} of a module in `# %%` sections; part is "device", "host" or "card"."""
     found = {}
     for section in re.split(r"^(?=# %%)", text, flags=re.M):
         head, _, body = section.partition("\n")
@@ -77,15 +75,12 @@ def code_hash(statements: list[ast.stmt]) -> str:
 
 
 def split(text: str) -> tuple[str, str]:
-    """(device hash, host hash) of the kernel module's text."""
-    parts = {"device": [], "host": []}
-    marked = any(part for part, _ in sections(text).values())
-    for name, (part, body) in sections(text).items():
-        if not marked:
-            part = "device" if name in DEVICE_SECTIONS else "host"
+    """(device hash, host hash) of the kernel module's text; what decides for cards is in neither."""
+    parts = {"device": [], "host": [], "card": []}
+    for part, body in sections(text).values():
         for statement in ast.parse(body).body:
             compiled = getattr(statement, "name", "") in DEVICE_NAMES
-            parts["device" if part == "device" or compiled else "host"].append(statement)
+            parts["device" if compiled else part].append(statement)
     return code_hash(parts["device"]), code_hash(parts["host"])
 
 
@@ -126,28 +121,21 @@ def decisions(environment, sms: int) -> dict:
     """The decisions that the kernel as it is now would take on the card of a stored environment."""
     from helpers.nf4 import kernel as nf4_kernel
 
-    if environment.capability is None:
-        with mock.patch.multiple(nf4_kernel, INTERPRETED=True):
-            return _plain(nf4_kernel.settings(_unused()))
-    major, minor = environment.capability
+    here, facts = environment.capability is not None, {"INTERPRETED": True}
+    if here:
+        facts = {"INTERPRETED": False, "CHECKED": True, "TRITON": release(environment.triton)[:2]}
+    major, minor = environment.capability or (0, 0)
     card = SimpleNamespace(name=environment.gpu, major=major, minor=minor, multi_processor_count=sms)
-    checked = {"INTERPRETED": False, "CHECKED": True, "TRITON": release(environment.triton)[:2]}
-    force = nf4_kernel.force(card=environment.forced) if environment.forced else contextlib.nullcontext()
     with (
-        mock.patch.multiple(nf4_kernel, **checked),
-        mock.patch("torch.cuda.is_available", lambda: True),
+        nf4_kernel.force(card=environment.forced),
+        mock.patch.multiple(nf4_kernel, **facts),
+        mock.patch("torch.cuda.is_available", lambda: here),
         mock.patch("torch.cuda.get_device_properties", lambda _: card),
-        force,
     ):
-        return _plain(nf4_kernel.settings(_unused()))
+        return _plain(nf4_kernel.settings(next(_unused)))
 
 
-_indices = iter(range(1 << 20, 1 << 30))
-
-
-def _unused() -> int:
-    """An index that no card has: what the kernel keeps about it is nobody else's."""
-    return next(_indices)
+_unused = iter(range(1 << 20, 1 << 30))  # indices of no card: what the kernel keeps of them is nobody's
 
 
 def device_changed(result) -> bool:

@@ -4,17 +4,15 @@ import pytest
 import torch
 
 from helpers.machine import environment, install
-from helpers.measure import doctor
+from helpers.measure import ceilings, doctor
+from helpers.measure.doctor import KERNEL, Check, Report, Speed
 from helpers.oracle import reference
-from helpers.measure.doctor import KERNEL, Check
 
 GOOD = Check("bit-equal, float16", True, "fine")
 
 
 def speeds(*ratios, name="Unsloth today"):
-    return [
-        {"size": 1024, "dtype": "float16", "microseconds": {KERNEL: 10.0, name: 10.0 * r}} for r in ratios
-    ]
+    return [Speed(1024, "float16", {KERNEL: 10.0, name: 10.0 * ratio}) for ratio in ratios]
 
 
 @pytest.fixture
@@ -77,10 +75,8 @@ def test_a_missing_package_gives_the_command_that_fixes_it(report, monkeypatch):
 
 
 def test_a_broken_triton_is_reported(monkeypatch):
-    from helpers.measure import smoke
-
-    monkeypatch.setattr(smoke, "works", lambda device: 1 / 0)
-    check = doctor.triton_smoke("cpu")
+    monkeypatch.setattr(ceilings, "works", lambda device: 1 / 0)
+    check = doctor.triton_check("cpu")
     assert check.ok is False and "ZeroDivisionError" in check.detail
 
 
@@ -104,7 +100,7 @@ def test_the_recommendation_follows_the_measurements():
 
 def test_the_recommendation_compares_with_the_fastest_other():
     rows = speeds(3.0)
-    rows[0]["microseconds"]["bitsandbytes"] = 12.0
+    rows[0].us["bitsandbytes"] = 12.0
     assert "1.20 to 1.20 times as fast as bitsandbytes" in doctor.recommend([GOOD], rows)
 
 
@@ -116,9 +112,10 @@ def test_a_failed_check_comes_before_speed():
 
 
 def test_people_get_tables(capsys):
-    cold = {"empty": 1.5, "warm": 0.25}
-    backend = {"name": "triton", "reason": "the faster one here"}
-    doctor.show(doctor._report({"gpu": "Tesla T4", "driver": None}, [GOOD], speeds(1.5), cold, backend))
+    report = Report({"gpu": "Tesla T4", "driver": None}, [GOOD], speeds(1.5), {"empty": 1.5, "warm": 0.25})
+    report.backend = {"name": "triton", "reason": "the faster one here"}
+    report.recommendation = doctor.recommend(report.checks, report.speed)
+    doctor.show(report)
     shown = capsys.readouterr().out
     assert "Unsloth today 15.0 (1.50x)" in shown and "1.50 s to compile, 0.25 s from" in shown
     assert "driver          -" in shown and "NF4_BACKEND=triton" in shown

@@ -5,8 +5,9 @@ import torch
 
 from helpers.measure import workload
 from helpers.oracle import reference
-from helpers.record import goals
-from helpers.measure.ceilings import bytes_moved
+from helpers.record import names
+from helpers.record.names import bytes_moved
+from helpers.submission import protocol
 
 pytest.importorskip("bitsandbytes")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -17,20 +18,23 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def test_buffers_are_states_that_bitsandbytes_and_the_oracle_agree_on(dtype, nested, device):
     buffers = workload.make_buffers((192, 128), dtype, 3, nested, device=device)
     for index in range(3):
-        expected = reference.dequantize(buffers.weights[index], buffers.states[index])
-        assert reference.same_bits(buffers.expected(index), expected)
+        weight = buffers.layers[index].weight
+        expected = reference.dequantize(weight, weight.quant_state)
+        assert protocol.same_bits(buffers.expected(index), expected)
         assert expected.shape == (192, 128) and expected.dtype == dtype and expected.isfinite().all()
 
 
 def test_every_set_has_its_own_contents_and_aligned_memory(device):
     buffers = workload.make_buffers((64, 65), torch.bfloat16, 4, outputs=True, device=device)
-    tensors = [*buffers.weights, *buffers.outs]
-    tensors += [t for state in buffers.states for t in (state.absmax, state.state2.absmax)]
+    weights = [layer.weight for layer in buffers.layers]
+    states = [weight.quant_state for weight in weights]
+    tensors = [*weights, *buffers.outs]
+    tensors += [t for state in states for t in (state.absmax, state.state2.absmax)]
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors)
     assert all(start % 64 == 0 for start, _ in spans)
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
-    assert not torch.equal(buffers.weights[0], buffers.weights[1])
-    assert not torch.equal(buffers.states[0].absmax, buffers.states[1].absmax)
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(states[0].absmax, states[1].absmax)
 
 
 def test_outputs_only_where_asked_for():
@@ -55,8 +59,8 @@ def test_rotation_is_past_any_cache(numel):
 
 
 def test_sizes_span_the_targets():
-    assert (workload.SIZES[0], workload.SIZES[-1]) == (goals.SMALLEST, goals.LARGEST) == (2**16, 2**30)
-    assert set(goals.TARGET_SIZES) <= set(workload.SIZES)
+    assert (workload.SIZES[0], workload.SIZES[-1]) == (names.SMALLEST, names.LARGEST) == (2**16, 2**30)
+    assert set(names.TARGET_SIZES) <= set(workload.SIZES)
     for numel in workload.SIZES:
         assert math.prod(workload.as_shape(numel)) == numel
 
@@ -71,6 +75,5 @@ def test_sizes_that_are_no_whole_blocks_are_refused(numel):
 
 
 def test_layer_shapes_are_whole_blocks():
-    shapes = [shape for shapes in workload.LAYERS.values() for shape in shapes]
-    assert all(math.prod(shape) % 64 == 0 for shape in shapes)
-    assert (14336, 4096) in shapes and (8192, 28672) in shapes
+    assert all(math.prod(shape) % 64 == 0 for shape in workload.LLAMA_3)
+    assert (14336, 4096) in workload.LLAMA_3 and (8192, 28672) in workload.LLAMA_3

@@ -85,7 +85,7 @@ def data():
             units={},
             parts={},
         ),
-        gpu=Gpu(sizes=gpu, layers=[]),
+        gpu=Gpu(sizes=gpu),
         gemm=Gemm(
             cases=[
                 GemmCase(

@@ -1,5 +1,7 @@
 """What makes a stored figure stale, and what does not."""
 
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -57,11 +59,19 @@ def test_code_changes_the_hash_of_its_part_alone(old, new, part):
     assert [a == b for a, b in zip(before, after, strict=True)] == [i != part for i in (0, 1)]
 
 
-def test_the_kernel_has_both_parts():
+def test_what_decides_for_cards_is_in_neither_part():
+    card = '\n# %% id="c" part="card"\nTILE = 8\n'
+    assert hashes.split(MODULE) == hashes.split(MODULE + card)
+    compiled = '\n# %% id="d" part="host"\ndef _constexprs(): return {}\n'
+    changed = [a != b for a, b in zip(hashes.split(MODULE), hashes.split(MODULE + compiled), strict=True)]
+    assert changed == [True, False]
+
+
+def test_the_kernel_has_all_parts():
     parts = hashes.sections(hashes.KERNEL.read_text(encoding="utf-8"))
     assert len(parts) >= 5 and hashes.device() != hashes.host()
     marked = {part for part, _ in parts.values()}
-    assert marked in ({""}, {"device", "host"}), "every section says its part, or none does"
+    assert marked == {"device", "host", "card"}
 
 
 @pytest.fixture
@@ -93,16 +103,24 @@ def test_a_changed_device_part_makes_both_stale(on_an_h200, monkeypatch):
     assert results.stale(on_an_h200, "gpu") and results.stale(on_an_h200, "call")
 
 
-def test_another_choice_for_this_card_makes_it_stale_and_for_another_card_does_not(on_an_h200, kernel):
-    chosen = on_an_h200.kernel.settings
-    with kernel.force(num_warps=2 * chosen["num_warps"]):
-        assert results.stale(on_an_h200, "gpu")
-    t4 = hashes.decisions(
-        msgspec.structs.replace(on_an_h200.environment, gpu="Tesla T4", capability=(7, 5)), 40
-    )
-    assert t4 != {name: chosen[name] for name in t4}, (
-        "the cards' decisions differ, and each is compared with its own"
-    )
+def test_another_choice_for_a_card_makes_its_results_stale_and_no_others(on_an_h200, kernel, monkeypatch):
+    on_a_t4 = msgspec.json.decode(msgspec.json.encode(on_an_h200), type=type(on_an_h200))
+    on_a_t4.environment.gpu, on_a_t4.environment.capability = "Tesla T4", (7, 5)
+    on_a_t4.kernel.settings = hashes.decisions(on_a_t4.environment, 40) | {"sms": 40}
+    assert not results.stale(on_a_t4, "gpu")
+    chosen = kernel.settings
+
+    def another_for_hopper(device=None):
+        settings = chosen(device)
+        return dataclasses.replace(settings, words=4) if settings.capability == (9, 0) else settings
+
+    monkeypatch.setattr(kernel, "settings", another_for_hopper)
+    assert results.stale(on_an_h200, "gpu") and not results.stale(on_a_t4, "gpu")
+
+
+def test_forced_decisions_of_now_are_not_taken_for_the_cards(on_an_h200, kernel):
+    with kernel.force(card="t4"):
+        assert not results.stale(on_an_h200)
 
 
 def test_a_result_without_hashes_is_of_an_earlier_kernel(on_an_h200):

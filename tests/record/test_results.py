@@ -65,9 +65,9 @@ def test_a_file_of_another_name_says_its_type(tmp_path, data):
 
 def test_many_rounds_are_a_median_and_measured_quantiles():
     seconds = [value * 1e-6 for value in (9, 1, 8, 2, 7, 3, 6, 4, 5, 10, 11)]
-    times = Times.of(seconds, bytes=12_000, way="graph")
+    times = Times.of(seconds, bytes=12_000)
     assert (times.p50, times.p20, times.p80) == pytest.approx((6, 3, 9)) and times.repeats == []
-    assert times.gb_s == pytest.approx(2.0) and times.rounds == 11 and times.way == "graph"
+    assert times.gb_s == pytest.approx(2.0) and times.rounds == 11
 
 
 def test_of_few_rounds_every_one_is_kept():
@@ -110,6 +110,12 @@ def test_bytes_of_an_element():
     n = 2**24
     assert names.bytes_moved(n) / n == 0.5 + 1 / 64 + 4 / 16384 + 2
     assert names.bytes_moved(n, 4, nested=False) / n == 0.5 + 4 / 64 + 4
+
+
+def test_partial_blocks_are_rounded_up():
+    assert names.bytes_moved(65) == 33 + 2 + 4 + 130
+    assert names.bytes_moved(16_385) == 8193 + 257 + 8 + 2 * 16_385
+    assert names.bytes_moved(2**30) / 2**30 == pytest.approx(2.516, abs=5e-4)
 
 
 def test_a_card_has_the_folder_that_the_machine_writes_to(monkeypatch):

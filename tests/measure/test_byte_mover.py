@@ -1,0 +1,62 @@
+import dataclasses
+import math
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers.measure import byte_mover, workload
+from helpers.measure.contenders import FULL, Bench
+from helpers.submission import protocol
+
+
+def parameters(kernel) -> list:
+    return [(p.name, p.is_constexpr, p.do_not_specialize) for p in kernel.params]
+
+
+def test_it_takes_the_arguments_of_the_kernel(kernel):
+    ours = kernel._your_dequantize_nf4_kernel
+    fn = byte_mover.moving_kernel
+    assert fn.arg_names == ours.arg_names
+    if hasattr(ours, "params"):  # not in Triton's interpreter
+        assert parameters(fn) == parameters(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [64 * 64, 2**16 + 64])
+def test_every_byte_is_read_and_every_element_written(kernel, device, dtype, numel):
+    layer = workload.make_buffers((numel // 64, 64), dtype, 1, device=device).layers[0]
+    out = torch.full((numel // 64, 64), math.nan, dtype=dtype, device=device)
+
+    def moved():
+        with mock.patch.object(kernel, byte_mover.KERNEL, byte_mover.moving_kernel):
+            kernel._your_dequantize_nf4(layer.weight, layer.weight.quant_state, out)
+        return out.view(torch.int32).view(-1, 4).clone()
+
+    first = moved()
+    assert (first == first[:, :1]).all(), "a word, four times"
+    assert first[:, 0].unique().numel() > numel // 16
+    layer.weight.bitwise_xor_(1)
+    assert (moved() != first).all(), "every word was read anew, and every element written"
+    layer.weight.bitwise_xor_(1)
+    layer.weight.quant_state.absmax.bitwise_xor_(1)
+    assert (moved() != first).float().mean() > 0.9, "all but threads of a part of a tile mix in a scale"
+
+
+def test_both_take_turns_and_the_kernel_is_put_back(bench):
+    ours = bench.module._your_dequantize_nf4_kernel
+    found = byte_mover.byte_mover(bench)
+    assert bench.module._your_dequantize_nf4_kernel is ours
+    assert {name: len(seconds) for name, seconds in found.seconds.items()} == {"kernel": 2, "byte_mover": 2}
+    assert found.rounds == 2 and found.configs == [byte_mover.label(config) for config in bench.scope.configs]
+    layer = protocol.bnb_Linear4bit(64, 64)
+    assert protocol.same_bits(bench.module.your_dequantize_nf4(layer), protocol.expected(layer))
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_the_byte_mover_is_no_slower_than_the_kernel(kernel):
+    bench = Bench(
+        kernel, protocol.baselines(), True, dataclasses.replace(FULL, configs=protocol.OFFICIAL[:1])
+    )
+    assert 0.5 < byte_mover.byte_mover(bench).share < 1.1
