@@ -352,7 +352,7 @@ class Comparison:
 
     def __repr__(self):
         """A line a contender: median seconds, over the first one's, every turn."""
-        lines = [f"{self.rounds} rounds; right is what agrees with {self.checked_against}"]
+        lines = [f"{self.rounds} rounds a configuration; checked against {self.checked_against}"]
         for name, entry in self.entries.items():
             text = entry.reason or entry.failure.split("\n")[0] or f"right; not timed (needs {NEEDS_GPU})"
             if entry.seconds:

@@ -407,7 +407,8 @@ def test_inductor_refuses_bf16_with_the_installed_torch(pretend_gpu, candidate, 
     from torch._dynamo.exc import SkipFrame
 
     def backend(graph, inputs):
-        if any("torch.bfloat16" in node.args for node in graph.graph.nodes):
+        values = [node.meta.get("example_value") for node in graph.graph.nodes]
+        if any(getattr(value, "dtype", None) == BF16 for value in values):
             text = "Some Card does not support bfloat16 compilation natively, skipping"
             warnings.warn(text, stacklevel=1)
             raise SkipFrame("BF16 is not supported")
