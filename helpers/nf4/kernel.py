@@ -496,6 +496,13 @@ def _check_values(tensors, values):
              "again with a larger blocksize")
     if len(tensors) > 2:
         log2_block2 = _log2("state2.blocksize", blocksize2, 31)
+    weight = tensors[0]
+    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / 2, 1): "
+             "use weight.view(1)")
+    unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
+    _require(weight.dtype in STORAGES and not unpacked, f"the weight is {weight.dtype} of shape "
+             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer holds "
+             "other values than its quant_state says; quantize it again")
     for name, tensor in zip(NAMES, tensors, strict=False):
         _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a tensor: "
                  "the quant_state is incomplete; quantize the layer again or reload it")
@@ -504,16 +511,10 @@ def _check_values(tensors, values):
 
 def _check_weight(weight, shape, n):
     """Is it packed codes, enough of them, where the kernel runs?"""
-    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / 2, 1): "
-             "use weight.view(1)")
     _require(weight.device.type == "cuda" or INTERPRETED, f"the weight is on {weight.device}, expected "
              "CUDA: layer.to('cuda'); without a GPU, TRITON_INTERPRET=1 before Python starts runs "
              "Triton's interpreter")
     _require_tensor("weight", weight, (weight.dtype,), weight.device, 0)
-    unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
-    _require(weight.dtype in STORAGES and not unpacked, f"the weight is {weight.dtype} of shape "
-             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer holds "
-             "other values than its quant_state says; quantize it again")
     _require(weight.nbytes * 2 >= n, f"the weight holds {weight.nbytes} bytes, expected {(n + 1) // 2} "
              f"for the shape {tuple(shape)}: state and weight do not belong together; reload the layer")
 
@@ -808,32 +809,42 @@ def _call_operator(weight, quant_state, out):
 
 
 def _operator_result(tensors, values, out):
-    _check_values(tensors, values)
-    shape, dtype, *others = values
+    operands, weight = _operands(tensors, values), tensors[0]
     if out is not None:
-        _require_out(out, tensors[0], shape, dtype)
-    second = tensors[2:] or (None, None, None)
-    result = _operator(*tensors[:2], *second, list(shape), str(dtype), *others)
+        _require_out(out, weight, *values[:2])
+    result = _operator(*operands)
     result = result if out is None else out.copy_(result)
-    return result.t() if tensors[0].shape[0] == 1 else result
+    return result.t() if weight.shape[0] == 1 else result
 
 
-_DTYPES = {str(dtype): dtype for dtype in DTYPES}
+def _operands(tensors, values):
+    """What the operator is given. All but the shape of the values is one number: four more arguments
+    would double the time of a dispatch, and a Params4bit instead of a plain view again."""
+    _, log2_block, log2_block2 = _check_values(tensors, values)
+    weight, absmax, *second = tensors
+    kind = DTYPES.index(values[1]) | (values[2] == "fp4") << 2 | log2_block << 3
+    kind |= (log2_block2 + 1) << 9 if second else 0
+    packed = weight.view(-1) if weight.is_contiguous() else weight
+    return packed, absmax, *(second or (None, None, None)), list(values[0]), kind
 
 
-def _dtype(name):
-    """By name: AOTInductor of torch 2.11 hands an operator another dtype than the one it was given."""
-    _require(name in _DTYPES, f"quant_state.dtype is {name}, expected one of {tuple(_DTYPES)}: set it")
-    return _DTYPES[name]
+@functools.lru_cache(None)
+def _values(kind):
+    """dtype, quant_type, blocksize, blocksize2 of the operator's `kind`."""
+    second = kind >> 9
+    _require(0 <= second <= 32 and kind & 3 < len(DTYPES), f"kind is {kind}, expected what _operands makes: "
+             "pass a layer to your_dequantize_nf4")
+    return (DTYPES[kind & 3], "fp4" if kind & 4 else "nf4", 1 << (kind >> 3 & 63),
+            1 << second - 1 if second else 0)
 
 
-def _run(weight, absmax, code2, absmax2, offset, shape, dtype, *others):
+def _run(weight, absmax, code2, absmax2, offset, shape, kind):
     tensors = (weight, absmax) if code2 is None else (weight, absmax, code2, absmax2, offset)
-    return _dequantize(tensors, (tuple(shape), _dtype(dtype), *others))
+    return _dequantize(tensors, (tuple(shape), *_values(kind)))
 
 
-def _fake(weight, absmax, code2, absmax2, offset, shape, dtype, *others):
-    return torch.empty(shape, dtype=_dtype(dtype), device=weight.device)
+def _fake(weight, absmax, code2, absmax2, offset, shape, kind):
+    return torch.empty(shape, dtype=_values(kind)[0], device=weight.device)
 
 
 def _register():
@@ -847,8 +858,7 @@ def _register():
     library = torch.library.Library(name, "FRAGMENT")
     # Not torch.library.custom_op, whose wrappers take longer than the launch.
     library.define("dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, "
-                   "SymInt[] shape, str dtype, str quant_type, int blocksize, int blocksize2) -> Tensor",
-                   tags=(torch.Tag.pt2_compliant_tag,))
+                   "SymInt[] shape, int kind) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("dequantize", _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{name}::dequantize", _fake, lib=library)
     return library, getattr(torch.ops, name).dequantize.default

@@ -13,8 +13,8 @@ import pytest
 import torch
 import triton
 
-from helpers.nf4 import kernel as nf4_kernel
 from helpers.machine import environment
+from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.submission import protocol
 
@@ -175,6 +175,8 @@ def test_tensor_too_short(kernel, layer, name):
 @pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
 def test_tensor_of_the_wrong_dtype(kernel, layer, name, dtype):
+    if name == "offset":
+        dtype = torch.int32  # of any floating dtype it is decoded
     replace(layer.weight.quant_state, name, lambda x: x.to(dtype))
     wanted = "torch.uint8" if name == "absmax" else "torch.float32"
     refused(kernel, layer.weight, layer.weight.quant_state, name, str(dtype), f"expected {wanted}")
@@ -389,7 +391,7 @@ def in_a_new_process(code, **variables):
 def test_no_cuda():
     """A CPU layer outside of the interpreter: the error names the device and the two ways out."""
     code = (
-        "import torch; from helpers.nf4 import kernel as nf4_kernel; from helpers.oracle import layers; kernel = nf4_kernel\n"
+        "import torch; from helpers.nf4 import kernel; from helpers.oracle import layers\n"
         "layer = layers.quantized_layer(64, 64, torch.float16)\n"
         "try: kernel.your_dequantize_nf4(layer)\n"
         "except kernel.UnsupportedState as error: print('refused:', error)"
@@ -402,8 +404,7 @@ def test_no_cuda():
 def test_a_triton_too_old():
     code = (
         "import triton; triton.__version__ = '3.2.0'\n"
-        "from helpers.nf4 import kernel as nf4_kernel\n"
-        "try: nf4_kernel\n"
+        "try: from helpers.nf4 import kernel\n"
         "except ImportError as error: print('refused:', error)"
     )
     done = in_a_new_process(code)
@@ -415,8 +416,8 @@ def test_a_triton_that_nobody_checked():
     """The assembly and the direct launch rely on what was looked at: a newer Triton gets neither."""
     code = (
         "import triton; triton.__version__ = '3.99.0'\n"
-        "from helpers.nf4 import kernel as nf4_kernel\n"
-        "kernel = nf4_kernel; print(kernel.CHECKED, kernel.DIRECT, kernel.settings().asm)"
+        "from helpers.nf4 import kernel\n"
+        "print(kernel.CHECKED, kernel.DIRECT, kernel.settings().asm)"
     )
     done = in_a_new_process(code)
     assert done.stdout.split() == ["False"] * 3, done.stderr
@@ -429,7 +430,7 @@ def interpreted(value):
 
 @pytest.mark.parametrize("on", ["1", "true"])
 def test_tritons_interpreter_is_recognised_however_it_is_switched_on(on):
-    code = "from helpers.nf4 import kernel as nf4_kernel; k = nf4_kernel; print(k.INTERPRETED, type(k._scale).__name__)"
+    code = "from helpers.nf4 import kernel as k; print(k.INTERPRETED, type(k._scale).__name__)"
     done = in_a_new_process(code, TRITON_INTERPRET=on)
     expected = ["True", "InterpretedFunction"] if interpreted(on) else ["False", "JITFunction"]
     assert done.stdout.split() == expected, done.stderr
