@@ -184,9 +184,10 @@ def call_parts(result) -> Picture:
         )
 
 
-def t4(totals: dict, source: str) -> Picture:
-    """The official protocol on a T4: {contender: simulated.Total}, and where the figures are from."""
-    title = "The official protocol on a Tesla T4, seconds: predicted, not measured"
+def t4(totals: dict, published: dict, source: str) -> Picture:
+    """The official protocol on a T4: {contender: simulated.Total}, {contender: (low, high) seconds that
+    others measured}, and where the figures are from."""
+    title = "The official protocol on a Tesla T4, seconds: predicted, not measured here"
     with matplotlib.rc_context(STYLE):
         figure = Picture(figsize=(WIDTH, 2.6), dpi=DPI, layout="constrained")
         figure.supxlabel(source, fontsize=7.5)
@@ -201,10 +202,17 @@ def t4(totals: dict, source: str) -> Picture:
                 style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
                 panel.barh(label(name), width, left=left, label=text if name == "kernel" else "", **style)
             panel.text(total.both.high, label(name), f" {total.both}", va="center", fontsize=8)
+        for name, (low, high) in published.items():
+            panel.errorbar(
+                (low + high) / 2, list(totals).index(name) + 0.4, xerr=(high - low) / 2, color=INK,
+                capsize=3, linewidth=1.2, label="measured by others",
+            )  # fmt: skip
         panel.invert_yaxis()
         panel.grid(axis="y", visible=False)
-        panel.set_xlim(right=1.15 * max(total.both.high for total in totals.values()))
+        ends = [total.both.high for total in totals.values()] + [high for _, high in published.values()]
+        panel.set_xlim(right=1.1 * max(ends))
         drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
+        drawn += [f"{label(name)}, by others: {low} to {high} s" for name, (low, high) in published.items()]
         return _title(figure, title, drawn, source)
 
 

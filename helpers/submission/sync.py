@@ -163,8 +163,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--back", action="store_true", help="from the notebook's cells into the modules")
     options = parser.parse_args(argv)
-    before = NOTEBOOK.read_text(encoding="utf-8")
-    notebook = nbformat.reads(before, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    before = nbformat.writes(notebook)
     try:
         texts = sync(notebook, options.back)
     except SyncError as error:
@@ -173,8 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     for module, text in texts.items():
         MODULES[module].write_text(text, encoding="utf-8")
         print(f"{MODULES[module].relative_to(ROOT)} written")
-    after = nbformat.writes(notebook) + "\n"
-    if after != before:
-        NOTEBOOK.write_text(after, encoding="utf-8")
+    if nbformat.writes(notebook) != before:
+        nbformat.write(notebook, NOTEBOOK)
         print(f"{NOTEBOOK.name} written")
     return 0

@@ -83,10 +83,12 @@ def test_a_t4s_bars_end_where_the_sums_do():
         "kernel": Total(Span(2.5, 2.9), Span(0.2, 0.3)),
         "unsloth_today": Total(Span(2.6, 3.1), Span(0.5, 0.7)),
     }
-    figure = plots.t4(totals, "where it is from")
+    figure = plots.t4(totals, {"unsloth_today": (3.5, 4.5)}, "where it is from")
+    (line,) = [c.lines[0] for c in figure.axes[0].containers if "others" in str(c.get_label())]
+    assert line.get_xdata() == [4.0] and "Unsloth today, by others: 3.5 to 4.5 s" in figure.alt
     ends = sorted(bar.get_x() + bar.get_width() for bar in figure.axes[0].patches)
     assert ends == pytest.approx(sorted([2.5, 2.7, 3.2, 2.6, 3.1, 3.8]))
-    assert "predicted, not measured" in figure.alt and "where it is from" in figure.alt
+    assert "predicted, not measured here" in figure.alt and "where it is from" in figure.alt
     assert "with calls 2.7 to 3.2 s" in figure.alt
 
 

@@ -126,6 +126,22 @@ def test_a_run_on_a_gpu_leaves_score_protocol_and_the_cells_times(execute, on_a_
     assert not cells["score"].protocol and all(cell.seconds >= 0 for cell in cells.values())
 
 
+def test_what_marking_writes_is_what_is_stored(tmp_path, on_a_gpu):
+    from helpers.submission import marking, protocol
+    from helpers.submission.evidence import Evidence
+
+    entries = {name: protocol.Entry(name, seconds=[s], per_config={"a": [s]})
+               for name, s in (("mine", 1.0), ("unsloth_today", 1.5), ("unsloth_classic", 2.0))}  # fmt: skip
+    comparison = protocol.Comparison(entries, 9, 1, "x", "cuda", ["a"])
+    score = marking.mark(comparison, {"exact": Evidence("fp16 and bf16", True, "text")})
+    marking.keep_result(score, comparison, tmp_path, cells=["source"])
+    run.keep(tmp_path)
+    folder = on_a_gpu / "nvidia-h200"
+    assert results.read("score", folder).data.headline == score.headline
+    stored = results.read("protocol", folder, schema=results.Protocol).data
+    assert stored.speedup("mine", "unsloth_today") == 1.5
+
+
 @pytest.mark.parametrize("options", [("--in-place", "--quick"), ("--in-place", "--alone"), ()])
 def test_other_runs_store_nothing(execute, on_a_gpu, options):
     assert execute({"score": KEPT}, *options)[0] == 0
