@@ -239,7 +239,10 @@ def test_hints_are_on_what_is_read_or_written_once(kernel):
     loads, stores = re.findall(r"ld\.global\S*", ptx), re.findall(r"st\.global\S*", ptx)
     words = kernel.settings().words
     assert sum("evict_first" in load for load in loads) == words + 1
-    assert sum("evict_first" not in load for load in loads) == 4
+    with kernel.force(card="t4"):
+        s = kernel.settings()
+    code2 = 256 // (32 * s.num_warps) if s.stage else 1  # loads of it per thread
+    assert sum("evict_first" not in load for load in loads) == 3 + code2
     assert len(stores) == words and all(".cs." in store for store in stores)
 
 
