@@ -152,6 +152,10 @@ def use_nf4_kernel(*names: str, quiet: bool = False) -> Switch:
         autoload.forget()
         try:
             for name in wanted:
+                if not names and name in libraries.ROUTES and name not in sys.modules:
+                    if "bitsandbytes" in taken and importlib.util.find_spec(name):
+                        routes[name] = "once it is imported"
+                    continue
                 try:
                     _import(name, asked=bool(names))
                     for needed in ("bitsandbytes",) if name in libraries.ROUTES else (name,):
