@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def make(folder, hidden=128, layers=2, seed=3407) -> str:
-    """Save the model (bf16) and its tokenizer in `folder`; the same seed and sizes give the same model."""
+    """Save the model (bf16) and its tokenizer in `folder`; the same seed, sizes and device give the same."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -23,6 +23,7 @@ def make(folder, hidden=128, layers=2, seed=3407) -> str:
         tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(seed)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     words.save_pretrained(folder)
     return str(Path(folder))
