@@ -89,12 +89,8 @@ def of_elements(device: str, n: int, dtype=torch.bfloat16):
     packed, made = state_of((n, 1), dtype, codes, floats)
     state = copy.copy(layer.weight.quant_state)
     state.state2 = copy.copy(state.state2)
-    state.shape, state.dtype, state.absmax, state.state2.absmax = (
-        made.shape,
-        dtype,
-        made.absmax,
-        made.state2.absmax,
-    )
+    state.shape, state.dtype, state.absmax = made.shape, dtype, made.absmax
+    state.state2.absmax = made.state2.absmax
     hold(layer, packed, state)
     return layer
 
