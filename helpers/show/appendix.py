@@ -130,6 +130,28 @@ def microseconds() -> str:
     )
 
 
+def cards() -> str:
+    """One row a card: the official protocol against both baselines, and what of the gain is the kernel's."""
+    rows = [["official protocol", "this kernel, s", "over Unsloth today", "over Unsloth classic",
+             "of the gain over today: kernel, call"]]  # fmt: skip
+    for path in sorted(RESULTS.glob("*/benchmark.json")):
+        bench, run = (stored(name, path.parent.name) for name in ("benchmark", "protocol"))
+        timed = run.data if run else bench.data.protocol
+        ours = next(iter(timed.entries))
+        over = [f"{timed.speedup(ours, name):.2f}" for name in BASELINES]
+        whole, on_gpu = saved(bench.data, "unsloth_today")
+        shares = f"{on_gpu / whole:.0%}, {1 - on_gpu / whole:.0%}"
+        facts = (run or bench).environment
+        rows.append([f"{facts.gpu}, {facts.date[:10]}", f"{timed.entries[ours].p50:.3f}", *over, shares])
+    if not simulated.measured(RESULTS):
+        simulation, shares = _predicted()
+        spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
+        total = str(simulated.totals(simulation, shares)["kernel"].both)
+        over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]
+        rows.append(["Tesla T4, predicted, not measured", total, *over, "-"])
+    return tables.markdown(rows)
+
+
 def host_steps() -> str:
     """Our call with one of its shortcuts taken away: microseconds until it returns."""
     result = stored("benchmark")
@@ -188,7 +210,8 @@ def machine_code() -> str:
     result = sass.stored(RESULTS)
     if result is None:
         return "No machine code is stored: `python -m helpers sass --store`"
-    return f"{with_caption(result, sass.table(result.data.code), 'gpu')}\n\n{sass.verdict(result.data.code)}."
+    text = f"{sass.LEGEND}. {sass.verdict(result.data.code)}."
+    return f"{with_caption(result, sass.table(result.data.code), 'gpu')}\n\n{text}"
 
 
 def forced() -> str:
@@ -309,6 +332,6 @@ def libraries() -> str:
 
 
 BLOCKS = (
-    badge, claim, score, protocol, microseconds, host_steps, speed, t4, t4_kernels, machine_code, forced,
+    badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code, forced,
     estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
 )  # fmt: skip

@@ -54,6 +54,10 @@ class Counted:
         """Bits a lane of each global or shared access: Counter({128: 4})."""
         return Counter(width(i.opcode) for i in self.executed if i.stem == stem)
 
+    def evicted_first(self, stem: str) -> int:
+        """Global loads or stores that ask for it."""
+        return sum(i.stem == stem and "EF" in i.opcode.split(".") for i in self.executed)
+
     @property
     def per_element(self) -> float:
         """Thread-instructions per output element."""

@@ -78,27 +78,20 @@ class MachineCode(Record):
 
 
 def _code(arch: int, contender: str, label: str, dtype: str, counted, **more) -> Code:
-    hinted = {
-        what: sum(i.stem == stem and "EF" in i.opcode.split(".") for i in counted.executed)
-        for what, stem in (("loads", "LDG"), ("stores", "STG"))
-    }
+    same = ("load_store", "elements", "threads", "registers", "shared", "spills")
+    first = {"loads": "LDG", "stores": "STG"}
     return Code(
         arch=arch,
         contender=contender,
         label=label,
         dtype=dtype,
         instructions=counted.per_element,
-        load_store=counted.load_store,
-        elements=counted.elements,
-        threads=counted.threads,
-        registers=counted.registers,
-        shared=counted.shared,
         occupancy=CARDS[arch].occupancy(counted.threads, counted.registers, counted.shared),
-        spills=counted.spills,
         load_bits=dict(counted.widths("LDG")),
         store_bits=dict(counted.widths("STG")),
-        hinted=hinted,
+        hinted={what: counted.evicted_first(stem) for what, stem in first.items()},
         counted=counted.how,
+        **{name: getattr(counted, name) for name in same},
         **more,
     )
 
@@ -239,29 +232,29 @@ def _bits(widths) -> str:
     return "/".join(map(str, sorted(widths))) or "-"
 
 
-HEAD = (
-    f"{'':31}{'':5}{'instr':>6}{'ld/st':>6}{'regs':>5}{'occup':>6}{'shared':>7}{'spills':>7}"
-    f"{'loads':>10}{'stores':>7}{'hints':>7}{'late':>5}{'wait':>5}"
-)
+HEAD = "code card dtype instr ld/st regs occup shared stores hints late wait".split()
 LEGEND = (
     "Per output element: thread-instructions, of them loads, stores and shuffles. Registers per thread, "
-    "share of an SM's threads, bytes of shared memory per block. Bits per lane of loads and stores; hints: "
-    "loads and stores to be evicted first. late: words loaded behind a wait for another load; wait: memory "
-    "latencies in a row before the first store (ours). A predicated instruction counts as issued."
-)
+    "share of an SM's threads, bytes of shared memory per block, bits a store. hints: loads and stores to be "
+    "evicted first; late: words loaded behind a wait for another load; wait: memory latencies in a row before "
+    "the first store (of ours). A predicated instruction counts as issued. Cards: "
+) + ", ".join(f"{card.name} sm_{card.arch}" for card in CARDS.values())
 
 
-def _line(code: Code) -> str:
-    start = f"{code.label:31}{SHORT.get(code.dtype, ''):5}"
-    if code.failed:
-        return f"{start}{code.failed}"[:WIDTH]
-    late, wait = ("-" if value is None else value for value in (code.late_words, code.latencies))
-    hints = "+".join(str(code.hinted[what]) for what in ("loads", "stores"))
-    return (
-        f"{start}{code.instructions:6.2f}{code.load_store:6.2f}{code.registers:5}{code.occupancy:6.0%}"
-        f"{code.shared:7}{code.spills:7}{_bits(code.load_bits):>10}{_bits(code.store_bits):>7}{hints:>7}"
-        f"{late:>5}{wait:>5}"
-    )
+def table(codes: list[Code], every: bool = False) -> list[list[str]]:
+    """Rows of texts, header first: what decodes large nested weights to 16 bits, or `every` code."""
+    rows = [HEAD]
+    for code in codes:
+        start = [code.label, f"sm_{code.arch}", SHORT.get(code.dtype, "")]
+        official = (code.nested or code.contender != "kernel") and not code.small and code.dtype in HALF
+        if code.failed and every:
+            rows.append([*start, code.failed, *[""] * (len(HEAD) - 4)])
+        elif not code.failed and (official or every):
+            figures = f"{code.instructions:.2f} {code.load_store:.2f} {code.registers} {code.occupancy:.0%}"
+            stores = f"{_bits(code.store_bits)} {'+'.join(map(str, code.hinted.values()))}"
+            order = ("-" if value is None else str(value) for value in (code.late_words, code.latencies))
+            rows.append([*start, *figures.split(), str(code.shared), *stores.split(), *order])
+    return rows
 
 
 def verdict(codes: list[Code]) -> str:
@@ -276,44 +269,23 @@ def verdict(codes: list[Code]) -> str:
     )
 
 
-def lines(codes: list[Code]) -> list[str]:
-    """The table, a block for each card."""
-    text = [HEAD]
-    for arch in dict.fromkeys(code.arch for code in codes):
-        text.append(f"sm_{arch} ({CARDS[arch].name})")
-        text += [_line(code) for code in codes if code.arch == arch]
-    return text
-
-
-def table(codes: list[Code]) -> list[list[str]]:
-    """Rows of texts, header first: what decodes large nested weights to 16 bits, everyone's."""
-    head = ["code", "card", "dtype", "instructions per element", "loads, stores and shuffles", "registers"]
-    head += ["occupancy", "shared bytes", "bits a store", "words behind a wait", "latencies before a store"]
-    rows = [head]
-    for code in codes:
-        own = code.contender != "kernel" or code.nested
-        if own and not (code.failed or code.small) and code.dtype in HALF:
-            card = f"sm_{code.arch}, {CARDS[code.arch].name}"
-            order = ["-" if value is None else str(value) for value in (code.late_words, code.latencies)]
-            figures = [f"{code.instructions:.2f}", f"{code.load_store:.2f}", str(code.registers)]
-            figures += [f"{code.occupancy:.0%}", str(code.shared), _bits(code.store_bits)]
-            rows.append([code.label, card, SHORT[code.dtype], *figures, *order])
-    return rows
-
-
 def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
     """What `python -m helpers sass --store` wrote last."""
     return results.find("machine_code", root / FOLDER.name, MachineCode)
 
 
 def report(codes: list[Code]) -> str:
-    """The table with its legend and the verdict."""
+    """Every row of the table, its legend and the verdict."""
+    rows = table(codes, every=True)
+    figures = [row for row in rows if row[-1]]
+    widths = [max(map(len, column)) for column in zip(*figures, strict=True)]
+    shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     versions = {name: version for code in codes for name, version in code.versions.items()}
     stamp = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
     rest = [
         textwrap.fill(text, WIDTH) for text in (LEGEND, f"Compiled by or read from {stamp}.", verdict(codes))
     ]
-    return "\n".join([*lines(codes), "", *rest])
+    return "\n".join([*(line.rstrip()[:WIDTH] for line in shown), "", *rest])
 
 
 def collect(archs=tuple(CARDS), module=None) -> list[Code]:

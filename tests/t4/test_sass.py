@@ -55,7 +55,7 @@ def test_the_report_fits_and_names_everyone(codes):
     text = sass.report(codes)
     lines = text.splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= sass.WIDTH
-    assert all(f"sm_{arch} ({card.name})" in text for arch, card in CARDS.items())
+    assert all(f"sm_{arch} " in text for arch in CARDS)
     assert "bitsandbytes" in text and "Unsloth" in text
 
 
@@ -64,7 +64,7 @@ def test_the_table_has_the_official_kinds_of_everyone(codes):
     assert all(len(row) == len(head) for row in rows)
     ours = [row for row in rows if row[0] == "ours, nested"]
     assert [row[1:3] for row in ours] == [
-        [f"sm_{arch}, {card.name}", dtype] for arch, card in CARDS.items() for dtype in ("fp16", "bf16")
+        [f"sm_{arch}", dtype] for arch in CARDS for dtype in ("fp16", "bf16")
     ]
     assert not [row for row in rows if "small" in row[0] or "flat" in row[0] or "absmax" in row[0]]
 

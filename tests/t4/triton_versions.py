@@ -83,7 +83,7 @@ def main(versions: list[str]) -> int:
             codes, wrong = check(version)
         except RuntimeError as error:
             codes, wrong = [], [f"Triton {version}: {error}"]
-        print("\n".join([f"Triton {version}", *sass.lines(codes)]))
+        print(sass.report(codes))
         print("\n".join(wrong) or f"Triton {version}: as expected", flush=True)
         failed += wrong
     return int(bool(failed))
