@@ -137,6 +137,8 @@ def cards() -> str:
     for path in sorted(RESULTS.glob("*/benchmark.json")):
         bench, run = (stored(name, path.parent.name) for name in ("benchmark", "protocol"))
         timed = run.data if run else bench.data.protocol
+        if not (timed and bench.data.host and bench.data.gpu):
+            continue
         ours = next(iter(timed.entries))
         over = [f"{timed.speedup(ours, name):.2f}" for name in BASELINES]
         whole, on_gpu = saved(bench.data, "unsloth_today")
@@ -332,6 +334,6 @@ def libraries() -> str:
 
 
 BLOCKS = (
-    badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code, forced,
-    estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
+    badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code,
+    forced, estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
 )  # fmt: skip
