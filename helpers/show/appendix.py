@@ -335,5 +335,6 @@ def libraries() -> str:
 
 BLOCKS = (
     badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code,
-    forced, estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus, libraries,
+    forced, estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus,
+    libraries,
 )  # fmt: skip
