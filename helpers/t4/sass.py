@@ -236,9 +236,9 @@ HEAD = "code card dtype instr ld/st regs occup shared stores hints late wait".sp
 LEGEND = (
     "Per output element: thread-instructions, of them loads, stores and shuffles. Registers per thread, "
     "share of an SM's threads, bytes of shared memory per block, bits a store. hints: loads and stores to be "
-    "evicted first; late: words loaded behind a wait for another load; wait: memory latencies in a row before "
-    "the first store (of ours). A predicated instruction counts as issued. Cards: "
-) + ", ".join(f"{card.name} sm_{card.arch}" for card in CARDS.values())
+    "evicted first; late: words loaded behind a wait for another load; wait: memory latencies in a row "
+    "before the first store (of ours). A predicated instruction counts as issued. "
+) + "; ".join(f"sm_{card.arch}: {card.name}" for card in CARDS.values())
 
 
 def table(codes: list[Code], every: bool = False) -> list[list[str]]:
