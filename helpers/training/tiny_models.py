@@ -1,6 +1,5 @@
 """Small random Llama and Qwen models with a real tokenizer, made on the spot: training without downloads."""
 
-import contextlib
 from pathlib import Path
 
 # What the tokenizer learns from and the models train on.
@@ -28,7 +27,7 @@ LLAMA3_8B = dict(
     max_position_embeddings=8192,
     vocab_size=32000,
 )
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # as transformers' classes are called
 
 
 def tokenizer():
@@ -57,20 +56,6 @@ def tokenizer():
     )
 
 
-@contextlib.contextmanager
-def _no_progress_bars():
-    """Without transformers' bars, which a notebook stores as lines of errors."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
 def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", **sizes) -> Path:
     """Save a random bf16 model of a family (llama, qwen2, qwen3) with its tokenizer in `folder`; returns it.
 
@@ -80,12 +65,11 @@ def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", *
     import torch
     import transformers
 
-    classes = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-    if family not in classes:
+    if family not in FAMILIES:
         raise ValueError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
     words = tokenizer()
     sizes = {**SIZES, "vocab_size": len(words), **sizes}
-    config = getattr(transformers, f"{classes[family]}Config")(
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(
         **sizes,
         head_dim=sizes["hidden_size"] // sizes["num_attention_heads"],
         tie_word_embeddings=False,
@@ -95,43 +79,36 @@ def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", *
     )
     with torch.random.fork_rng(devices=[] if device == "cpu" else None), torch.device(device):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{classes[family]}ForCausalLM")(config).to(torch.bfloat16)
+        model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).to(torch.bfloat16)
     folder = Path(folder)
-    with _no_progress_bars():
-        model.save_pretrained(folder)
-        words.save_pretrained(folder)
+    model.save_pretrained(folder)
+    words.save_pretrained(folder)
     return folder
 
 
-def quantization(dtype, storage=None):
-    """bitsandbytes' settings for QLoRA: nf4, nested, computing in `dtype`, packed bytes kept as `storage`."""
-    import torch
-    from transformers import BitsAndBytesConfig
+def load(folder, dtype, device=None, storage=None, attention: str = "sdpa"):
+    """The model in `folder`, quantized to 4 bit (nf4, nested) while it is read from disk; frozen.
 
-    return BitsAndBytesConfig(
+    It computes in `dtype`; the packed bytes are kept as `storage` (uint8).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    settings = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=storage or torch.uint8,
     )
-
-
-def load(folder, dtype, device=None, storage=None, attention: str = "sdpa"):
-    """The model in `folder`, quantized to 4 bit (nf4, nested) while it is read from disk; frozen."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            quantization_config=quantization(dtype, storage),
-            device_map={"": device},
-            attn_implementation=attention,
-            local_files_only=True,
-        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        quantization_config=settings,
+        device_map={"": device or ("cuda" if torch.cuda.is_available() else "cpu")},
+        attn_implementation=attention,
+        local_files_only=True,
+    )
     model.config.use_cache = False
     return model
 
