@@ -1,4 +1,4 @@
-"""From a checkout what `nf4_triton` is where it is installed: `from helpers.integrate import use_nf4_kernel`."""
+"""In a checkout what `nf4_triton` is once installed: `from helpers.integrate import use_nf4_kernel`."""
 
 from helpers.nf4 import (
     Switch,

@@ -40,7 +40,7 @@ def load() -> None:
 
 def forget() -> bool:
     """Put bitsandbytes' functions back that still wait for their first use; were there any?"""
-    waiting = [row for row in _functions() if hasattr(row[2], "nf4_waits")]
+    waiting = [row for row in _functions() if getattr(row[2], "nf4_waits", None) is row[2]]
     for module, attribute, value in waiting:
         setattr(module, attribute, value.__wrapped__)
     return bool(waiting)
@@ -60,7 +60,7 @@ def _wait(original):
         integrate = sys.modules.get(f"{__package__}.integrate")
         return (integrate.stand_in_of(original) if integrate else original)(*arguments, **named)
 
-    function.nf4_waits = True
+    function.nf4_waits = function  # a wrapper by functools.wraps gets the mark, and is another function
     return function
 
 

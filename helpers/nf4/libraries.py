@@ -50,8 +50,10 @@ def current(name: str):
 
 
 def site_of(function) -> Site | None:
-    """The call site that a function stands in at, if it is a replacement (of any copy of this package)."""
-    return getattr(function, "__dict__", {}).get("nf4_site")
+    """The call site that a function stands in at, if it is a replacement (of any copy of this package)
+    itself: functools.wraps copies marks to wrappers."""
+    site = getattr(function, "__dict__", {}).get("nf4_site")
+    return site if site and site.replacement is function else None
 
 
 def reloaded(site: Site) -> bool:

@@ -244,6 +244,23 @@ def test_reload_of_the_integration_leaves_it_reachable():
         integrate.restore()
 
 
+def test_a_wrapper_around_a_replacement_is_not_taken_for_one():
+    """functools.wraps copies a function's attributes."""
+    switch = use_nf4_kernel("bitsandbytes", quiet=True)
+    ours = bnb.functional.dequantize_4bit
+    bnb.functional.dequantize_4bit = wrapper = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))
+    try:
+        packed, state = quantized((16, 64))
+        expected = wrapper(packed, state)
+        assert switch.counts()[DEQUANTIZE]["kernel"] == 1 and "wrapped or replaced" in str(switch)
+        integrate.restore()
+        assert bnb.functional.dequantize_4bit is wrapper
+        assert reference.same_bits(wrapper(packed, state), expected)
+        assert switch.counts()[DEQUANTIZE]["kernel"] == 1
+    finally:
+        bnb.functional.dequantize_4bit = ORIGINAL[0]
+
+
 def test_restore_after_the_module_was_lost():
     """As in a notebook that drops modules and imports them anew."""
     use_nf4_kernel("bitsandbytes", quiet=True)
@@ -514,3 +531,91 @@ def test_a_missing_function_is_an_error_and_nothing_is_changed(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not use_nf4_kernel(quiet=True).sites
+
+
+# NF4_TRITON=1
+
+
+def test_a_wrapper_put_around_a_function_that_waits(monkeypatch, capsys):
+    """unsloth_zoo wraps dequantize_4bit while bitsandbytes still waits for its first use: no call goes in
+    circles, and the kernel decodes."""
+    from helpers.nf4 import autoload
+
+    monkeypatch.setenv("NF4_TRITON", "1")
+    autoload.load()
+    waiting = bnb.functional.dequantize_4bit
+    assert waiting is not ORIGINAL[0] and pickle.dumps(waiting) == pickle.dumps(waiting)
+
+    @functools.wraps(waiting)
+    def wrapper(A, *args, **kwargs):
+        return waiting(A, *args, **kwargs)
+
+    bnb.functional.dequantize_4bit = wrapper
+    try:
+        packed, state = quantized((16, 64))  # the first use
+        assert "NF4_TRITON=1: The NF4 kernel decodes in" in capsys.readouterr().err
+        switched = bnb.functional.dequantize_4bit
+        site = libraries.site_of(switched)
+        assert site.original is wrapper and functions()[1] is not ORIGINAL[1]
+        expected = wrapper(packed, state)
+        assert reference.same_bits(switched(packed, state), expected) and site.kernel == 1
+        assert "NF4_TRITON" not in capsys.readouterr().err
+        integrate.restore()
+        assert bnb.functional.dequantize_4bit is wrapper
+        assert reference.same_bits(wrapper(packed, state), expected)
+    finally:
+        integrate.restore()
+        bnb.functional.dequantize_4bit = ORIGINAL[0]
+
+
+def test_a_call_of_ones_own_ends_the_waiting(monkeypatch, capsys):
+    from helpers.nf4 import autoload
+
+    monkeypatch.setenv("NF4_TRITON", "1")
+    autoload.load()
+    with use_nf4_kernel("bitsandbytes", quiet=True) as switch:
+        packed, state = quantized((16, 64))
+        bnb.functional.dequantize_4bit(packed, state)
+        assert switch.counts()[DEQUANTIZE]["kernel"] == 1
+    assert functions() == ORIGINAL and not capsys.readouterr().err
+    autoload.load()
+    integrate.restore()
+    assert functions() == ORIGINAL
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "off", " False "])
+def test_without_the_variable_nothing_happens(monkeypatch, value):
+    from helpers.nf4 import autoload
+
+    monkeypatch.delenv("NF4_TRITON", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NF4_TRITON", value)
+    autoload.load()
+    assert functions() == ORIGINAL
+
+
+def test_a_library_that_is_not_as_expected_does_not_fail_its_import(monkeypatch, capsys):
+    from helpers.nf4 import autoload
+
+    monkeypatch.setenv("NF4_TRITON", "1")
+    monkeypatch.delattr(bnb.functional, "quantize_4bit")
+    autoload.load()
+    assert "NF4_TRITON=1: has no effect: AttributeError" in capsys.readouterr().err
+    assert functions() == ORIGINAL
+
+
+def test_the_trainers_callback(capsys):
+    pytest.importorskip("transformers")
+    from helpers.nf4 import trainer_callback
+
+    callback = trainer_callback("bitsandbytes")
+    state = types.SimpleNamespace(is_world_process_zero=True)
+    callback.on_train_end(None, state, None)  # before it began
+    callback.on_train_begin(None, state, None)
+    packed, quant_state = quantized((16, 64))
+    bnb.functional.dequantize_4bit(packed, quant_state)
+    callback.on_train_end(None, state, None)
+    printed = capsys.readouterr().out
+    assert "The NF4 kernel decodes in" in printed
+    assert "0 of 1 dequantizations went through the library" in printed
+    assert functions() == ORIGINAL
