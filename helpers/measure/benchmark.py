@@ -150,9 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="fewer sizes and rounds; never replaces a full run"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    parser.add_argument(
-        "--only", action="append", choices=list(SECTIONS), help="one section; may be repeated"
-    )
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections alone")
     parser.add_argument(
         "--merge", nargs="+", type=Path, metavar="FILE", help="store such files as one result"
     )

@@ -76,9 +76,21 @@ def _forward(dequantize: Callable, layers: list) -> Callable:
 
 
 def _with_adapters(dequantize: Callable, layers: list, adapters: list) -> Callable:
+    """As QLoRA has it: a weight is dequantized in the forward pass and once more in the backward."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, index):
+            ctx.index = index
+            return linear(x, dequantize(layers[index]))
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient @ dequantize(layers[ctx.index]), None
+
     def forward(x):
-        for layer, (down, up) in zip(layers, adapters, strict=True):
-            x = linear(x, dequantize(layer)) + linear(linear(x, down), up)
+        for index, (down, up) in enumerate(adapters):
+            x = Product.apply(x, index) + linear(linear(x, down), up)
         return x
 
     return _own_code(forward)

@@ -142,7 +142,7 @@ def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
 
 def cold(bench) -> Cold:
     """First call with an empty Triton cache and in a new process with a warm one; imports apart."""
-    repeats = bench.rounds(3, 1)
+    repeats = bench.rounds(2, 1)
     with bench.bar((2 if bench.quick else 4) * repeats, "cold") as bar:
         kernel = starts("kernel", repeats, bar.update)
         return Cold(kernel=kernel, trivial=None if bench.quick else starts("trivial", repeats, bar.update))

@@ -72,17 +72,6 @@ def _movers(buffers: workload.Buffers, quick: bool) -> dict[str, Callable]:
     return calls
 
 
-def ceiling(device: str = "cuda", side: int = 2**14) -> float:
-    """GB/s, read and written, of a Triton kernel that moves this format's bytes and computes nothing.
-
-    side: of the square weight it moves; the default is well past any cache. The best of the launch choices.
-    """
-    buffers = workload.make_buffers((side, side), torch.float16, 2, outputs=True, device=device)
-    calls = {n: call for n, call in _movers(buffers, quick=True).items() if n.startswith("ceiling_triton")}
-    times = clocks.replay_interleaved({n: (clocks.capture(c, 2)[0], 2) for n, c in calls.items()}, rounds=5)
-    return max(Times.of(seconds, buffers.bytes_moved).gb_s for seconds in times.values())
-
-
 def _rows(times: dict[str, list[float]], nbytes: int, itemsize: int, numel: int) -> tuple[Rows, dict]:
     """(a row for each name, the best launch choice for a ceiling; the median of every launch choice)."""
     own_bytes = {"copy": 2 * numel * itemsize, "fill": numel * itemsize}

@@ -46,30 +46,18 @@ def _launches(out) -> dict[str, Callable]:
 
 
 def _units(bench: Bench, like: torch.Tensor) -> Rows:
-    """Microseconds of the single steps that a call is made of; `like` is a tensor such as it returns."""
+    """Microseconds of an allocation and of a launch, each way; `like`: a tensor such as a call returns."""
     shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    launches = _launches(torch.zeros(4, dtype=torch.int32, device=device))
     calls = {
-        "python call": lambda: None,
         "empty_strided": lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device),
         "empty": lambda: torch.empty(shape, dtype=dtype, device=device),
-        "current_stream": lambda: torch.cuda.current_stream(device),
-        "current_device": torch.cuda.current_device,
-        "synchronize": torch.cuda.synchronize,
-        **launches,
+        **_launches(torch.zeros(4, dtype=torch.int32, device=device)),
     }
-    with contextlib.suppress(AttributeError):  # private: the names change between versions of torch
-        empty = torch._C._dynamo.guards._empty_strided_cuda
-        calls["Inductor's empty_strided"] = functools.partial(empty, shape, strides, dtype)
-        calls["raw stream"] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
-    for name in list(calls):
-        try:
-            calls[name]()
-        except Exception:  # not here
-            del calls[name]
-    rounds = bench.rounds(40, 10)
-    waited = _rows(bench, launches, rounds, wait=True)
-    return _rows(bench, calls, rounds) | {f"{name} + synchronize": row for name, row in waited.items()}
+    with contextlib.suppress(Exception):  # private: the name changes between versions of torch
+        empty = functools.partial(torch._C._dynamo.guards._empty_strided_cuda, shape, strides, dtype)
+        empty()
+        calls["Inductor's empty_strided"] = empty
+    return _rows(bench, calls, bench.rounds(40, 10))
 
 
 def _parts(bench: Bench, name: str, call: Callable, units: Rows, case: HostCase) -> Parts:

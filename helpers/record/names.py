@@ -1,7 +1,5 @@
 """Names and sizes that every room shares: dtypes, contenders, cards, measured sizes, bytes an element."""
 
-import re
-
 DTYPES = {"float16": "fp16", "bfloat16": "bf16"}  # the official outputs, and how they are shown
 CARD = "nvidia-h200"  # the folder under results/ that README and the notebook quote
 T4 = "tesla-t4"  # ... and where the first run on a T4 belongs
@@ -42,11 +40,6 @@ def size_text(numel: int) -> str:
         if numel >= scale and numel.bit_count() == 1:
             return f"{numel // scale}{unit}"
     return f"{numel / 1e6:.3g}M" if numel >= 1e6 else f"{numel / 1e3:.3g}k"
-
-
-def slug(card: str) -> str:
-    """'NVIDIA H200' -> 'nvidia-h200', a card's folder under results/."""
-    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 def bytes_moved(numel: int, itemsize: int = 2, nested: bool = True) -> int:

@@ -69,18 +69,33 @@ def gemm(data: Benchmark) -> Table:
 
 
 def compiled(data: Benchmark) -> Table:
-    """24 weights and their products, microseconds, eager -> under torch.compile."""
-    cases = data.compile.cases if data.compile else []
-    names = _names([case.eager for case in cases])
-    rows = []
-    for case in cases:
-        cells = [
-            [f"{rows[n].p50:.0f}" if n in rows else "-" for rows in (case.eager, case.compiled)]
-            for n in names
-        ]
-        what = f"{case.tokens} tokens, {'forward and backward' if case.backward else 'forward'}"
-        rows.append([what, *(" -> ".join(cell) for cell in cells)])
-    return [["24 weights and products, us, eager -> compiled", *map(label, names)], *rows] if rows else []
+    """24 weights and their products, and one call alone, microseconds, eager -> under torch.compile."""
+    found = data.compile
+    if not found or not found.cases:
+        return []
+    cases = {
+        f"{case.tokens} tokens, {'forward and backward' if case.backward else 'forward'}": (
+            case.eager,
+            case.compiled,
+        )
+        for case in found.cases
+    }
+    cases["one weight alone, until the call returns"] = found.call_eager, found.call_compiled
+    names = _names([eager for eager, _ in cases.values()])
+    table = [[f"{found.weights} weights and products, us, eager -> compiled", *map(label, names)]]
+    for what, ways in cases.items():
+        cells = [[f"{rows[name].p50:.0f}" if name in rows else "-" for rows in ways] for name in names]
+        table.append([what, *(" -> ".join(cell) for cell in cells)])
+    return table
+
+
+def call_cost(data: Benchmark) -> Table:
+    """What one call executes: counts, so free of noise."""
+    rows = [
+        [label(name), *map(str, (cost.bytecodes, cost.python_calls, cost.c_calls))]
+        for name, cost in (data.call_cost or {}).items()
+    ]
+    return [["one call", "bytecodes", "Python calls", "calls into C"], *rows] if rows else []
 
 
 def ablation(data: Benchmark) -> Table:
@@ -93,7 +108,7 @@ def ablation(data: Benchmark) -> Table:
     return [["one decision changed, us (over as chosen)", *head], *rows] if rows else []
 
 
-TABLES = (protocol, gemm, compiled, ablation)
+TABLES = (protocol, call_cost, gemm, compiled, ablation)
 
 
 def summary(data: Benchmark) -> str:

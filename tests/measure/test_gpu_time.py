@@ -152,12 +152,6 @@ def test_decisions_are_real_changes_of_existing_settings(kernel, card):
     assert "4 warps" not in names and "code2 staged in shared memory" not in names
 
 
-def test_the_cards_ceiling_is_that_of_the_fastest_choice(bench, monkeypatch):
-    monkeypatch.setattr(gpu_time.clocks, "capture", bench.gpu.capture)
-    monkeypatch.setattr(gpu_time.clocks, "replay_interleaved", bench.gpu.replay_interleaved)
-    assert gpu_time.ceiling("cpu", side=64) == pytest.approx(bytes_moved(64 * 64) / 1e-6 / 1e9)
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_on_a_gpu_everything_is_captured_and_right(kernel):

@@ -86,7 +86,7 @@ def test_on_a_gpu_a_call_is_one_allocation_and_one_launch(kernel):
     found, costs = host_time.host(bench), host_time.call_cost(bench)
     assert not any(case.failures for case in found.cases)
     assert found.parts["kernel"].kernels == 1 and found.parts["kernel"].allocations == 1
-    assert {"Inductor's empty_strided", "triton compiled launcher", "raw stream"} <= found.units.keys()
+    assert {"Inductor's empty_strided", "triton compiled launcher"} <= found.units.keys()
     ours, *others = (row.p50 for row in found.steps.values())
     assert ours < min(others[2:]) and ours < 1.1 * min(others), "public launch and no plan cost most"
     assert costs[host_time.BARE].bytecodes < costs["kernel"].bytecodes < costs["unsloth_today"].bytecodes

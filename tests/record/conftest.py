@@ -8,6 +8,7 @@ from helpers.record.results import (
     AblationCase,
     Benchmark,
     ByteMover,
+    CallCost,
     Cold,
     Compile,
     CompileCase,
@@ -86,6 +87,7 @@ def data():
             parts={},
         ),
         gpu=Gpu(sizes=gpu),
+        call_cost={"kernel": CallCost(bytecodes=212, python_calls=9, c_calls=31)},
         gemm=Gemm(
             cases=[
                 GemmCase(
@@ -111,8 +113,8 @@ def data():
                 for tokens in (64, 2048)
                 for backward in (False, True)
             ],
-            call_eager={},
-            call_compiled={},
+            call_eager=rows(kernel=8.3),
+            call_compiled=rows(kernel=7.0),
         ),
         compiles=Compiles(
             rows=[CompileCount(dtype="float16", state="nested", shapes=8, compiles=1)], shapes=[(1024, 4096)]

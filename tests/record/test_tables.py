@@ -26,6 +26,8 @@ def test_the_other_tables_show_the_files_figures(data):
     assert head[1:] == ["this kernel", "Unsloth today", "bitsandbytes"]
     assert first == ["64 tokens, forward", "800 -> 800", "1345 -> 960", "1948 -> 1760"]
     assert second[0] == "64 tokens, forward and backward"
+    assert tables.compiled(data)[-1][1:] == ["8 -> 7", "- -> -", "- -> -"]
+    assert tables.call_cost(data)[1:] == [["this kernel", "212", "9", "31"]]
 
 
 def test_what_was_not_measured_has_no_table():
