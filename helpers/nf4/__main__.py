@@ -34,7 +34,11 @@ def doctor() -> int:
             importlib.import_module(name)
         except Exception as error:  # whatever ails a library, the others can be switched
             print(f"{name} cannot be imported: {type(error).__name__}: {error}")
-    without = _step()
+    try:
+        without = _step()
+    except Exception as error:
+        print(f"It does not work here: bitsandbytes itself does not: {type(error).__name__}: {error}")
+        return 1
     with use_nf4_kernel(quiet=True) as switch:
         print(switch)
         if not switch.sites:
