@@ -57,16 +57,17 @@ class StandIn:
         return 1
 
 
+CONFIGS = (protocol.Config(1, 3, 64, 128, 3407, torch.float16),)
 TINY = dataclasses.replace(
     QUICK,
-    sizes=(4096, 8192),
-    ablation=(4096,),
-    layers=(((64, 128), "bfloat16"), ((128, 192), "float16")),
-    configs=protocol.SMALL[:1],
-    gemm=protocol.SMALL[:1],
+    sizes=(1024, 2048),
+    ablation=(1024,),
+    layers=(((64, 64), "bfloat16"), ((64, 128), "float16")),
+    configs=CONFIGS,
+    gemm=CONFIGS,
     tokens=(8,),
     weights=2,
-    shape=(64, 128),
+    shape=(64, 64),
     backend="aot_eager",
     inner=1,
     most_rounds=2,

@@ -36,14 +36,13 @@ def on_a_gpu(monkeypatch, tmp_path):
 
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
     monkeypatch.setattr(environment, "result_folder", lambda: tmp_path / "some-card")
-    monkeypatch.setattr(environment, "describe", describe := environment.describe)
     monkeypatch.setattr(environment, "capability", lambda device=None: None)
     monkeypatch.setattr(environment, "gpu_name", lambda: "some card")
     monkeypatch.setattr(environment, "native_bf16", lambda: False)
     sections = {"gpu": lambda bench: Gpu(sizes=[]), "cold": cold}
     monkeypatch.setattr(benchmark, "SECTIONS", sections)
     monkeypatch.setattr(benchmark, "QUICK_SECTIONS", tuple(sections))
-    assert describe()["gpu"] == "some card"
+    assert environment.describe()["gpu"] == "some card"
     return failing
 
 
