@@ -418,21 +418,24 @@ def _snapshot(weight, q):
     values: shape, dtype, quant_type, blocksize, blocksize2 (0 of a flat state).
     """
     try:
-        nested = q.nested
+        one = q.__dict__  # QuantState's own __getattr__ makes every attribute three times as slow
+        nested = one["nested"]
+        values = one["shape"], one["dtype"], one["quant_type"], one["blocksize"]
         if nested is True:
-            state2 = q.state2
-            if state2.dtype is _FLOAT32:
-                return ((weight, q.absmax, state2.code, state2.absmax, q.offset),
-                        (q.shape, q.dtype, q.quant_type, q.blocksize, state2.blocksize))
+            two = one["state2"].__dict__
+            if two["dtype"] is _FLOAT32:
+                return ((weight, one["absmax"], two["code"], two["absmax"], one["offset"]),
+                        (*values, two["blocksize"]))
         elif nested is False:
-            return (weight, q.absmax), (q.shape, q.dtype, q.quant_type, q.blocksize, 0)
-    except AttributeError:
+            return (weight, one["absmax"]), (*values, 0)
+    except (AttributeError, KeyError):
         pass
-    return _incomplete(weight, q)
+    return _by_attribute(weight, q)
 
 
-def _incomplete(weight, q):
-    """Refuse a state that no snapshot can be taken of, or fill in None for the checks to name."""
+def _by_attribute(weight, q):
+    """The same of any object with these attributes, or what it lacks: refused, or None for the checks
+    to name."""
     _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected the "
              "packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and weight.quant_state")
     _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a Linear4bit "
@@ -600,6 +603,7 @@ _jit_trace = _private(torch._C, "_get_tracing_state", lambda: torch.jit.is_traci
 _transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
 # Not None inside a frame that Dynamo gave up (bf16 on a T4): it would trace what is called from there.
 _dynamo_watches = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+_undisturbed = _private(torch, "_disable_dynamo", lambda function: function)
 _is_compiling = torch.compiler.is_dynamo_compiling
 _count_write = torch.autograd.graph.increment_version  # so that autograd notices if it had saved `out`
 _devices = torch.cuda.device_count()
@@ -694,38 +698,48 @@ class _Plan:
     look: every launch reads them."""
 
     __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "transposed", "bytes",
-                 "then", "layout", "same", "alive")
+                 "then", "layout", "same", "other", "alive")
 
-    def __init__(self, tensors, values, out, kernel, forced):
+    def __init__(self, tensors, values, out, kernel, forced, keep_storages):
         self.kernel, self.forced = kernel, forced
         self.index, self.size, self.dtype = tensors[0].get_device(), tuple(out.shape), out.dtype
         self.stride = torch.empty(self.size, device="meta").stride()  # `out` may have others in sizes of 1
-        self.transposed = tensors[0].shape[0] == 1
+        self.transposed, self.same, self.other = tensors[0].shape[0] == 1, _never, _never
         # A storage may shrink in place. To ask one that is kept takes a third of the time of asking its
-        # tensor; that of the weight is not kept, for whoever offloads it wants its memory back.
-        self.bytes = [x.untyped_storage().nbytes for x in tensors[1:4]]
+        # tensor. Not kept: the weight's, for whoever offloads it wants its memory back, and the
+        # operator's, since CUDA graph trees want theirs back.
+        self.bytes = keep_storages and [x.untyped_storage().nbytes for x in tensors[1:4]]
         self.then, self.layout = self.now(tensors, values, tensors[0].data_ptr()), _layout(tensors)
-        self.same = _guards(*tensors)
 
     def now(self, tensors, values, address):
         """What the launch depends on. The weight may move (FSDP gathers it anew for each use): its
         address is an argument of each launch."""
+        nbytes = self.bytes or [x.untyped_storage().nbytes for x in tensors[1:4]]
         if len(tensors) == 5:
             weight, absmax, code2, absmax2, offset = tensors
-            a, b, c = self.bytes
+            a, b, c = nbytes
             return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(),
                     code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())
         weight, absmax = tensors
-        return values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), self.bytes[0]()
+        return values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), nbytes[0]()
+
+    def learns(self, tensors):
+        """Are these laid out as the plan's tensors, and nobody tracing operators? Then one C++ call will
+        tell so from now on in this state of torch."""
+        guards = _guards(*tensors)
+        learnt = _layout(tensors) == self.layout and not _traced()  # last: another thread may write
+        if learnt:
+            self.same, self.other = guards, self.same
+        return learnt
 
     def holds(self, tensors):
         """Are the tensors laid out as they were, kernel and settings the same, and nobody watching?
 
-        Guards also compare what torch does with an operator in this thread. Where that differs, as under
-        autocast, layouts decide, unless operators are being traced.
+        Guards also compare what torch does with an operator in this thread, which autocast, no_grad or a
+        tracer change: so there are two of them, and layouts decide when neither fits.
         """
         return (
-            (self.same(*tensors) or (_layout(tensors) == self.layout and not _traced()))
+            (self.same(*tensors) or self.other(*tensors) or self.learns(tensors))
             and self.kernel is _your_dequantize_nf4_kernel
             and self.forced is _forced
             and _hooks.launch_enter_hook is _enter  # a profiler follows Triton's launches: by assignment
@@ -739,10 +753,14 @@ class _Plan:
                 and out.get_device() == self.index and out.data_ptr() % 16 == 0 and _writable(out, weight))
 
 
+def _never(*tensors):
+    return False
+
+
 def _guards(*tensors):
     """One C++ call that compares type, dtype, device, sizes and strides of several tensors."""
     if _TensorGuards is None:
-        return lambda *tensors: False
+        return _never
     return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
@@ -760,7 +778,7 @@ def _first_call(tensors, values, out, quant_state):
         _require_unpacked(quant_state)
         if _traced() or _without_data(tensors[0]):
             return _operator_result(tensors, values, out)
-    forced, kernel, absmax = _forced, _your_dequantize_nf4_kernel, tensors[1]
+    forced, kernel, given = _forced, _your_dequantize_nf4_kernel, tensors
     tensors = tuple(map(_alias, tensors))
     sizes, weight = _check(tensors, values), tensors[0]
     shape, dtype, *_ = values
@@ -776,11 +794,12 @@ def _first_call(tensors, values, out, quant_state):
         if grid:
             fixed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[2:]]
             fixed += constexprs.values()
-            plan = _Plan(tensors, values, out, kernel, forced)
+            plan = _Plan(tensors, values, out, kernel, forced, quant_state is not None)
             compiled = _launch(kernel, grid, arguments, constexprs, settings(weight.device))
             if DIRECT and out.data_ptr() % 16 == 0 and isinstance(shape, tuple):
                 plan.launch = _repeat(compiled, grid, arguments, fixed, limit)
-                _keep(plan, absmax)
+                plan.learns(given)
+                _keep(plan, given[1])
     return out.t() if quant_state is not None and weight.shape[0] == 1 else out
 
 
@@ -804,7 +823,7 @@ def _call_operator(weight, quant_state, out):
     """The same call as an operator, which torch.compile leaves whole: no graph break, no copy of the
     weight, and every check of an eager call at every call."""
     _require_unpacked(quant_state)
-    tensors, values = _snapshot(weight, quant_state)
+    tensors, values = _by_attribute(weight, quant_state)
     return _operator_result(tensors, values, out)
 
 
@@ -859,7 +878,8 @@ def _register():
     # Not torch.library.custom_op, whose wrappers take longer than the launch.
     library.define("dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, "
                    "SymInt[] shape, int kind) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl("dequantize", _run, "CompositeExplicitAutograd")
+    # Dynamo stays out: where Inductor refused a graph, it goes on to trace what is called from it.
+    library.impl("dequantize", _undisturbed(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{name}::dequantize", _fake, lib=library)
     return library, getattr(torch.ops, name).dequantize.default
 

@@ -25,7 +25,7 @@ WAYS = [
     pytest.param({}, id="own"),
     pytest.param({"asm": False}, id="portable", marks=ON_GPU),
     pytest.param({"card": "t4"}, id="t4", marks=ON_GPU),
-    pytest.param({"small": 0}, id="large tile", marks=ON_GPU),
+    pytest.param({"small_up_to": 0}, id="large tile", marks=ON_GPU),
 ]
 
 
