@@ -23,13 +23,14 @@ if TRITON < (3, 3):
 _knobs = getattr(triton, "knobs", None)  # Triton 3.4 and newer
 INTERPRETED = _knobs.runtime.interpret if _knobs else os.environ.get("TRITON_INTERPRET") == "1"
 # The assembly needs Triton to give each thread one tensor element, and a repeated launch goes past
-# Triton's own code. Checked with these; with others, and on AMD, the portable path is launched publicly.
+# Triton's own code. Checked with these; with others, and on AMD, the portable path is launched
+# publicly.
 CHECKED = (3, 3) <= TRITON <= (3, 9) and torch.version.hip is None
 
 # %% id="kernel-asm" part="device" tags=["kernel"]
 # One row of 16 lanes: a 32-bit word (8 codes) a lane, so two blocks of 64. $4 word, $5 this lane's
-# scale, $6 codebook[lane], $7 which half of a register holds this lane's block, $8 the row.
-# 0x101f: segments of 16 lanes, in which shfl ignores all but 4 bits of the index: no nibble is masked.
+# scale, $6 codebook[lane], $7 which half of a register holds this lane's block, $8 the row. 0x101f:
+# segments of 16 lanes, in which shfl ignores all but 4 bits of the index: no nibble is masked.
 _TABLE = (
     ".reg .b32 row, table, other, bit, x, y; .reg .f32 a, b; .reg .b16 lo, hi; .reg .pred isnan; "
     "bar.warp.sync 0xffffffff; "
@@ -39,11 +40,14 @@ _TABLE = (
 )
 _ROUND_FP16 = "cvt.rn.f16.f32 lo, a; cvt.rn.f16.f32 hi, b; mov.b32 table, {lo, hi}; "
 _ROUND_BF16 = "cvt.rn.bf16.f32 lo, a; cvt.rn.bf16.f32 hi, b; mov.b32 table, {lo, hi}; "
-# To nearest even by hand: add 0x7fff and the lowest bit that stays. NaN becomes 0x7fff, as in hardware.
+# To nearest even by hand: add 0x7fff and the lowest bit that stays. NaN becomes 0x7fff, as in
+# hardware.
 _ROUND_BF16_INT = (
-    "mov.b32 table, a; bfe.u32 bit, table, 16, 1; add.u32 bit, bit, 0x7fff; add.u32 table, table, bit; "
+    "mov.b32 table, a; bfe.u32 bit, table, 16, 1; add.u32 bit, bit, 0x7fff; "
+    "add.u32 table, table, bit; "
     "setp.nan.f32 isnan, a, a; selp.b32 table, 0x7fff0000, table, isnan; "
-    "mov.b32 other, b; bfe.u32 bit, other, 16, 1; add.u32 bit, bit, 0x7fff; add.u32 other, other, bit; "
+    "mov.b32 other, b; bfe.u32 bit, other, 16, 1; add.u32 bit, bit, 0x7fff; "
+    "add.u32 other, other, bit; "
     "setp.nan.f32 isnan, b, b; selp.b32 other, 0x7fff0000, other, isnan; "
     "prmt.b32 table, table, other, 0x7632; "
 )
@@ -66,7 +70,8 @@ ROW_FP32 = tl.constexpr(
         for k in range(8)
     ) + "}"
 )
-# code2[absmax] * absmax2 + offset with both roundings: .rn instructions are never fused into an FMA.
+# code2[absmax] * absmax2 + offset with both roundings: .rn instructions are never fused into an
+# FMA.
 SCALE = tl.constexpr("{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }")
 
 # %% id="kernel-row" part="device" tags=["kernel"]
@@ -86,20 +91,22 @@ def _store_row(out_ptr, thread, word, scale, table, lane, row, mask,
         to = out_ptr + (first * 8 + tl.arange(0, 8)[None, :])
     else:
         ROW: tl.constexpr = ROW_FP16 if MODE == FP16 else ROW_BF16 if MODE == BF16 else ROW_BF16_INT
-        half = tl.where(lane < 8, 0x5410, 0x7632)  # prmt: the lower, or the upper, halves of x and y
+        half = tl.where(lane < 8, 0x5410, 0x7632)  # prmt: lower, or upper, halves of x and y
         a, b, c, d = tl.inline_asm_elementwise(
             ROW, "=r,=r,=r,=r,r,f,f,r,r", [word, scale, table, half, row],
             dtype=(tl.uint32,) * 4, is_pure=True, pack=1,
         )
         value = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (word.shape[0], 4))
-        to = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + (first * 4 + tl.arange(0, 4)[None, :])
+        to = out_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        to += first * 4 + tl.arange(0, 4)[None, :]
     tl.store(to, value, mask=mask[:, None], cache_modifier=STORE_HINT)
 
 # %% id="kernel-kernel" part="device" tags=["kernel"]
 @triton.jit(
     do_not_specialize=["n_words", "n_tail"],
-    do_not_specialize_on_alignment=["weight_ptr", "absmax_ptr", "table_ptr", "code2_ptr", "absmax2_ptr",
-                                    "offset_ptr"],
+    do_not_specialize_on_alignment=[
+        "weight_ptr", "absmax_ptr", "table_ptr", "code2_ptr", "absmax2_ptr", "offset_ptr",
+    ],
 )
 def _your_dequantize_nf4_kernel(
     weight_ptr,  # packed codes, two a byte, high nibble first: ceil(n / 2) bytes
@@ -129,21 +136,21 @@ def _your_dequantize_nf4_kernel(
     if not ASM:
         e = pid.to(tl.int64) * (TILE * 8) + tl.arange(0, TILE * 8)
         mask = e < n_words.to(tl.int64) * 8 + n_tail
-        _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, e, mask,
-                  NESTED, LOG2_BLOCK, LOG2_BLOCK2, MODE, FLUSH)
+        _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, e,
+                  mask, NESTED, LOG2_BLOCK, LOG2_BLOCK2, MODE, FLUSH)
     else:
-        thread = tl.arange(0, THREADS)  # one tensor element a thread: a shuffle's lane is thread % 32
+        thread = tl.arange(0, THREADS)  # one element a thread: a shuffle's lane is thread % 32
         lane = thread & 15
         left = n_words - pid * TILE  # words from this program on
         mine = left - thread  # row r of this thread exists if mine > r * THREADS
-        # In row r, lanes 16 s .. 16 s + 15 hold blocks 2 s and 2 s + 1 of the row. Lane j decodes the
-        # scale of block j % 2 in row j // 2: every scale is decoded once, not once a word.
+        # In row r, lanes 16 s .. 16 s + 15 hold blocks 2 s and 2 s + 1 of the row. Lane j decodes
+        # the scale of block j % 2 in row j // 2: every scale is decoded once, not once a word.
         block = ((lane >> 1) & (WORDS - 1)) * (THREADS // 8) + (thread >> 4) * 2 + (lane & 1)
         exists = block * 8 < left
         block = (block + pid * (TILE // 8)) >> (LOG2_BLOCK - 6)
-        # Every load of the program is under way before the first is waited for. That takes STAGE: all
-        # of code2 is fetched beside absmax; looked up in memory instead, code2[absmax] is a load that
-        # waits for one, and ptxas puts loads of words behind that wait.
+        # Every load of the program is under way before the first is waited for. That takes STAGE:
+        # all of code2 is fetched beside absmax; looked up in memory instead, code2[absmax] is a
+        # load that waits for one, and ptxas puts loads of words behind that wait.
         if NESTED:
             q = tl.load(absmax_ptr + block, mask=exists, other=0, eviction_policy=LOAD_HINT)
             absmax2 = tl.load(absmax2_ptr + (block >> LOG2_BLOCK2), mask=exists, other=0.0)
@@ -153,34 +160,39 @@ def _your_dequantize_nf4_kernel(
         else:
             scale = tl.load(absmax_ptr + block, mask=exists, other=0.0, eviction_policy=LOAD_HINT)
         first = pid.to(tl.int64) * TILE  # 64 bits: tensors may have more than 2**31 elements
-        word_ptr = weight_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + first + tl.max_contiguous(thread, 1)
+        word_ptr = weight_ptr.to(tl.pointer_type(tl.uint32), bitcast=True)
+        word_ptr += first + tl.max_contiguous(thread, 1)
         words = ()
         for r in tl.static_range(WORDS):
-            words = words + (tl.load(word_ptr + r * THREADS, mask=mine > r * THREADS, eviction_policy=LOAD_HINT),)
+            word = tl.load(word_ptr + r * THREADS, mask=mine > r * THREADS,
+                           eviction_policy=LOAD_HINT)
+            words = words + (word,)
         table = tl.load(table_ptr + lane)
         if NESTED:
-            code2 = tl.gather(book2, q.to(tl.int32), 0) if STAGE else tl.load(code2_ptr + q.to(tl.int32))
+            q = q.to(tl.int32)
+            code2 = tl.gather(book2, q, 0) if STAGE else tl.load(code2_ptr + q)
             scale = _scale(code2, absmax2, offset, True, FLUSH)
         row_ptr = out_ptr + first * 8
         for r in tl.static_range(WORDS):
-            _store_row(row_ptr + r * (THREADS * 8), thread, words[r], scale, table, lane, r, mine > r * THREADS,
-                       MODE, STORE_HINT)
+            _store_row(row_ptr + r * (THREADS * 8), thread, words[r], scale, table, lane, r,
+                       mine > r * THREADS, MODE, STORE_HINT)
         if TAIL:
             if pid == tl.num_programs(0) - 1:
                 e = tl.arange(0, 8) + n_words.to(tl.int64) * 8
-                _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, e,
-                          tl.arange(0, 8) < n_tail, NESTED, LOG2_BLOCK, LOG2_BLOCK2, MODE, FLUSH)
+                _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr,
+                          offset_ptr, e, tl.arange(0, 8) < n_tail, NESTED, LOG2_BLOCK, LOG2_BLOCK2,
+                          MODE, FLUSH)
 
 # %% id="kernel-call" part="host" tags=["kernel"]
 def your_dequantize_nf4(layer):
-    """Dequantize a bitsandbytes Linear4bit: a new tensor of quant_state.shape and quant_state.dtype.
-    Raises UnsupportedState: what is wrong, what was expected, what to do."""
+    """Dequantize a bitsandbytes Linear4bit: a new tensor of quant_state.shape and
+    quant_state.dtype. Raises UnsupportedState: what is wrong, what was expected, what to do."""
     try:
         weight = layer._parameters["weight"]
         quant_state = weight.quant_state
     except (AttributeError, KeyError):
         weight, quant_state = getattr(layer, "weight", None), None
-    if quant_state is None:  # torch.export lifts the weight out of its layer, which keeps the state too
+    if quant_state is None:  # torch.export lifts the weight out; its layer keeps the state too
         quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
     return _your_dequantize_nf4(weight, quant_state)
 
@@ -201,7 +213,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
 
 def _dequantize(tensors, values, out=None, quant_state=None):
     """Repeat the launch that was made for these tensors and values before, else check and launch.
-    quant_state: where they are from; None inside the operator, which leaves transposing to its caller."""
+    quant_state: where they are from; None in the operator, whose caller transposes."""
     with _plain_tensors():
         plan = None
         try:
@@ -211,7 +223,7 @@ def _dequantize(tensors, values, out=None, quant_state=None):
                 if kept.now(tensors, values, address) == kept.then and kept.holds(tensors):
                     plan = kept
                     break
-        except (AttributeError, RuntimeError, TypeError):  # malformed: the checks of a first call say how
+        except (AttributeError, RuntimeError, TypeError):  # malformed: a first call says how
             pass
         if plan is None or (out is not None and not plan.fits(out, tensors[0])):
             return _first_call(tensors, values, out, quant_state)
@@ -227,12 +239,12 @@ def _dequantize(tensors, values, out=None, quant_state=None):
 
 
 def your_fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-    """Take the place of Unsloth's fast_dequantize. Without a quant_state W comes back as it is; `out`
-    is filled and returned; the result is fresh whatever use_global_buffer says; dtype is for other
-    formats and changes nothing."""
+    """Take the place of Unsloth's fast_dequantize. Without a quant_state W comes back as it is;
+    `out` is filled and returned; the result is fresh whatever use_global_buffer says; dtype
+    is for other formats and changes nothing."""
     return W if quant_state is None else _your_dequantize_nf4(W, quant_state, out)
 
-# %% id="kernel-card" part="card" folded=true tags=["kernel"]
+# %% Decisions for the card id="kernel-card" part="card" folded=true tags=["kernel"]
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Every decision that depends on the card, made in this cell and nowhere else."""
@@ -241,12 +253,12 @@ class Settings:
     hints: bool  # cache eviction hints on what is read or written once
     hint_loads_up_to: int  # ... on the loads of tensors of at most so many elements
     stage: bool  # code2 through shared memory, so that no load waits for another
-    int_bf16: bool  # bf16 rounded in integers: the card (or the interpreter) has no exact conversion
+    int_bf16: bool  # bf16 rounded in integers: no exact conversion on this card
     words: int  # 32-bit words a thread, 8 elements each
-    words_small: int  # ... for tensors of at most small_up_to elements, which would not fill the card
+    words_small: int  # ... for tensors of at most small_up_to elements, which fill no card
     small_up_to: int
     num_warps: int
-    programs_per_sm: int  # at most so many on an SM if a tensor needs more than one wave; 0: no limit
+    programs_per_sm: int  # at most, if a tensor needs more than one wave; 0: no limit
     programs_per_sm_huge: int  # ... for tensors of more than huge_above elements
     huge_above: int
     sms: int
@@ -262,24 +274,26 @@ _forced = {}
 
 @functools.lru_cache(None)
 def _card(index):
-    tile = dict(hints=True, words=8, words_small=2, small_up_to=1 << 21, huge_above=1 << 26, num_warps=4)
+    tile = dict(hints=True, words=8, words_small=2, small_up_to=1 << 21, huge_above=1 << 26,
+                num_warps=4)
     if INTERPRETED or not torch.cuda.is_available():
-        return Settings(asm=False, hint_loads_up_to=ALL, stage=False, int_bf16=True, programs_per_sm=0,
-                        programs_per_sm_huge=0, sms=1, capability=None,
+        return Settings(asm=False, hint_loads_up_to=ALL, stage=False, int_bf16=True,
+                        programs_per_sm=0, programs_per_sm_huge=0, sms=1, capability=None,
                         reason="no GPU in use: portable path", **tile)
     card = torch.cuda.get_device_properties(index)
     old, hopper = card.major < 8, card.major == 9
-    unchecked = "" if CHECKED else f"; portable path: not checked with Triton {triton.__version__} here"
+    unchecked = f"; portable path: not checked with Triton {triton.__version__} here"
     return Settings(
         asm=CHECKED,
-        hint_loads_up_to=ALL if old else 1 << 23,  # a field of sm_75's loads; a policy register from sm_80 on
+        # A hint is a field of sm_75's loads; from sm_80 on it takes a register and pays up to 8M.
+        hint_loads_up_to=ALL if old else 1 << 23,
         stage=TRITON >= (3, 4),  # the first whose gather goes through shared memory
         int_bf16=old,
         programs_per_sm=6 if hopper else 0,
         programs_per_sm_huge=4 if hopper else 0,
         sms=card.multi_processor_count,
         capability=(card.major, card.minor),
-        reason=f"{card.name}, sm_{card.major}{card.minor}{unchecked}",
+        reason=f"{card.name}, sm_{card.major}{card.minor}" + unchecked * (not CHECKED),
         **tile,
     )
 
@@ -293,8 +307,9 @@ def settings(device=None):
 
 
 def force(card=None, **overrides):
-    """Override fields of Settings from now on, or inside `with force(...)`. `force(card="t4")` takes all
-    of a T4's decisions; `force()` returns to the card's own. Launches planned before are not repeated."""
+    """Override fields of Settings from now on, or inside `with force(...)`. `force(card="t4")`
+    takes all of a T4's decisions; `force()` returns to the card's own. Launches planned
+    before are not repeated."""
     global _forced
     if card not in (None, "t4"):
         raise ValueError(f"force(card={card!r}): the only card that can be forced is 't4'")
@@ -316,19 +331,21 @@ def force(card=None, **overrides):
 if os.environ.get("NF4_FORCE"):
     force(card=os.environ["NF4_FORCE"])
 
-# %% id="kernel-portable" part="device" folded=true tags=["kernel"]
+# %% The portable path id="kernel-portable" part="device" folded=true tags=["kernel"]
 FP32, FP16, BF16, BF16_INT = (tl.constexpr(mode) for mode in range(4))
 
 
 @triton.jit
 def _flush(x, tiny):
-    return tl.where(tiny, (x.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True), x)
+    zero = (x.to(tl.int32, bitcast=True) & -2147483648).to(tl.float32, bitcast=True)
+    return tl.where(tiny, zero, x)
 
 
 @triton.jit
 def _multiply(a, b, FLUSH: tl.constexpr):
-    """a * b for |a| <= 1. FLUSH as mul.ftz: subnormal operands and results become zeros of their sign; so
-    multiplies bitsandbytes' CUDA build (not its CPU build). A result counts as rounded to 24 bits before."""
+    """a * b for |a| <= 1. FLUSH as mul.ftz: subnormal operands and results become zeros of their
+    sign; so multiplies bitsandbytes' CUDA build (not its CPU build). A result counts as
+    rounded to 24 bits before."""
     if FLUSH:
         a = _flush(a, tl.abs(a) < 1.1754943508222875e-38)
         b = _flush(b, tl.abs(b) < 1.1754943508222875e-38)
@@ -341,16 +358,17 @@ def _multiply(a, b, FLUSH: tl.constexpr):
 @triton.jit
 def _scale(code2, absmax2, offset, ASM: tl.constexpr, FLUSH: tl.constexpr):
     if ASM:
-        return tl.inline_asm_elementwise(SCALE, "=f,f,f,f", [code2, absmax2, offset], dtype=tl.float32,
-                                         is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(SCALE, "=f,f,f,f", [code2, absmax2, offset],
+                                         dtype=tl.float32, is_pure=True, pack=1)
     return _multiply(code2, absmax2, FLUSH) + offset  # compiled without fp fusion: two roundings
 
 
 @triton.jit
-def _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, e, mask,
-              NESTED: tl.constexpr, LOG2_BLOCK: tl.constexpr, LOG2_BLOCK2: tl.constexpr,
+def _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, e,
+              mask, NESTED: tl.constexpr, LOG2_BLOCK: tl.constexpr, LOG2_BLOCK2: tl.constexpr,
               MODE: tl.constexpr, FLUSH: tl.constexpr):
-    """Elements `e` one by one in plain Triton: any alignment, any blocksize, any tail, any back end."""
+    """Elements `e` one by one in plain Triton: any alignment, any blocksize, any tail, any back
+    end."""
     byte = tl.load(weight_ptr + (e >> 1), mask=mask, other=0).to(tl.int32)
     nibble = (byte >> (4 - 4 * (e & 1)).to(tl.int32)) & 0xF  # high nibble first
     block = e >> LOG2_BLOCK
@@ -365,36 +383,36 @@ def _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr
     if MODE == BF16_INT:
         bits = value.to(tl.uint32, bitcast=True)
         bits = tl.where(value != value, 0x7FFF0000, bits + 0x7FFF + ((bits >> 16) & 1))
-        tl.store(
-            out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + e, (bits >> 16).to(tl.uint16), mask=mask
-        )
+        to = out_ptr.to(tl.pointer_type(tl.uint16), bitcast=True) + e
+        tl.store(to, (bits >> 16).to(tl.uint16), mask=mask)
     else:
         tl.store(out_ptr + e, value.to(out_ptr.dtype.element_ty), mask=mask)
 
-# %% id="kernel-state" part="host" folded=true tags=["kernel"]
+# %% States and their checks id="kernel-state" part="host" folded=true tags=["kernel"]
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
        0.7229568362236023, 1.0)
-FP4 = (0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25)
-FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels (its `code` tensor says +0.0)
+FP4 = (0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
+       0.1666666716337204, 0.25)
+FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels, +0.0 in its `code`
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.float32
-OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # torch's default dtype on loading
+OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # as torch defaulted on loading
 
 
 @functools.lru_cache(None)
 def codebooks(device):
-    """NF4's 16 values, then FP4's, fp32. bitsandbytes, too, decodes with built-in tables and ignores
-    quant_state.code. Uploaded once, on a stream of its own that alone is waited for: every stream may
-    read it."""
-    values = torch.tensor(NF4 + FP4, dtype=torch.float32, device="cpu")  # whatever torch's defaults are
+    """NF4's 16 values, then FP4's, fp32. bitsandbytes, too, decodes with built-in tables and
+    ignores quant_state.code. Uploaded once, on a stream of its own that alone is waited for:
+    every stream may read it."""
+    values = torch.tensor(NF4 + FP4, dtype=torch.float32, device="cpu")  # whatever the defaults are
     if device.type == "cpu":
         return values
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first call on a GPU came inside a graph capture, expected one before it: "
-                           "call once outside, then capture")
+        raise RuntimeError("the first call on a GPU came inside a graph capture, expected one "
+                           "before it: call once outside, then capture")
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
         table = values.pin_memory().to(device, non_blocking=True)
         torch.cuda.current_stream().record_event().synchronize()
@@ -402,7 +420,8 @@ def codebooks(device):
 
 
 class UnsupportedState(ValueError):
-    """A weight or quant_state that cannot be dequantized: what is wrong, what was expected, what to do."""
+    """A weight or quant_state that cannot be dequantized: what is wrong, what was expected, what
+    to do."""
 
 
 def _require(condition, text):
@@ -411,8 +430,9 @@ def _require(condition, text):
 
 
 def _snapshot(weight, q):
-    """All of a weight and its state that a decode depends on, each field read once: (tensors, values).
-    What is checked, launched from and kept are these, whatever another thread assigns meanwhile.
+    """All of a weight and its state that a decode depends on, each field read once: (tensors,
+    values). What is checked, launched from and kept are these, whatever another thread
+    assigns meanwhile.
 
     tensors: weight, absmax and, of a nested state, code2, absmax2, offset.
     values: shape, dtype, quant_type, blocksize, blocksize2 (0 of a flat state).
@@ -434,32 +454,34 @@ def _snapshot(weight, q):
 
 
 def _by_attribute(weight, q):
-    """The same of any object with these attributes, or what it lacks: refused, or None for the checks
-    to name."""
-    _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected the "
-             "packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and weight.quant_state")
-    _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a Linear4bit "
-             "gets it when it moves to the GPU (layer.to('cuda')); a plain Linear needs no "
-             "dequantization, and an 8-bit layer (Linear8bitLt, int8) has another")
+    """The same of any object with these attributes, or what it lacks: refused, or None for the
+    checks to name."""
+    _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected "
+             "the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
+             "weight.quant_state")
+    _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a "
+             "Linear4bit gets it when it moves to the GPU (layer.to('cuda')); a plain Linear "
+             "needs no dequantization, and an 8-bit layer (Linear8bitLt, int8) has another")
     nested, state2 = getattr(q, "nested", None), getattr(q, "state2", None)
-    _require(isinstance(nested, bool), f"quant_state.nested is {nested}, expected True or False: reload "
-             "the layer")
-    _require(not nested or state2 is not None, "quant_state.nested is True and state2 None, expected the "
-             "state of the absmax: reload the layer")
+    _require(isinstance(nested, bool), f"quant_state.nested is {nested}, expected True or False: "
+             "reload the layer")
+    _require(not nested or state2 is not None, "quant_state.nested is True and state2 None, "
+             "expected the state of the absmax: reload the layer")
     dtype2 = getattr(state2, "dtype", None)
-    _require(not nested or dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected torch.float32: "
-             "quantize the layer again")
+    _require(not nested or dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected "
+             "torch.float32: quantize the layer again")
     absmax, *values = (
         getattr(q, name, None) for name in ("absmax", "shape", "dtype", "quant_type", "blocksize"))
     if not nested:
         return (weight, absmax), (*values, 0)
-    code2, absmax2, blocksize2 = (getattr(state2, name, None) for name in ("code", "absmax", "blocksize"))
+    code2, absmax2, blocksize2 = (
+        getattr(state2, name, None) for name in ("code", "absmax", "blocksize"))
     return (weight, absmax, code2, absmax2, getattr(q, "offset", None)), (*values, blocksize2)
 
 
 def check_state(weight, quant_state):
-    """Check everything the kernel relies on: (n elements, log2 blocksize, log2 state2.blocksize or 0).
-    Raises UnsupportedState. Reads metadata only, never a value on the GPU."""
+    """Check everything the kernel relies on: (n elements, log2 blocksize, log2 state2.blocksize
+    or 0). Raises UnsupportedState. Reads metadata only, never a value on the GPU."""
     _require_unpacked(quant_state)
     return _check(*_snapshot(weight, quant_state))
 
@@ -475,51 +497,53 @@ NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
 
 
 def _require_unpacked(quant_state):
-    _require(not getattr(quant_state, "packing_format_for_cpu", None), "bitsandbytes repacked this layer "
-             "for its CPU matmul (eval mode, AVX512-BF16), expected its usual layout: move the layer to "
-             "the GPU, or reload it")
+    _require(not getattr(quant_state, "packing_format_for_cpu", None), "bitsandbytes repacked "
+             "this layer for its CPU matmul (eval mode, AVX512-BF16), expected its usual layout: "
+             "move the layer to the GPU, or reload it")
 
 
 def _check_values(tensors, values):
     """Everything but the tensors' own metadata, so that torch.compile can trace it."""
     shape, dtype, quant_type, blocksize, blocksize2 = values
-    _require(isinstance(tensors[0], torch.Tensor), f"the weight is {type(tensors[0]).__name__}, expected "
-             "the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
+    _require(isinstance(tensors[0], torch.Tensor), f"the weight is {type(tensors[0]).__name__}, "
+             "expected the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
              "weight.quant_state")
-    _require(quant_type in ("nf4", "fp4"), f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4': 8-bit "
-             "and other states have dequantizations of their own")
+    _require(quant_type in ("nf4", "fp4"), f"quant_type is {quant_type!r}, expected 'nf4' or "
+             "'fp4': 8-bit and other states have dequantizations of their own")
     _require(dtype in DTYPES, f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set it")
-    _require(isinstance(shape, (tuple, list)) and all(isinstance(size, int) and size >= 0 for size in shape),
-             f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
+    sizes = isinstance(shape, (tuple, list)) and all(isinstance(x, int) and x >= 0 for x in shape)
+    _require(sizes, f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
     n = math.prod(shape)
-    _require(n < ALL, f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts")
+    _require(n < ALL, f"the weight has {n} elements, expected fewer than 2**34: dequantize it in "
+             "parts")
     log2_block, log2_block2 = _log2("quant_state.blocksize", blocksize, 37), 0
     blocks = -(-n // blocksize)
-    _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: quantize it "
-             "again with a larger blocksize")
+    _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: "
+             "quantize it again with a larger blocksize")
     if len(tensors) > 2:
         log2_block2 = _log2("state2.blocksize", blocksize2, 31)
     weight = tensors[0]
-    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / 2, 1): "
-             "use weight.view(1)")
+    _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / "
+             "2, 1): use weight.view(1)")
     unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
     _require(weight.dtype in STORAGES and not unpacked, f"the weight is {weight.dtype} of shape "
-             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer holds "
-             "other values than its quant_state says; quantize it again")
+             f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer "
+             "holds other values than its quant_state says; quantize it again")
     for name, tensor in zip(NAMES, tensors, strict=False):
-        _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a tensor: "
-                 "the quant_state is incomplete; quantize the layer again or reload it")
+        _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a "
+                 "tensor: the quant_state is incomplete; quantize the layer again or reload it")
     return n, log2_block, log2_block2
 
 
 def _check_weight(weight, shape, n):
     """Is it packed codes, enough of them, where the kernel runs?"""
-    _require(weight.device.type == "cuda" or INTERPRETED, f"the weight is on {weight.device}, expected "
-             "CUDA: layer.to('cuda'); without a GPU, TRITON_INTERPRET=1 before Python starts runs "
-             "Triton's interpreter")
+    _require(weight.device.type == "cuda" or INTERPRETED, f"the weight is on {weight.device}, "
+             "expected CUDA: layer.to('cuda'); without a GPU, TRITON_INTERPRET=1 before Python "
+             "starts runs Triton's interpreter")
     _require_tensor("weight", weight, (weight.dtype,), weight.device, 0)
-    _require(weight.nbytes * 2 >= n, f"the weight holds {weight.nbytes} bytes, expected {(n + 1) // 2} "
-             f"for the shape {tuple(shape)}: state and weight do not belong together; reload the layer")
+    _require(weight.nbytes * 2 >= n, f"the weight holds {weight.nbytes} bytes, expected "
+             f"{(n + 1) // 2} for the shape {tuple(shape)}: state and weight do not belong "
+             "together; reload the layer")
 
 
 def _check_scales(tensors, blocks, blocksize2):
@@ -532,22 +556,23 @@ def _check_scales(tensors, blocks, blocksize2):
     _require_tensor("state2.absmax", absmax2, float32, device, -(-blocks // blocksize2))
     _require_tensor("state2.code", code2, float32, device, 256)
     _require_tensor("offset", offset, OFFSETS, device, 1)
-    _require(offset.numel() == 1, f"offset has {offset.numel()} elements, expected one for the whole "
-             "weight: reload the layer")
+    _require(offset.numel() == 1, f"offset has {offset.numel()} elements, expected one for the "
+             "whole weight: reload the layer")
 
 
 def _require_tensor(name, tensor, dtypes, device, least):
-    _require(tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, expected {dtypes[0]}: state and "
-             "weight do not belong together; quantize the layer again")
-    _require(tensor.device == device, f"{name} is on {tensor.device}, expected {device}, where the weight "
-             "is: move the whole layer with layer.to(device), not single tensors")
-    _require(tensor.numel() >= least, f"{name} has {tensor.numel()} elements, expected {least} or more for "
-             "the weight's shape: state and weight do not belong together; reload the layer")
+    _require(tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, expected {dtypes[0]}: "
+             "state and weight do not belong together; quantize the layer again")
+    _require(tensor.device == device, f"{name} is on {tensor.device}, expected {device}, where the "
+             "weight is: move the whole layer with layer.to(device), not single tensors")
+    _require(tensor.numel() >= least, f"{name} has {tensor.numel()} elements, expected {least} or "
+             "more for the weight's shape: state and weight do not belong together; reload the "
+             "layer")
     _require(tensor.is_contiguous(), f"{name} is not contiguous, expected contiguous memory: use "
              f"{name}.contiguous()")
-    _require(_in_memory(tensor), f"{name} has no memory, expected its values: its storage was freed (FSDP "
-             "frees gathered weights after use; dequantize while it is there), or it is a DTensor (pass "
-             "its local tensor)")
+    _require(_in_memory(tensor), f"{name} has no memory, expected its values: its storage was "
+             "freed (FSDP frees gathered weights after use; dequantize while it is there), or it "
+             "is a DTensor (pass its local tensor)")
 
 
 def _log2(name, size, most):
@@ -559,28 +584,29 @@ def _log2(name, size, most):
 
 
 def _in_memory(tensor):
-    """Is all of it there? FSDP frees the storage of a gathered weight after use, and the tensor keeps its
-    size; a DTensor or a fake tensor has a size and no memory of its own."""
+    """Is all of it there? FSDP frees the storage of a gathered weight after use, and the tensor
+    keeps its size; a DTensor or a fake tensor has a size and no memory of its own."""
     start = tensor.storage_offset() * tensor.itemsize
     there = tensor.data_ptr() > start and tensor.untyped_storage().nbytes() >= start + tensor.nbytes
     return there or not tensor.numel()
 
 
 def _require_out(out, weight, shape, dtype):
-    _require(isinstance(out, torch.Tensor), f"out is {type(out).__name__}, expected a tensor, or None for "
-             "a new one")
+    _require(isinstance(out, torch.Tensor), f"out is {type(out).__name__}, expected a tensor, or "
+             "None for a new one")
     expected = (tuple(shape), dtype, weight.device, True)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous())
-    _require(given == expected, f"out has (shape, dtype, device, contiguous) {given}, expected {expected}: "
-             "pass such a tensor, or None for a new one")
+    _require(given == expected, f"out has (shape, dtype, device, contiguous) {given}, expected "
+             f"{expected}: pass such a tensor, or None for a new one")
 
 
 def _writable(out, weight):
     """Is there memory to write to, and none of it the weight's?"""
     start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    return _in_memory(out) and (end <= weight.data_ptr() or weight.data_ptr() + weight.nbytes <= start)
+    first, last = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    return _in_memory(out) and (end <= first or last <= start)
 
-# %% id="kernel-launch" part="host" folded=true tags=["kernel"]
+# %% Launching id="kernel-launch" part="host" folded=true tags=["kernel"]
 def _private(root, path, public):
     """A private name of torch or Triton, or what public code does instead where it is absent."""
     try:
@@ -592,7 +618,8 @@ def _private(root, path, public):
 # What Inductor's generated code allocates with: half the time of torch.empty_strided.
 _empty_cuda = _private(torch._C, "_dynamo.guards._empty_strided_cuda",
                        functools.partial(torch.empty_strided, device="cuda"))
-# bitsandbytes' Params4bit answers every method through a Python __torch_function__, not needed here.
+# bitsandbytes' Params4bit answers every method through a Python __torch_function__, not needed
+# here.
 _plain_tensors = _private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
 _TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
 _stream = _private(torch._C, "_cuda_getCurrentRawStream",
@@ -601,22 +628,23 @@ _current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_devic
 _modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _jit_trace = _private(torch._C, "_get_tracing_state", lambda: torch.jit.is_tracing() or None)
 _transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
-# Not None inside a frame that Dynamo gave up (bf16 on a T4): it would trace what is called from there.
+# Not None inside a frame that Dynamo gave up (bf16 on a T4): it would trace what is called from
+# there.
 _dynamo_watches = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 _undisturbed = _private(torch, "_disable_dynamo", lambda function: function)
 _is_compiling = torch.compiler.is_dynamo_compiling
-_count_write = torch.autograd.graph.increment_version  # so that autograd notices if it had saved `out`
+_count_write = torch.autograd.graph.increment_version  # autograd notices if it had saved `out`
 _devices = torch.cuda.device_count()
-DIRECT = CHECKED and not INTERPRETED  # CompiledKernel.run takes the same arguments in all Tritons checked
-IN_C = TRITON in ((3, 5), (3, 6))  # ... and its run is a Python wrapper that looks for scratch memory
+DIRECT = CHECKED and not INTERPRETED  # CompiledKernel.run takes the same in all Tritons checked
+IN_C = TRITON in ((3, 5), (3, 6))  # ... and is a Python wrapper that looks for scratch memory
 _hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel
 _enter, _exit = _hooks.launch_enter_hook, _hooks.launch_exit_hook
 _enter_calls, _exit_calls = getattr(_enter, "calls", ()), getattr(_exit, "calls", ())
 
 
 def _traced():
-    """Does someone follow torch's operators: a dispatch mode (make_fx, fake tensors), torch.jit.trace,
-    torch.func? Then the call must be one."""
+    """Does someone follow torch's operators: a dispatch mode (make_fx, fake tensors),
+    torch.jit.trace, torch.func? Then the call must be one."""
     return _modes() or _jit_trace() is not None or _transforms() is not None
 
 
@@ -627,9 +655,10 @@ def _on(tensor):
 def _constexprs(dtype, nested, log2_block, log2_block2, tail, small, hint_loads, s):
     mode = {torch.float32: FP32, torch.float16: FP16}.get(dtype, BF16_INT if s.int_bf16 else BF16)
     return dict(
-        ASM=s.asm and log2_block >= 6, NESTED=nested, LOG2_BLOCK=log2_block, LOG2_BLOCK2=log2_block2,
-        MODE=mode.value, TAIL=tail, WORDS=s.words_small if small else s.words, THREADS=32 * s.num_warps,
-        STAGE=s.stage, LOAD_HINT="evict_first" if s.hints and hint_loads else "",
+        ASM=s.asm and log2_block >= 6, NESTED=nested, LOG2_BLOCK=log2_block,
+        LOG2_BLOCK2=log2_block2, MODE=mode.value, TAIL=tail,
+        WORDS=s.words_small if small else s.words, THREADS=32 * s.num_warps, STAGE=s.stage,
+        LOAD_HINT="evict_first" if s.hints and hint_loads else "",
         STORE_HINT=".cs" if s.hints else "", FLUSH=not INTERPRETED,
     )
 
@@ -664,7 +693,8 @@ def _launch(kernel, grid, arguments, constexprs, s):
         raise
     except Exception as error:
         where = f"{s.reason} with Triton {triton.__version__}, torch {torch.__version__}"
-        raise RuntimeError(f"the NF4 kernel failed to compile or launch on {where}: {error}") from error
+        text = f"the NF4 kernel failed to compile or launch on {where}: {error}"
+        raise RuntimeError(text) from error
 
 
 def _repeat(compiled, grid, arguments, fixed, limit):
@@ -685,7 +715,7 @@ def _repeat(compiled, grid, arguments, fixed, limit):
     launch.keep = compiled, arguments[3]  # numbers keep no module loaded and no codebook alive
     return launch
 
-# %% id="kernel-plan" part="host" folded=true tags=["kernel"]
+# %% What is kept of a launch id="kernel-plan" part="host" folded=true tags=["kernel"]
 _plans = {}  # id of an absmax: the plans of its state, dropped when that tensor is freed
 
 
@@ -694,19 +724,19 @@ def _layout(tensors):
 
 
 class _Plan:
-    """A launch, ready to repeat, and all that must still hold for it to be repeated. Contents need no
+    """A launch, ready to repeat, and all that must still hold to repeat it. Contents need no
     look: every launch reads them."""
 
-    __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "transposed", "bytes",
-                 "then", "layout", "same", "other", "alive")
+    __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "transposed",
+                 "bytes", "then", "layout", "same", "other", "alive")
 
     def __init__(self, tensors, values, out, kernel, forced, keep_storages):
         self.kernel, self.forced = kernel, forced
         self.index, self.size, self.dtype = tensors[0].get_device(), tuple(out.shape), out.dtype
-        self.stride = torch.empty(self.size, device="meta").stride()  # `out` may have others in sizes of 1
+        self.stride = torch.empty(self.size, device="meta").stride()  # `out` may have others
         self.transposed, self.same, self.other = tensors[0].shape[0] == 1, _never, _never
-        # A storage may shrink in place. To ask one that is kept takes a third of the time of asking its
-        # tensor. Not kept: the weight's, for whoever offloads it wants its memory back, and the
+        # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
+        # its tensor. Not kept: the weight's, for whoever offloads it wants its memory back, and the
         # operator's, since CUDA graph trees want theirs back.
         self.bytes = keep_storages and [x.untyped_storage().nbytes for x in tensors[1:4]]
         self.then, self.layout = self.now(tensors, values, tensors[0].data_ptr()), _layout(tensors)
@@ -721,11 +751,12 @@ class _Plan:
             return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(),
                     code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())
         weight, absmax = tensors
-        return values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), nbytes[0]()
+        size = weight.untyped_storage().nbytes()
+        return values, address & 3, size, absmax.data_ptr(), nbytes[0]()
 
     def learns(self, tensors):
-        """Are these laid out as the plan's tensors, and nobody tracing operators? Then one C++ call will
-        tell so from now on in this state of torch."""
+        """Are these laid out as the plan's tensors, and nobody tracing operators? Then one C++
+        call will tell so from now on in this state of torch."""
         guards = _guards(*tensors)
         learnt = _layout(tensors) == self.layout and not _traced()  # last: another thread may write
         if learnt:
@@ -733,16 +764,18 @@ class _Plan:
         return learnt
 
     def holds(self, tensors):
-        """Are the tensors laid out as they were, kernel and settings the same, and nobody watching?
+        """Are the tensors laid out as they were, kernel and settings the same, and nobody
+        watching?
 
-        Guards also compare what torch does with an operator in this thread, which autocast, no_grad or a
-        tracer change: so there are two of them, and layouts decide when neither fits.
+        Guards also compare what torch does with an operator in this thread, which autocast,
+        no_grad or a tracer change: so there are two of them, and layouts decide when neither
+        fits.
         """
         return (
             (self.same(*tensors) or self.other(*tensors) or self.learns(tensors))
             and self.kernel is _your_dequantize_nf4_kernel
             and self.forced is _forced
-            and _hooks.launch_enter_hook is _enter  # a profiler follows Triton's launches: by assignment
+            and _hooks.launch_enter_hook is _enter  # a profiler follows launches: by assignment
             and _hooks.launch_exit_hook is _exit
             and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
         )
@@ -750,7 +783,8 @@ class _Plan:
     def fits(self, out, weight):
         """May this launch write into a caller's tensor?"""
         return (out.dtype is self.dtype and out.shape == self.size and out.is_contiguous()
-                and out.get_device() == self.index and out.data_ptr() % 16 == 0 and _writable(out, weight))
+                and out.get_device() == self.index and out.data_ptr() % 16 == 0
+                and _writable(out, weight))
 
 
 def _never(*tensors):
@@ -773,7 +807,8 @@ def _alias(x):
 
 
 def _first_call(tensors, values, out, quant_state):
-    """Check one snapshot, launch from it on the public path, and keep that launch for its absmax."""
+    """Check one snapshot, launch from it on the public path, and keep that launch for its
+    absmax."""
     if quant_state is not None:
         _require_unpacked(quant_state)
         if _traced() or _without_data(tensors[0]):
@@ -787,8 +822,8 @@ def _first_call(tensors, values, out, quant_state):
             out = torch.empty(shape, dtype=dtype, device=weight.device)
         else:
             _require_out(out, weight, shape, dtype)
-            _require(_writable(out, weight), "out has no memory, or shares the weight's, expected a tensor "
-                     "of its own: pass one, or None")
+            _require(_writable(out, weight), "out has no memory, or shares the weight's, expected "
+                     "a tensor of its own: pass one, or None")
             _count_write(out)
         grid, arguments, constexprs, limit = _configure(tensors, values, sizes, out)
         if grid:
@@ -804,24 +839,25 @@ def _first_call(tensors, values, out, quant_state):
 
 
 def _keep(plan, absmax):
-    """Put a plan before up to three others of its absmax: a transposed view of the weight, another type
-    of it, another dtype of the result."""
+    """Put a plan before up to three others of its absmax: a transposed view of the weight,
+    another type of it, another dtype of the result."""
     name = id(absmax)
     others = [kept for kept in _plans.get(name, ())
               if (kept.layout, kept.then[0]) != (plan.layout, plan.then[0])]
     plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))
     _plans[name] = (plan, *others[:3])
 
-# %% id="kernel-operator" part="host" folded=true tags=["kernel"]
+# %% The operator id="kernel-operator" part="host" folded=true tags=["kernel"]
 def _without_data(weight):
     """Fake and meta tensors: only the operator can answer for them."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
-    return isinstance(weight, torch.Tensor) and (weight.is_meta or bool(fake) and isinstance(weight, fake.FakeTensor))
+    kinds = (fake.FakeTensor,) if fake else ()
+    return isinstance(weight, torch.Tensor) and (weight.is_meta or isinstance(weight, kinds))
 
 
 def _call_operator(weight, quant_state, out):
-    """The same call as an operator, which torch.compile leaves whole: no graph break, no copy of the
-    weight, and every check of an eager call at every call."""
+    """The same call as an operator, which torch.compile leaves whole: no graph break, no copy of
+    the weight, and every check of an eager call at every call."""
     _require_unpacked(quant_state)
     tensors, values = _by_attribute(weight, quant_state)
     return _operator_result(tensors, values, out)
@@ -837,8 +873,9 @@ def _operator_result(tensors, values, out):
 
 
 def _operands(tensors, values):
-    """What the operator is given. All but the shape of the values is one number: four more arguments
-    would double the time of a dispatch, and a Params4bit instead of a plain view again."""
+    """What the operator is given. All but the shape of the values is one number: four more
+    arguments would double the time of a dispatch, and a Params4bit instead of a plain view
+    again."""
     _, log2_block, log2_block2 = _check_values(tensors, values)
     weight, absmax, *second = tensors
     kind = DTYPES.index(values[1]) | (values[2] == "fp4") << 2 | log2_block << 3
@@ -851,8 +888,8 @@ def _operands(tensors, values):
 def _values(kind):
     """dtype, quant_type, blocksize, blocksize2 of the operator's `kind`."""
     second = kind >> 9
-    _require(0 <= second <= 32 and kind & 3 < len(DTYPES), f"kind is {kind}, expected what _operands makes: "
-             "pass a layer to your_dequantize_nf4")
+    _require(0 <= second <= 32 and kind & 3 < len(DTYPES), f"kind is {kind}, expected what "
+             "_operands makes: pass a layer to your_dequantize_nf4")
     return (DTYPES[kind & 3], "fp4" if kind & 4 else "nf4", 1 << (kind >> 3 & 63),
             1 << second - 1 if second else 0)
 
@@ -867,8 +904,9 @@ def _fake(weight, absmax, code2, absmax2, offset, shape, kind):
 
 
 def _register():
-    """The operator nf4_triton::dequantize; a live notebook, or a second copy of this module, registers
-    under a name of its own, so that a compiled call runs the kernel of the module it was written in."""
+    """The operator nf4_triton::dequantize; a live notebook, or a second copy of this module,
+    registers under a name of its own, so that a compiled call runs the kernel of the module
+    it was written in."""
     name = first = "nf4_triton_live" if __name__ == "__main__" else "nf4_triton"
     copies = 1
     while hasattr(getattr(torch.ops, name), "dequantize"):
@@ -876,8 +914,9 @@ def _register():
         name = f"{first}_{copies}"
     library = torch.library.Library(name, "FRAGMENT")
     # Not torch.library.custom_op, whose wrappers take longer than the launch.
-    library.define("dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, "
-                   "SymInt[] shape, int kind) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    library.define("dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, "
+                   "Tensor? offset, SymInt[] shape, int kind) -> "
+                   "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     # Dynamo stays out: where Inductor refused a graph, it goes on to trace what is called from it.
     library.impl("dequantize", _undisturbed(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{name}::dequantize", _fake, lib=library)
