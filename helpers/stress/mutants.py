@@ -121,7 +121,7 @@ CHECKS = (
     Mutant("offset of many elements accepted", "_require(offset.numel() == 1,", "_require(True,"),
     Mutant("any blocksize", "size & (size - 1) == 0", "True"),
     Mutant("repacked layers accepted", 'not getattr(quant_state, "packing_format_for_cpu", None)', "True"),
-    Mutant("second level of another dtype accepted", "state2.dtype is _FLOAT32", "True"),
+    Mutant("second level of another dtype accepted", 'two["dtype"] is _FLOAT32', "True"),
     Mutant("out unchecked", "_require(given == expected,", "_require(True,"),
 )  # fmt: skip
 DEPENDS_ON = "return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(), code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())"
@@ -145,8 +145,9 @@ PLANS = (
         }.items()
     ),
     Mutant("plan: weight's first address kept", "*middle, address, out_address, *fixed", "*middle, arguments[0].data_ptr(), out_address, *fixed", gpu=True),
-    Mutant("plan: layouts ignored", "(self.same(*tensors) or (_layout(tensors) == self.layout and not _traced()))", "True"),
+    Mutant("plan: layouts ignored", "(self.same(*tensors) or self.other(*tensors) or self.learns(tensors))", "True"),
     Mutant("plan: traced calls ignored", "_layout(tensors) == self.layout and not _traced()", "_layout(tensors) == self.layout"),
+    Mutant("plan: layouts not compared when guards learn", "learnt = _layout(tensors) == self.layout and not _traced()", "learnt = not _traced()"),
     Mutant("plan: another kernel ignored", "and self.kernel is _your_dequantize_nf4_kernel", ""),
     Mutant("plan: forced settings ignored", "and self.forced is _forced", ""),
     Mutant("plan: a hook ignored", "and _hooks.launch_enter_hook is _enter", ""),
@@ -159,7 +160,7 @@ PLANS = (
     Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
     Mutant("plan: transposed results forgotten", "out.t() if plan.transposed and quant_state is not None else out", "out"),
     Mutant("plan: out without memory accepted", "return _in_memory(out) and (", "return ("),
-    Mutant("plan: out over the weight accepted", "and (end <= weight.data_ptr() or weight.data_ptr() + weight.nbytes <= start)", ""),
+    Mutant("plan: out over the weight accepted", "and (end <= first or last <= start)", ""),
     Mutant("plan: out of another size accepted", "and out.shape == self.size", ""),
     Mutant("plan: strides of the first out kept", 'torch.empty(self.size, device="meta").stride()', "out.stride()"),
     Mutant("plan: writes into out not counted", "_count_write(out)\nplan.launch(", "pass\n        plan.launch("),
@@ -188,7 +189,7 @@ ASSEMBLY = (
     Mutant("asm: words written past the end", "scale, table, lane, r, mine > r * THREADS,", "scale, table, lane, r, mine >= r * THREADS,", gpu=True),
     Mutant("asm: tail forgotten", "tl.arange(0, 8) < n_tail", "tl.arange(0, 8) < 0", gpu=True),
     Mutant("asm: results in the order of the registers", "tl.join(tl.join(a, c), tl.join(b, d))", "tl.join(tl.join(a, b), tl.join(c, d))", gpu=True),
-    Mutant("asm: half of the staged code2", "tl.gather(book2, q.to(tl.int32), 0)", "tl.gather(book2, q.to(tl.int32) & 127, 0)", gpu=True),
+    Mutant("asm: half of the staged code2", "tl.gather(book2, q, 0)", "tl.gather(book2, q & 127, 0)", gpu=True),
     Mutant("asm: offset dropped", "add.rn.f32 $0, m, $3;", "mov.f32 $0, m;", gpu=True),
     Mutant("hint on what all programs share", "(block >> LOG2_BLOCK2), mask=exists, other=0.0)", "(block >> LOG2_BLOCK2), mask=exists, other=0.0, eviction_policy=LOAD_HINT)", gpu=True),
     Mutant("no hint on the packed words", "mask=mine > r * THREADS, eviction_policy=LOAD_HINT)", "mask=mine > r * THREADS)", gpu=True),
