@@ -41,10 +41,6 @@ class Times(Record):
             spread = {"p20": us[round(0.2 * (len(us) - 1))], "p80": us[round(0.8 * (len(us) - 1))]}
         return cls(p50=statistics.median(us), rounds=len(us), bytes=bytes, **spread, **more)
 
-    @property
-    def gb_s(self) -> float:
-        return self.bytes / self.p50 / 1e3
-
 
 Rows = dict[str, Times]
 
