@@ -1,8 +1,8 @@
 """What README, docs and the notebook show of stored results: one function a block of markdown."""
 
 from helpers.machine import environment
-from helpers.record import goals, names, tables
-from helpers.record.results import caption, find, ratio
+from helpers.record import goals, hashes, names, tables
+from helpers.record.results import EARLIER, caption, find, ratio, stale
 from helpers.show import plots
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
 from helpers.t4 import sass, simulated
@@ -104,22 +104,33 @@ def protocol() -> str:
     return with_caption(result, tables.protocol(result.data))
 
 
-def saved(data, baseline: str) -> tuple[float, float]:
-    """Microseconds saved over a baseline, summed over the official shapes: (in all, of it GPU time)."""
-    gpu = {(case.numel, case.dtype): case.rows for case in data.gpu.sizes if case.rows}
+def saved(data, baseline: str) -> tuple[float, float] | None:
+    """Microseconds saved over a baseline, summed over the official shapes: (in all, of it GPU time).
+    None where a shape was not measured both ways."""
+    gpu = {(case.numel, case.dtype): case.rows for case in data.gpu.sizes} if data.gpu else {}
     whole = on_gpu = 0.0
-    for case in data.host.cases:
-        rows = gpu[case.shape[0] * case.shape[1], case.dtype]
+    for case in data.host.cases if data.host else []:
+        rows = gpu.get((case.shape[0] * case.shape[1], case.dtype), {})
+        if not {"kernel", baseline} <= rows.keys() & case.synchronized.keys():
+            return None
         whole += case.synchronized[baseline].p50 - case.synchronized["kernel"].p50
         on_gpu += rows[baseline].p50 - rows["kernel"].p50
-    return whole, on_gpu
+    return (whole, on_gpu) if whole else None
+
+
+def _parts(gain: tuple[float, float] | None) -> str:
+    """What of a gain is the kernel's and what the call's; "-" where it is not known."""
+    return f"{gain[1] / gain[0]:.0%}, {1 - gain[1] / gain[0]:.0%}" if gain else "-"
 
 
 def microseconds() -> str:
     """How much of the win is the kernel and how much is the call, in words."""
     result, lines = stored("benchmark"), []
     for name in BASELINES:
-        whole, on_gpu = saved(result.data, name)
+        gain = saved(result.data, name)
+        if gain is None:
+            return "The parts of a call were not measured in the stored run."
+        whole, on_gpu = gain
         lines.append(
             f"over {names.label(name)} {whole:.0f} us are saved, {on_gpu / whole:.0%} of them "
             f"by the kernel on the GPU and {1 - on_gpu / whole:.0%} by the call on the host"
@@ -134,23 +145,28 @@ def cards() -> str:
     """One row a card: the official protocol against both baselines, and what of the gain is the kernel's."""
     rows = [["official protocol", "this kernel, s", "over Unsloth today", "over Unsloth classic",
              "of the gain over today: kernel, call"]]  # fmt: skip
-    for path in sorted(RESULTS.glob("*/benchmark.json")):
-        bench, run = (stored(name, path.parent.name) for name in ("benchmark", "protocol"))
+    folders = [path.parent.name for path in RESULTS.glob("*/benchmark.json")]
+    for card in sorted(folders, key=lambda name: (name != names.CARD, name)):
+        bench, run = (stored(name, card) for name in ("benchmark", "protocol"))
         timed = run.data if run else bench.data.protocol
-        if not (timed and bench.data.host and bench.data.gpu):
+        if not timed:
             continue
-        ours = next(iter(timed.entries))
+        ours, facts = next(iter(timed.entries)), (run or bench).environment
         over = [f"{timed.speedup(ours, name):.2f}" for name in BASELINES]
-        whole, on_gpu = saved(bench.data, "unsloth_today")
-        shares = f"{on_gpu / whole:.0%}, {1 - on_gpu / whole:.0%}"
-        facts = (run or bench).environment
-        rows.append([f"{facts.gpu}, {facts.date[:10]}", f"{timed.entries[ours].p50:.3f}", *over, shares])
+        date = facts.date[:10] + (", quick run" if bench.data.quick and not run else "")
+        date += f" ({EARLIER})" if stale(run or bench) else ""
+        parts = _parts(saved(bench.data, "unsloth_today"))
+        rows.append([f"{facts.gpu}, {date}", f"{timed.entries[ours].p50:.3f}", *over, parts])
     if not simulated.measured(RESULTS):
         simulation, shares = _predicted()
         spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
-        total = str(simulated.totals(simulation, shares)["kernel"].both)
         over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]
-        rows.append(["Tesla T4, predicted, not measured", total, *over, "-"])
+        totals = simulated.totals(simulation, shares)
+        ours, today = totals["kernel"], totals["unsloth_today"]
+        gains = [(sum(theirs) - sum(mine)) / 2 for theirs, mine in
+                 ((today.both, ours.both), (today.kernels, ours.kernels))]  # fmt: skip
+        name = "Tesla T4, predicted (kernels simulated, calls published), not measured"
+        rows.append([name, str(ours.both), *over, _parts((gains[0], gains[1]))])
     return tables.markdown(rows)
 
 
@@ -242,6 +258,16 @@ def bench_targets() -> str:
     return with_caption(result, goals.table(result.data))
 
 
+def goals_met() -> str:
+    """How many of our goals the stored run meets, in a sentence."""
+    verdicts = [goal.met for goal in goals.goals(stored("benchmark").data)]
+    met, missed, unknown = (verdicts.count(verdict) for verdict in (True, False, None))
+    return (
+        f"- Of our {len(verdicts)} speed goals the stored run meets {met}, misses {missed} and did not "
+        f"measure {unknown}; [docs/benchmarks.md](docs/benchmarks.md#goals) has each."
+    )
+
+
 def limits() -> str:
     """What bounds the goals that depend on the host, a line each."""
     data, lines = stored("benchmark").data, []
@@ -306,6 +332,41 @@ def training() -> str:
     return with_caption(result, rows)
 
 
+def training_short() -> str:
+    """One row a number of tokens: a QLoRA step with the libraries' own code -> with the kernel."""
+    result = stored("training")
+    sizes = {name: {size.tokens: size for size in found.sizes} for name, found in
+             result.data.libraries.items()}  # fmt: skip
+    rows = [["one QLoRA step, ms, without -> with", *(LIBRARIES[name] for name in sizes)]]
+    for tokens in sorted({tokens for one in sizes.values() for tokens in one}):
+        cells = []
+        for size in (one.get(tokens) for one in sizes.values()):
+            text = size and f"{size.without.ms.p50:.1f} -> {size.with_.ms.p50:.1f} ({size.speedup.p50:.2f})"
+            cells.append(text or "not measured")
+        rows.append([f"{tokens:,} tokens", *cells])
+    return with_caption(result, rows)
+
+
+def operations() -> str:
+    """What else a whole model goes through, with and without the kernel."""
+    result = stored("training")
+    rows = [["with a whole model", "ms without", "with", "speedup (95% interval)", "caught", "same bits"]]
+    for library, found in result.data.libraries.items():
+        for row in found.operations:
+            name = f"{LIBRARIES[library]}: {row.name}"
+            if row.failed:
+                rows.append([name, "failed", "", "", "", row.failed])
+                continue
+            speed, calls = row.speedup, row.calls
+            times = [f"{arm.p50:.1f}" for arm in (row.without, row.with_)]
+            interval = f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})"
+            caught = f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
+            rows.append([name, *times, interval, caught, "yes" if row.same_bits else "NO"])
+    if len(rows) == 1:
+        return "Prefill, loading and merging were not measured in the stored run."
+    return with_caption(result, rows)
+
+
 def several_gpus() -> str:
     result = stored("several_gpus")
     rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
@@ -333,8 +394,72 @@ def libraries() -> str:
     return f"{text}\n\n{with_caption(result, rows)}"
 
 
+def call_cost() -> str:
+    result = stored("benchmark")
+    table = tables.call_cost(result.data)
+    return with_caption(result, table) if table else "What a call executes was not counted in the stored run."
+
+
+def _suite(run) -> str:
+    names_of = ", ".join(f"`{test.rpartition('::')[2]}`" for test in run.failed)
+    failed = f"{len(run.failed)} failed" + (f" ({names_of})" if names_of else "")
+    return f"{run.passed} passed, {run.skipped} skipped, {failed}"
+
+
+def stress() -> str:
+    """The latest run of each long test, with what it found."""
+    here = "cpu-interpreter"
+    rows = [["what", "command", "found", "stored run"]]
+
+    def add(what: str, command: str, name: str, text, card: str = names.CARD):
+        result = stored(name, card)
+        found = text(result.data) if result else "not measured"
+        rows.append([what, f"`python -m helpers {command}`", found, caption(result).replace(" | ", ", ")])
+
+    def killed(data) -> str:
+        return f"{data.caught} of {len(data.mutants)} caught"
+
+    add(
+        "random layouts, sizes, values, settings",
+        "fuzz",
+        "fuzz",
+        lambda d: f"{d.failed} of {d.cases:,} cases failed ({d.kinds} kinds, {d.elements:,} elements)",
+    )
+    add(
+        "time, memory and bits of long runs",
+        "soak",
+        "soak",
+        lambda d: (
+            f"{d.launches:,} launches: {d.wrong} of {d.layers:,} layers wrong, grown: "
+            f"{', '.join(d.grown) or 'nothing'}"
+        ),
+    )
+    add("seeded bugs, without a GPU", "mutants", "mutants", killed, here)
+    add("seeded bugs, on the GPU", "mutants --gpu", "mutants_gpu", killed)
+    add(
+        "bitsandbytes' own 4-bit tests",
+        "bitsandbytes-tests",
+        "bitsandbytes_own",
+        lambda d: (
+            f"as they are {_suite(d.original)}; on this kernel ({sum(d.substituted.launches.values()):,} "
+            f"launches) {_suite(d.substituted)}"
+        ),
+    )
+    return tables.markdown(rows)  # fmt: skip
+
+
+def logs() -> str:
+    """What the GPU tests and compute-sanitizer printed where they ran, as it is."""
+    texts = []
+    for path in sorted(RESULTS.glob("*/*.txt")):
+        text = path.read_text(encoding="utf-8").strip()
+        earlier = "" if hashes.label() in text else f" ({EARLIER})"
+        texts.append(f"`results/{path.parent.name}/{path.name}`{earlier}:\n\n```text\n{text}\n```")
+    return "\n\n".join(texts) or "not measured"
+
+
 BLOCKS = (
     badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code,
-    forced, estimate, bench_targets, steps, limits, other_cards, gemm, compiled, training, several_gpus,
-    libraries,
+    forced, estimate, bench_targets, goals_met, steps, limits, other_cards, gemm, compiled, call_cost,
+    training, training_short, operations, several_gpus, libraries, stress, logs,
 )  # fmt: skip
