@@ -1,13 +1,10 @@
 """A launch plan is never stale: whatever changes between two calls is honoured by the next one.
 
 The first call on a state leaves a plan, later calls compare identities and addresses, then repeat it.
-Without a GPU no plan is made, so the interpreter stands in for the repeated launch here: it reads and writes
-at the addresses given, and reads the other tensors that the plan was made with, as the GPU would read their
-addresses. A stale plan gives stale bits in both.
+Without a GPU the interpreter stands in for the repeated launch (see conftest.py).
 """
 
 import copy
-import ctypes
 import gc
 import io
 import pickle
@@ -21,68 +18,6 @@ import triton
 from helpers.oracle import reference
 
 pytest.importorskip("bitsandbytes")
-
-
-class Planned:
-    """The kernel with its plans in use, and how many calls went past a plan."""
-
-    def __init__(self, kernel):
-        self.kernel, self.unplanned = kernel, 0
-        self.first_call = kernel._first_call
-
-    def count(self, *arguments):
-        self.unplanned += 1
-        return self.first_call(*arguments)
-
-    def __call__(self, weight, state):
-        """(result, whether a plan gave it)"""
-        before = self.unplanned
-        result = self.kernel._your_dequantize_nf4(weight, state)
-        return result, self.unplanned == before
-
-
-@pytest.fixture
-def planned(kernel, device, monkeypatch):
-    if device == "cuda" and not kernel.DIRECT:
-        pytest.skip(f"Triton {triton.__version__} launches on its public path: no plans")
-    counting = Planned(kernel)
-    monkeypatch.setattr(kernel, "_plans", {})
-    monkeypatch.setattr(kernel, "_first_call", counting.count)
-    if device == "cpu":
-        interpret(kernel, monkeypatch)
-    return counting
-
-
-def interpret(kernel, monkeypatch):
-    """Give the interpreter what a repeated launch takes from CUDA: an allocator, a stream, a launch."""
-    launch_once, last = kernel._launch, []
-
-    def empty(shape, stride, dtype):
-        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
-
-    def memory(address, like):
-        content = (ctypes.c_uint8 * like.nbytes).from_address(address)
-        return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
-
-    def launch(*arguments):
-        last[:] = arguments
-        return launch_once(*arguments)
-
-    def repeat(compiled, grid, arguments, fixed, limit):
-        jit, _, _, constexprs, settings = last
-        seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
-
-        def again(stream, address, out_address):
-            tensors = memory(address, seen[0]), memory(out_address, seen[1]), *seen[2:]
-            jit[(grid,)](*tensors, **constexprs, **kernel._options(settings))
-
-        return again
-
-    monkeypatch.setattr(kernel, "_empty_cuda", empty)
-    monkeypatch.setattr(kernel, "_stream", lambda index: 0)
-    monkeypatch.setattr(kernel, "_launch", launch)
-    monkeypatch.setattr(kernel, "_repeat", repeat)
-    monkeypatch.setattr(kernel, "DIRECT", True)
 
 
 @pytest.fixture
