@@ -455,6 +455,7 @@ class OwnTests(Record):
 SCHEMA = {
     "benchmark": Benchmark,
     "score": Score,
+    "protocol": Protocol,
     "notebook": NotebookRun,
     "training": Training,
     "several_gpus": SeveralGpus,

@@ -145,19 +145,22 @@ def cards() -> str:
     """One row a card: the official protocol against both baselines, and what of the gain is the kernel's."""
     rows = [["official protocol", "this kernel, s", "over Unsloth today", "over Unsloth classic",
              "of the gain over today: kernel, call"]]  # fmt: skip
-    folders = [path.parent.name for path in RESULTS.glob("*/benchmark.json")]
+    folders = {
+        path.parent.name for name in ("benchmark", "protocol") for path in RESULTS.glob(f"*/{name}.json")
+    }
     for card in sorted(folders, key=lambda name: (name != names.CARD, name)):
         bench, run = (stored(name, card) for name in ("benchmark", "protocol"))
-        timed = run.data if run else bench.data.protocol
-        if not timed:
+        result, timed = run or bench, run.data if run else bench.data.protocol
+        facts = result.environment
+        if not timed or facts.forced:
             continue
-        ours, facts = next(iter(timed.entries)), (run or bench).environment
+        ours = next(iter(timed.entries))
         over = [f"{timed.speedup(ours, name):.2f}" for name in BASELINES]
-        date = facts.date[:10] + (", quick run" if bench.data.quick and not run else "")
-        date += f" ({EARLIER})" if stale(run or bench) else ""
-        parts = _parts(saved(bench.data, "unsloth_today"))
+        date = facts.date[:10] + (", quick run" if not run and bench.data.quick else "")
+        date += f" ({EARLIER})" if stale(result) else ""
+        parts = _parts(saved(bench.data, "unsloth_today") if bench else None)
         rows.append([f"{facts.gpu}, {date}", f"{timed.entries[ours].p50:.3f}", *over, parts])
-    if not simulated.measured(RESULTS):
+    if names.T4 not in folders:
         simulation, shares = _predicted()
         spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
         over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import nbformat
 import pytest
@@ -109,6 +110,26 @@ def test_what_a_call_saves_is_split_by_what_the_gpu_saves(result):
             if case.rows and case.numel == 58_720_256:
                 case.rows[name].p50 = us
     assert appendix.saved(result.data, "unsloth_today") == (21.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["benchmark", "protocol"])
+def test_the_first_run_on_a_t4_takes_the_place_of_its_prediction(monkeypatch, tmp_path, name):
+    """Also one of the notebook alone, of which only the protocol is stored."""
+    for card in (names.CARD, "t4-simulated"):
+        shutil.copytree(ROOT / "results" / card, tmp_path / card)
+    monkeypatch.setattr(appendix, "RESULTS", tmp_path)
+    assert "Tesla T4, predicted" in appendix.cards()
+    seconds = {"kernel": 3.0, "unsloth_today": 3.6, "unsloth_classic": 4.5}
+    entries = {key: dict(label=key, seconds=[value], per_config={}) for key, value in seconds.items()}
+    timed = dict(entries=entries, rounds=9, repeats=1, checked_against="x", device="cuda", configs=[])
+    result = results.now({"benchmark": dict(quick=True, protocol=timed), "protocol": timed}[name])
+    facts = dict(gpu="Tesla T4", date="2030-01-02T03:04:05", forced=None)
+    result.environment = results.msgspec.structs.replace(result.environment, **facts)
+    result.kernel = appendix.stored("benchmark").kernel
+    results.save(name, result, tmp_path / names.T4)
+    row = appendix.cards().splitlines()[-1]
+    quick = ", quick run" if name == "benchmark" else ""
+    assert row == f"| Tesla T4, 2030-01-02{quick} ({results.EARLIER}) | 3.000 | 1.20 | 1.50 | - |"
 
 
 def test_the_claim_gives_the_ratios_of_the_notebooks_run(monkeypatch):
