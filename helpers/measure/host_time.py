@@ -205,9 +205,11 @@ def _count(call: Callable) -> CallCost:
     before = sys.gettrace(), sys.getprofile()
     call()
     try:
-        sys.settrace(trace)
-        call()
-        sys.settrace(before[0])
+        for _ in range(2):  # Python 3.12 counts bytecodes only once it was told to for some frame
+            bytecodes = python_calls = 0
+            sys.settrace(trace)
+            call()
+            sys.settrace(before[0])
         sys.setprofile(profile)
         call()
     finally:

@@ -101,10 +101,13 @@ def alone(notebook, timeout: int = 1800) -> dict[str, float]:
     """`execute` in an empty folder: no repository, no `helpers`, nothing prepared in the environment."""
     import nbformat
 
-    prepared = ("PYTHONPATH", "TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")
+    prepared = ("TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
     with tempfile.TemporaryDirectory(prefix="alone-") as folder, mock.patch.dict(os.environ):
         for name in prepared:
             os.environ.pop(name, None)
+        os.environ["PYTHONPATH"] = os.pathsep.join(packages)
         nbformat.write(notebook, Path(folder) / SOURCE.name)
         return execute(notebook, Path(folder), timeout)
 

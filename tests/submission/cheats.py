@@ -260,9 +260,10 @@ def copies_large_ones(honest):
     """One copy of the packed weight, for large tensors alone."""
 
     def cheat(layer):
-        if layer.weight.numel() > 2**20:
-            layer.weight.data.clone()
-        return honest(layer)
+        held = layer.weight.data.clone() if layer.weight.numel() > 2**20 else None
+        result = honest(layer)
+        del held
+        return result
 
     return cheat
 
