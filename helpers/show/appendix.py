@@ -143,8 +143,8 @@ def microseconds() -> str:
 
 def cards() -> str:
     """One row a card: the official protocol against both baselines, and what of the gain is the kernel's."""
-    rows = [["official protocol", "this kernel, s", "over Unsloth today", "over Unsloth classic",
-             "of the gain over today: kernel, call"]]  # fmt: skip
+    rows = [["official protocol", "this kernel, s", "times as fast as Unsloth today",
+             "times as fast as Unsloth classic", "of the time saved over today: kernel, call"]]  # fmt: skip
     folders = {
         path.parent.name for name in ("benchmark", "protocol") for path in RESULTS.glob(f"*/{name}.json")
     }
@@ -266,7 +266,7 @@ def goals_met() -> str:
     verdicts = [goal.met for goal in goals.goals(stored("benchmark").data)]
     met, missed, unknown = (verdicts.count(verdict) for verdict in (True, False, None))
     return (
-        f"- Of our {len(verdicts)} speed goals the stored run meets {met}, misses {missed} and did not "
+        f"Of our {len(verdicts)} speed goals the stored run meets {met}, misses {missed} and did not "
         f"measure {unknown}; [docs/benchmarks.md](docs/benchmarks.md#goals) has each."
     )
 

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 
 from helpers.machine.environment import ROOT
-from helpers.record import hashes, names, results
+from helpers.record import goals, hashes, names, results
 from helpers.show import appendix, draw
 from helpers.submission import repository, sync
 
@@ -130,6 +130,48 @@ def test_the_first_run_on_a_t4_takes_the_place_of_its_prediction(monkeypatch, tm
     row = appendix.cards().splitlines()[-1]
     quick = ", quick run" if name == "benchmark" else ""
     assert row == f"| Tesla T4, 2030-01-02{quick} ({results.EARLIER}) | 3.000 | 1.20 | 1.50 | - |"
+
+
+def test_goals_are_counted_by_verdict(monkeypatch, result):
+    monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: result)
+    all_of_them = [goal.met for goal in goals.goals(result.data)]
+    counts = [int(number) for number in re.findall(r"\b\d+\b", appendix.goals_met())]
+    assert counts == [len(all_of_them), *(all_of_them.count(met) for met in (True, False, None))]
+
+
+def test_training_in_short_has_a_row_for_each_number_of_tokens(monkeypatch, training):
+    monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: training)
+    rows = appendix.training_short().splitlines()[2:]
+    assert rows[0] == "| 128 tokens | 1.0 -> 1.0 (1.20) | not measured |" and len(rows[: rows.index("")]) == 2
+
+
+def test_operations_that_failed_say_why(monkeypatch, training):
+    monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: training)
+    assert "not measured in the stored run" in appendix.operations()
+    spread = results.Spread(p20=1.0, p50=2.0, p80=3.0, low=1.5, high=2.5)
+    timed = dict(without=spread, with_=spread, speedup=spread, calls={"kernel": 7, "library": 1})
+    training.data.libraries["peft"].operations = [
+        results.Operation(name="merge", same_bits=True, **timed),
+        results.Operation(name="prefill", failed="out of memory"),
+    ]
+    text = appendix.operations()
+    assert "merge | 2.0 | 2.0 | 2.000 (1.500 to 2.500) | 7 of 8 | yes |" in text
+    assert "prefill | failed |  |  |  | out of memory |" in text
+
+
+def test_long_runs_that_are_not_stored_are_not_claimed(monkeypatch, tmp_path):
+    monkeypatch.setattr(appendix, "RESULTS", tmp_path)
+    assert appendix.stress().count("| not measured | no result file |") == 5
+    assert appendix.logs() == "not measured"
+
+
+def test_a_log_of_an_earlier_kernel_is_called_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(appendix, "RESULTS", tmp_path)
+    for name, label in (("now", hashes.label()), ("before", "0123abcd")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sanitizer.txt").write_text(f"kernel {label}: clean\n")
+    before, now = appendix.logs().split("\n\n")[::2]
+    assert results.EARLIER in before and results.EARLIER not in now
 
 
 def test_the_claim_gives_the_ratios_of_the_notebooks_run(monkeypatch):
