@@ -6,6 +6,7 @@ would read their addresses. A stale plan gives stale bits in both.
 """
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def planned(kernel, planned_kernel):
 
 def interpret(kernel, monkeypatch):
     """Give the interpreter what a repeated launch takes from CUDA: an allocator, a stream, a launch."""
-    launch_once, last = kernel._launch, []
+    launch_once, last = kernel._launch, threading.local()
 
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
@@ -64,11 +65,11 @@ def interpret(kernel, monkeypatch):
         return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
 
     def launch(*arguments):
-        last[:] = arguments
+        last.arguments = arguments
         return launch_once(*arguments)
 
     def repeat(compiled, grid, arguments, fixed, limit):
-        jit, _, _, constexprs, settings = last
+        jit, _, _, constexprs, settings = last.arguments
         seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
         def again(stream, address, out_address):
