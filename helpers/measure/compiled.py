@@ -102,17 +102,20 @@ class Network:
     def __init__(self, bench: Bench):
         self.bench, self.layers, self.adapters = bench, _layers(bench), _adapters(bench)
         self.trained = [matrix for pair in self.adapters for matrix in pair]
+        self.compiled = {}  # one graph for every number of tokens: compiling takes most of the time
 
     def call(self, dequantize: Callable, tokens: int, backward: bool, compiled: bool) -> Callable[[], Result]:
         device, scope = self.bench.device, self.bench.scope
         generator = torch.Generator(device).manual_seed(tokens)
         x = torch.randn(tokens, scope.shape[1], dtype=DTYPE, device=device, generator=generator)
-        if backward:
+        kind = dequantize, backward
+        forward = self.compiled.get(kind) if compiled else None
+        if forward is None and backward:
             forward = _with_adapters(dequantize, self.layers, self.adapters)
-        else:
+        elif forward is None:
             forward = _forward(dequantize, self.layers)
-        if compiled:
-            forward = torch.compile(forward, backend=scope.backend, dynamic=False)
+        if compiled and kind not in self.compiled:
+            forward = self.compiled[kind] = torch.compile(forward, backend=scope.backend, dynamic=True)
         return functools.partial(self._step if backward else self._infer, forward, x)
 
     def _infer(self, forward: Callable, x: torch.Tensor) -> Result:
