@@ -534,6 +534,8 @@ def test_a_traced_call_follows_its_weight(planned, layer, how, with_plan):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     weight, state = warm(planned, layer) if with_plan else (layer.weight, layer.weight.quant_state)
+    if with_plan:  # one for the plain tensor, which is what is traced
+        assert [planned(weight.data, state)[1] for _ in range(2)] == [False, True]
 
     def call(w):
         return planned(w, state)[0]
@@ -545,6 +547,21 @@ def test_a_traced_call_follows_its_weight(planned, layer, how, with_plan):
     other = noise(weight.data)
     assert exact(graph(other), other, state)
     assert exact(planned(weight, state)[0], weight, state)
+
+
+def test_a_kernel_that_was_replaced_is_not_repeated(planned, kernel, layer, monkeypatch):
+    """As when a notebook's cell runs again: a plan belongs to the kernel it was compiled from."""
+    weight, state = warm(planned, layer)
+    original, launched = kernel._your_dequantize_nf4_kernel, []
+
+    class Another:
+        def __getitem__(self, grid):
+            launched.append(grid)
+            return original[grid]
+
+    monkeypatch.setattr(kernel, "_your_dequantize_nf4_kernel", Another())
+    result, by_plan = planned(weight, state)
+    assert not by_plan and launched and exact(result, weight, state)
 
 
 def test_an_address_counts_only_where_all_else_is_right(planned, kernel, layer):
