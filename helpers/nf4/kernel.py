@@ -223,8 +223,8 @@ def _dequantize(tensors, values, out=None, quant_state=None):
                 if kept.now(tensors, values, address) == kept.then and kept.holds(tensors):
                     plan = kept
                     break
-        except (AttributeError, RuntimeError, TypeError):  # malformed: a first call says how
-            pass
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            pass  # malformed: the checks of a first call say how
         if plan is None or (out is not None and not plan.fits(out, tensors[0])):
             return _first_call(tensors, values, out, quant_state)
         if _devices > 1 and _current_device() != plan.index:
@@ -399,7 +399,7 @@ FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT32 = torch.float32
-OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # as torch defaulted on loading
+OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the default on loading
 
 
 @functools.lru_cache(None)
@@ -616,8 +616,9 @@ def _private(root, path, public):
 
 
 # What Inductor's generated code allocates with: half the time of torch.empty_strided.
-_empty_cuda = _private(torch._C, "_dynamo.guards._empty_strided_cuda",
-                       functools.partial(torch.empty_strided, device="cuda"))
+_empty_cuda = _private(
+    torch._C, "_dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
 # bitsandbytes' Params4bit answers every method through a Python __torch_function__, not needed
 # here.
 _plain_tensors = _private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
@@ -748,19 +749,22 @@ class _Plan:
         if len(tensors) == 5:
             weight, absmax, code2, absmax2, offset = tensors
             a, b, c = nbytes
-            return (values, address & 3, weight.untyped_storage().nbytes(), absmax.data_ptr(), a(),
-                    code2.data_ptr(), b(), absmax2.data_ptr(), c(), offset.data_ptr())
+            return (values, address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),
+                    absmax.data_ptr(), a(), code2.data_ptr(), b(), absmax2.data_ptr(), c(),
+                    offset.data_ptr())
         weight, absmax = tensors
-        size = weight.untyped_storage().nbytes()
-        return values, address & 3, size, absmax.data_ptr(), nbytes[0]()
+        return (values, address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),
+                absmax.data_ptr(), nbytes[0]())
 
     def learns(self, tensors):
         """Are these laid out as the plan's tensors, and nobody tracing operators? Then one C++
         call will tell so from now on in this state of torch."""
-        guards = _guards(*tensors)
-        learnt = _layout(tensors) == self.layout and not _traced()  # last: another thread may write
+        if _traced():
+            return False
+        tensors = tuple(map(_alias, tensors))  # which no other thread can change
+        learnt = _layout(tensors) == self.layout
         if learnt:
-            self.same, self.other = guards, self.same
+            self.same, self.other = _guards(*tensors), self.same
         return learnt
 
     def holds(self, tensors):

@@ -269,9 +269,6 @@ def test_a_weight_that_loses_its_dimensions_is_refused(kernel, call, make_layer)
         assert exact(call(layer)[0], layer)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a plan compares the size of the weight's storage, not where it begins"
-)
 def test_a_weight_that_ends_past_a_storage_of_the_planned_size_is_refused(kernel, call, layer):
     """Planned at the start of 2 n bytes, then found at 2 n in a storage that shrank to 2 n."""
     tensor = layer.weight
@@ -286,9 +283,6 @@ def test_a_weight_that_ends_past_a_storage_of_the_planned_size_is_refused(kernel
         call(layer)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="guards are made of tensors that may change before layouts are compared"
-)
 def test_a_layout_seen_only_while_guards_are_made_is_not_learnt(planned, kernel, layer, monkeypatch):
     """Another thread re-strides the weight for a moment: the strided weight is refused for good."""
     for _ in range(2):
@@ -570,7 +564,6 @@ def test_without_a_private_name_the_public_path_is_exact(
         planned(weight, state)
 
 
-@pytest.mark.xfail(strict=True, reason="torch.empty_strided takes the dtype by name only")
 def test_the_public_allocator_takes_what_the_private_one_takes(changed_kernel, device, monkeypatch):
     """Also where there is no GPU to allocate on: the call is torch's own but for the device."""
     allocate = torch.empty_strided
