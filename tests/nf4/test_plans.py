@@ -564,6 +564,15 @@ def test_a_kernel_that_was_replaced_is_not_repeated(planned, kernel, layer, monk
     assert not by_plan and launched and exact(result, weight, state)
 
 
+def test_a_plan_goes_with_its_absmax(planned, kernel, layer):
+    """Else plans would pile up, and another tensor could come by the same id."""
+    _, state = warm(planned, layer)
+    assert len(kernel._plans) == 1
+    state.absmax = state.absmax.clone()
+    gc.collect()
+    assert not kernel._plans
+
+
 def test_an_address_counts_only_where_all_else_is_right(planned, kernel, layer):
     """Of a weight whose storage shrank, a view that fits is too short, and the whole weight has no memory."""
     weight, state = warm(planned, layer)
