@@ -757,10 +757,7 @@ class _Plan:
                 absmax.data_ptr(), nbytes[0]())
 
     def learns(self, tensors):
-        """Are these laid out as the plan's tensors, and nobody tracing operators? Then one C++
-        call will tell so from now on in this state of torch."""
-        if _traced():
-            return False
+        """Are these laid out as the plan's tensors? Then one C++ call will tell so from now on."""
         tensors = tuple(map(_alias, tensors))  # which no other thread can change
         learnt = _layout(tensors) == self.layout
         if learnt:
@@ -768,15 +765,15 @@ class _Plan:
         return learnt
 
     def holds(self, tensors):
-        """Are the tensors laid out as they were, kernel and settings the same, and nobody
-        watching?
+        """Are the tensors laid out as they were, kernel and settings the same, and nobody watching?
 
-        Guards also compare what torch does with an operator in this thread, which autocast,
-        no_grad or a tracer change: so there are two of them, and layouts decide when neither
-        fits.
+        Guards also compare what torch does with an operator in this thread, which autocast and
+        no_grad change: so there are two of them, and layouts decide when neither fits.
         """
         return (
-            (self.same(*tensors) or self.other(*tensors) or self.learns(tensors))
+            not _modes()  # who traces torch's operators wants to see one
+            and _jit_trace() is None
+            and (self.same(*tensors) or self.other(*tensors) or self.learns(tensors))
             and self.kernel is _your_dequantize_nf4_kernel
             and self.forced is _forced
             and _hooks.launch_enter_hook is _enter  # a profiler follows launches: by assignment
