@@ -144,15 +144,13 @@ PLANS = (
     Mutant("plan: offset's address ignored", "c(), offset.data_ptr()", "c()"),
     Mutant("plan: weight's first address kept", "*middle, address, out_address, *fixed", "*middle, arguments[0].data_ptr(), out_address, *fixed", gpu=True),
     Mutant("plan: layouts ignored", "(self.same(*tensors) or self.other(*tensors) or self.learns(tensors))", "True"),
-    Mutant("plan: traced calls ignored", "if _traced():
-    return False", "if False:
-            return False"),
+    Mutant("plan: traced calls ignored", "if _traced():", "if False:"),
     Mutant("plan: layouts not compared when guards learn", "learnt = _layout(tensors) == self.layout", "learnt = True"),
     Mutant("plan: another kernel ignored", "and self.kernel is _your_dequantize_nf4_kernel", ""),
     Mutant("plan: forced settings ignored", "and self.forced is _forced", ""),
     Mutant("plan: a hook ignored", "and _hooks.launch_enter_hook is _enter", ""),
     Mutant("plan: hooks in the chain ignored", "and not (_enter_calls or _exit_calls)", ""),
-    Mutant("plan: made from tensors that may change meanwhile", "tuple(map(_alias, tensors))\nsizes, weight", "tensors\n    sizes, weight"),
+    Mutant("plan: made from tensors that may change meanwhile", "tuple(map(_alias, tensors)) sizes, weight =", "tensors\n    sizes, weight ="),
     Mutant("plan: absmax kept alive", "plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))", "plan.alive = absmax"),
     Mutant("plan: kept when its absmax is freed", "lambda _: _plans.pop(name, None)", "lambda _: None"),
     Mutant("plan: codebook not kept alive", "launch.keep = compiled, arguments[3]", "launch.keep = compiled,", gpu=True),
