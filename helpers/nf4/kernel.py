@@ -749,15 +749,17 @@ class _Plan:
         if len(tensors) == 5:
             weight, absmax, code2, absmax2, offset = tensors
             a, b, c = nbytes
-            return (values, address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),
-                    absmax.data_ptr(), a(), code2.data_ptr(), b(), absmax2.data_ptr(), c(),
-                    offset.data_ptr())
+            return (values, type(weight), address & 3, weight.untyped_storage().nbytes(),
+                    weight.storage_offset(), absmax.data_ptr(), a(), code2.data_ptr(), b(),
+                    absmax2.data_ptr(), c(), offset.data_ptr())
         weight, absmax = tensors
-        return (values, address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),
-                absmax.data_ptr(), nbytes[0]())
+        return (values, type(weight), address & 3, weight.untyped_storage().nbytes(),
+                weight.storage_offset(), absmax.data_ptr(), nbytes[0]())
 
     def learns(self, tensors):
         """Are these laid out as the plan's tensors? Then one C++ call will tell so from now on."""
+        if _layout(tensors[:1]) != self.layout[:1]:  # another view of the weight has its own plan
+            return False
         tensors = tuple(map(_alias, tensors))  # which no other thread can change
         learnt = _layout(tensors) == self.layout
         if learnt:

@@ -126,7 +126,9 @@ CHECKS = (
     Mutant("out unchecked", "_require(given == expected,", "_require(True,"),
 )  # fmt: skip
 # What a plan depends on, for nested and flat states.
-VALUES = "return (values, address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),"
+VALUES = (
+    "return (values, type(weight), address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),"
+)
 PLANS = (
     *(
         Mutant(f"plan: {name} ignored", VALUES, VALUES.replace("values", f"values[:{i}] + values[{i + 1}:]"), count=2)
