@@ -438,7 +438,7 @@ def _snapshot(weight, q):
     values: shape, dtype, quant_type, blocksize, blocksize2 (0 of a flat state).
     """
     try:
-        one = q.__dict__  # QuantState's own __getattr__ makes every attribute three times as slow
+        one = q.__dict__  # past QuantState's own __getattr__
         nested = one["nested"]
         values = one["shape"], one["dtype"], one["quant_type"], one["blocksize"]
         if nested is True:
