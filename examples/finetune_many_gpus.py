@@ -1,6 +1,6 @@
 """QLoRA on several GPUs with the NF4 kernel, by accelerate: DDP, or FSDP with sharded 4-bit weights.
 
-    pip install nf4-triton[train]
+    pip install ".[train]"
     accelerate launch finetune_many_gpus.py --model Qwen/Qwen2.5-0.5B --data TEXT_FILE [--fsdp 1|2]
 
 In a checkout: torchrun --nproc_per_node 2 -m examples.finetune_many_gpus (without --model a tiny random

@@ -1,6 +1,6 @@
 """QLoRA on one GPU with TRL's SFTTrainer and the NF4 kernel: train, save the adapter, merge it.
 
-    pip install nf4-triton[train] trl datasets
+    pip install ".[train]" trl datasets
     python finetune_one_gpu.py --model Qwen/Qwen2.5-0.5B-Instruct --out my-model
 
 In a checkout: python -m examples.finetune_one_gpu (without --model a tiny random Llama). The kernel changes

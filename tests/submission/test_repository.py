@@ -87,6 +87,8 @@ def make_repository(folder, kernel=KERNEL, installs=True):
         repository.NOTEBOOK_NAME: json.dumps(
             {"cells": [*cells, {"id": "end", "metadata": {}, "source": []}]}
         ),
+        "helpers/__init__.py": "",  # as the real one, which else would win wherever it is on the path
+        "helpers/machine/__init__.py": "",
         "helpers/nf4/kernel.py": "",
         "helpers/machine/install.py": "" if installs else "raise SystemExit('no network here')",
     }.items():
