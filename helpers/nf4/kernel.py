@@ -148,9 +148,9 @@ def _your_dequantize_nf4_kernel(
         block = ((lane >> 1) & (WORDS - 1)) * (THREADS // 8) + (thread >> 4) * 2 + (lane & 1)
         exists = block * 8 < left
         block = (block + pid * (TILE // 8)) >> (LOG2_BLOCK - 6)
-        # Every load of the program is under way before the first is waited for. That takes STAGE:
-        # all of code2 is fetched beside absmax; looked up in memory instead, code2[absmax] is a
-        # load that waits for one, and ptxas puts loads of words behind that wait.
+        # Every load of a nested state's program is under way before the first is waited for. That
+        # takes STAGE: all of code2 is fetched beside absmax; looked up in memory instead,
+        # code2[absmax] is a load that waits for one, and ptxas puts words' loads behind it.
         if NESTED:
             q = tl.load(absmax_ptr + block, mask=exists, other=0, eviction_policy=LOAD_HINT)
             absmax2 = tl.load(absmax2_ptr + (block >> LOG2_BLOCK2), mask=exists, other=0.0)
@@ -876,9 +876,8 @@ def _operator_result(tensors, values, out):
 
 
 def _operands(tensors, values):
-    """What the operator is given. All but the shape of the values is one number: four more
-    arguments would double the time of a dispatch, and a Params4bit instead of a plain view
-    again."""
+    """What the operator is given. All but the shape of the values is one number, since every
+    argument makes a dispatch slower, and the weight a plain view: a Params4bit doubles its time."""
     _, log2_block, log2_block2 = _check_values(tensors, values)
     weight, absmax, *second = tensors
     kind = DTYPES.index(values[1]) | (values[2] == "fp4") << 2 | log2_block << 3
