@@ -29,6 +29,11 @@ def kaggle() -> bool:
     return any(name in os.environ for name in KAGGLE_VARIABLES)
 
 
+def hosted() -> bool:
+    """True where packages go into the running Python: Colab or Kaggle."""
+    return colab() or kaggle()
+
+
 def has_gpu() -> bool:
     """True where torch sees a CUDA GPU."""
     import torch
@@ -135,15 +140,20 @@ def versions() -> dict[str, str | None]:
     return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
 
 
+def nvidia_smi(fields: str) -> list[str]:
+    """What nvidia-smi says of each GPU, a line each; [] when it does not answer."""
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.strip().splitlines()
+
+
 @functools.cache
 def driver() -> str | None:
-    """Version of the NVIDIA driver from nvidia-smi; None when that does not answer."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
+    """Version of the NVIDIA driver; None where nvidia-smi does not know it."""
+    return next(iter(nvidia_smi("driver_version")), None)
 
 
 def gpu_name() -> str | None:
@@ -219,20 +229,10 @@ def old_gpu() -> str | None:
 
 def old_triton() -> str | None:
     """Why the installed Triton cannot be used and what to do; None when it can."""
-    need = ".".join(map(str, MIN_TRITON))
-    fix = (
-        "Run `bash colab_setup.sh`."
-        if not (colab() or kaggle())
-        else "Start a new runtime of the newest image."
-    )
-    version = version_of("triton")
+    version, need = version_of("triton"), ".".join(map(str, MIN_TRITON))
+    if version and release(version) >= MIN_TRITON:
+        return None
+    fix = "Start a new runtime of the newest image." if hosted() else "Run `bash colab_setup.sh`."
     if version is None:
         return f"Triton is not installed; {need} or newer is needed. {fix}"
-    if release(version) < MIN_TRITON:
-        return f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"
-    return None
-
-
-def problems() -> list[str]:
-    """Every reason why the kernel cannot be measured here, each with what to do; empty when it can."""
-    return [text for text in (old_triton(), no_gpu(), old_gpu()) if text]
+    return f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"

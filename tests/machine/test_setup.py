@@ -110,7 +110,7 @@ def test_a_full_disk_is_found_before_anything_is_installed(plain):
 def test_a_failing_pip_is_explained(plain, tmp_path, arguments, advice, capfd):
     plain.setattr(install, "LOG", tmp_path / "setup.log")
     with pytest.raises(install.SetupError, match=advice):
-        install.pip("a package", *arguments, "no-such-package-here", isolated=True)
+        install.pip("a package", *arguments, "no-such-package-here", "--isolated")
     assert "no-such-package-here" in capfd.readouterr().err  # pip's own error is not hidden
 
 
@@ -130,15 +130,34 @@ def test_colabs_torch_is_never_replaced(plain):
 def test_without_a_gpu_torch_is_the_cpu_build(plain, cpu_index_works):
     calls = []
 
-    def pip(what, *arguments, required=True, isolated=False):
-        calls.append((arguments, required, isolated))
+    def pip(what, *arguments, required=True):
+        calls.append(arguments)
         return required or cpu_index_works
 
     plain.setattr(environment, "version_of", lambda name: None)
     plain.setattr(install, "pip", pip)
     install.install_torch([])
-    assert install.CPU_INDEX in calls[0][0] and calls[0][2]
-    assert [arguments for arguments, *_ in calls[1:]] == ([] if cpu_index_works else [(install.CPU_TORCH,)])
+    assert {install.CPU_INDEX, "--isolated"} <= set(calls[0])
+    assert calls[1:] == ([] if cpu_index_works else [(install.CPU_TORCH,)])
+
+
+def test_a_cpu_build_of_torch_beside_a_gpu_is_replaced(plain):
+    calls = []
+    plain.setattr(environment, "version_of", lambda name: "2.13.0+cpu")
+    plain.setattr(install, "pip", lambda what, *arguments: calls.append(arguments[1:]))
+    install.install_torch([])
+    assert calls == []
+    install.install_torch([T4])
+    assert calls == [("--force-reinstall", "--no-deps"), ()]
+
+
+def test_a_second_setup_installs_nothing_and_looks_again(plain, capsys):
+    plain.setattr(install, "nvidia_gpus", list)
+    plain.setattr(install, "missing", lambda required, versions: {})
+    plain.setattr(install, "install", lambda groups, gpus: pytest.fail("asked to install"))
+    assert install.main([]) == 0 and "bitsandbytes" in capsys.readouterr().out
+    plain.setattr(install, "VERIFY", "raise ImportError('libcuda is gone')")
+    assert install.main([]) == 1 and "libcuda is gone" in capsys.readouterr().err
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
