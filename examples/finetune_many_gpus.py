@@ -61,6 +61,7 @@ def finetune(accelerator, args, turns: list[bool]) -> dict:
         ),
         device_map={"": accelerator.device},
     )
+    model.config.use_cache = False  # of keys and values, which training does not read again
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     if args.fsdp:
@@ -126,7 +127,8 @@ def main():
         if not args.model:
             from examples import tiny_model
 
-            made = [tiny_model.make(folder) if accelerator.is_main_process else None]
+            layers = 2 if torch.cuda.is_available() else 1
+            made = [tiny_model.make(folder, layers=layers) if accelerator.is_main_process else None]
             args.model = broadcast_object_list(made)[0]
         runs = {"with": [True]}
         if args.compare:  # the libraries' own algorithms must repeat their results, too

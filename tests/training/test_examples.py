@@ -1,4 +1,4 @@
-"""The scripts a user copies, run as the user would run them."""
+"""The scripts a user copies, run as the user would run them (for several GPUs: test_several_gpus.py)."""
 
 import ast
 import json
@@ -9,18 +9,12 @@ from helpers.machine import child, environment
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-SMALL = ["--steps", "2", "--rows", "1", "--length", "16"]
 VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run(*command, timeout=280):
     """Run a module from the repository's root; the text it printed."""
     return child.python(["-m", *map(str, command)], variables=VARIABLES, timeout=timeout).out
-
-
-def processes(count, *options):
-    launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", count]
-    return [*launch, "-m", "examples.finetune_many_gpus", "--compare", *options]
 
 
 def test_examples_import_public_names_only():
@@ -74,36 +68,3 @@ def test_single_tokens_stay_with_the_librarys_own_kernel(tmp_path):
     decodes = [int(records[task]["decoded"].split()[2]) for task in ("prefill", "generate")]
     assert decodes[0] == decodes[1] > 0 and records["prefill"]["fused"] == 0
     assert records["generate"]["fused"] == 15 * decodes[0]  # 16 tokens, the first from the prompt's pass
-
-
-def test_several_processes_on_the_cpu(tmp_path):
-    """DDP by accelerate over two CPU processes, in the interpreter. accelerate runs FSDP on GPUs only."""
-    if environment.has_gpu():
-        pytest.skip("on a GPU machine accelerate takes the GPUs: see test_several_gpus")
-    printed = run(*processes(2, *SMALL, "--turn", 1, "--json", tmp_path / "records.json"))
-    check(tmp_path, 2)
-    assert "losses identical with and without the kernel: True" in printed
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [[], ["--fsdp", "1"], ["--fsdp", "2"]], ids=["ddp", "fsdp1", "fsdp2"])
-def test_several_gpus(tmp_path, options):
-    import torch
-
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip(f"needs two GPUs, this machine has {count}")
-    printed = run(*processes(count, *options, "--json", tmp_path / "records.json"))
-    assert "losses identical with and without the kernel: True" in printed
-    for rank, record in enumerate(check(tmp_path, count)):
-        assert record["with"]["device"] == f"cuda:{rank}"
-
-
-def check(folder, count):
-    """Each process decoded with the kernel when it was to, and all losses are those without it."""
-    records = [json.loads((folder / f"records.json.{rank}").read_text()) for rank in range(count)]
-    for one in records:
-        assert one["with"]["losses"] == one["without"]["losses"] == records[0]["with"]["losses"]
-        assert one["in turns"]["losses"] == one["without"]["losses"]
-        assert one["with"]["decoded"] > one["in turns"]["decoded"] > one["without"]["decoded"] == 0
-    return records

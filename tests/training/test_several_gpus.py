@@ -1,4 +1,4 @@
-"""Two processes with the kernel, without and in turns, and what is made of their reports."""
+"""The example for several GPUs in two processes, and what is made of their reports."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 
 from helpers.machine import environment
 from helpers.record import results
-from helpers.training import several_gpus, tiny_models
+from helpers.training import several_gpus
 
 TURNS, TURN = several_gpus.WARM_UP + 5, several_gpus.TURN
 KERNEL = [turn % 2 == 1 for turn in range(TURNS) for _ in range(TURN)]
@@ -66,19 +66,24 @@ def test_turns_that_cannot_be_compared_are_refused(steps, capsys):
     assert f"--steps is {steps}, expected a multiple of 5 from 20 on" in capsys.readouterr().err
 
 
+def test_another_kernel_is_not_measured_in_this_ones_stead(capsys, monkeypatch, tmp_path):
+    (tmp_path / "nf4_triton.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SystemExit):
+        several_gpus.main([])
+    assert "uninstall it first" in capsys.readouterr().err
+
+
 def test_without_two_gpus_nothing_is_measured(capsys, monkeypatch):
     monkeypatch.setattr(several_gpus.environment, "has_gpu", lambda: False)
     assert several_gpus.main([]) == 2
     assert "needs two GPUs" in capsys.readouterr().out
 
 
-def trained(folder, processes, fsdp):
+def trained(processes, *options):
     """Reports of two tiny steps in each of the three runs; all processes agree and decode with the kernel."""
     pytest.importorskip("accelerate")
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
-    model = tiny_models.make(folder, **sizes)
-    options = ("--rows", 1, "--length", 16, "--turn", 1)
-    reports = several_gpus.launch(str(model), processes, fsdp, 2, *options)
+    reports = several_gpus.launch(processes, *options, *"--steps 2 --rows 1 --length 16 --turn 1".split())
     for one in reports:
         losses = [run["losses"] for run in one.values()]
         assert losses == [reports[0]["without"]["losses"]] * 3 and len(losses[0][0]) == processes
@@ -88,17 +93,17 @@ def trained(folder, processes, fsdp):
 
 
 @pytest.mark.skipif(environment.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
-def test_two_processes_on_the_cpu(tmp_path):
+def test_two_processes_on_the_cpu():
     """DDP in the interpreter; accelerate runs FSDP on GPUs only."""
-    trained(tmp_path, 2, 0)
+    trained(2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fsdp", several_gpus.ENGINES.values(), ids=list(several_gpus.ENGINES))
-def test_every_gpu_here(tmp_path, fsdp):
+@pytest.mark.parametrize("options", several_gpus.ENGINES.values(), ids=list(several_gpus.ENGINES))
+def test_every_gpu_here(options):
     import torch
 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    reports = trained(tmp_path, torch.cuda.device_count(), fsdp)
+    reports = trained(torch.cuda.device_count(), *options)
     assert [one["with"]["device"] for one in reports] == [f"cuda:{rank}" for rank in range(len(reports))]
