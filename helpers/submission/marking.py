@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -11,71 +12,18 @@ import re
 import torch
 
 from helpers.submission.evidence import Evidence
-from helpers.submission.protocol import NEEDS_GPU, ON_GPU, Comparison
+from helpers.submission.protocol import NEEDS_GPU, ON_GPU, Comparison, Entry
 
-# %% The machine, and the file that a run leaves id="marking-result" folded=true
+# %% How the table looks, the machine, and the file that a run leaves id="marking-result" folded=true
 import datetime
 import pathlib
 import platform
 import subprocess
 import sys
-
-
-def machine() -> dict:
-    """What the run ran on, as every result file has it."""
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = ON_GPU and subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
-    return {
-        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
-        "capability": torch.cuda.get_device_capability() if ON_GPU else None,
-        "driver": driver or None,
-        "cuda": torch.version.cuda,
-        **versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "colab": "google.colab" in sys.modules,
-        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
-        "interpreter": not ON_GPU,
-        "forced": os.environ.get("NF4_FORCE") or None,
-    }
-
-
-def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
-    """Write {"environment", "data": {"score", "protocol"}} and `stamp` to nf4_<card>.json, and say so."""
-    facts = machine()
-    card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
-    data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
-    path = pathlib.Path(folder, f"nf4_{card}.json")
-    path.write_text(json.dumps({"environment": facts, **stamp, "data": data}, indent=1) + "\n")
-    print(f"written: {path}")
-    if facts["gpu"] and facts["capability"] == (7, 5):
-        print("Figures of a T4 are rare: please attach this file to an issue of the repository.")
-    return path
-
-
-# %% id="marking"
 import textwrap
 
 MAXIMUM = 14
 COLUMNS = {"classic": "unsloth_classic", "today": "unsloth_today"}
-CRITERIA = {  # check: (line of the table, points if it passed, points if it failed)
-    "single_kernel": ("One fused kernel", 3, 0),
-    "torch_compile": ("Works under torch.compile", 1, -1),
-    "custom_asm": ("Custom assembly works", 3, 0),
-    "cache_eviction": ("Uses cache eviction", 1, 0),
-    "exact": ("Tested in fp16 and bf16", 1, -1),
-}
-TIERS = {  # line of the table: (which speedups earn it, points)
-    "Penalty: speedup at most 1.00": (lambda ratio: ratio <= 1.00, -3),
-    "Speedup at least 1.05": (lambda ratio: ratio >= 1.05, 1),
-    "Speedup at least 1.10": (lambda ratio: ratio >= 1.10, 2),
-    "Speedup at least 1.15": (lambda ratio: ratio >= 1.15, 2),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,27 +56,88 @@ class Score:
         yield ["Sum", *(f"{self.totals[column]} of {MAXIMUM}" for column in COLUMNS), ""]
 
     def __repr__(self):
-        left = "{:30}{:>11}{:>10}  "
-        wrap = textwrap.TextWrapper(width=110, subsequent_indent=" " * 53)
-        table = [wrap.fill(left.format(*cells) + text) for *cells, text in self.rows()]
-        also = [f"{name}: {text}" for name, text in self.also.items()]
-        return "\n".join([self.headline, "", *table, "", "Also checked (no points):", *map(wrap.fill, also)])
+        wrap = textwrap.TextWrapper(width=110, subsequent_indent=" " * 53).fill
+        table = [wrap("{:30}{:>11}{:>10}  {}".format(*cells)) for cells in self.rows()]
+        also = [wrap(f"{name}: {text}") for name, text in self.also.items()]
+        return "\n".join([self.headline, "", *table, "", "Also checked (no points):", *also])
 
 
-def speed(comparison, name, baseline) -> Evidence:
-    """How many times as fast as a baseline: details["ratio"], 0 for a candidate that is wrong."""
-    mine, theirs = comparison.entries[name], comparison.entries.get(baseline)
-    what = f"speed against {baseline}"
+def machine() -> dict:
+    """What the run ran on, as every result file has it."""
+    packages = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
+    versions = dict.fromkeys(packages)
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = ON_GPU and subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
+    return {
+        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
+        "capability": torch.cuda.get_device_capability() if ON_GPU else None,
+        "driver": driver or None,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        **versions,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "colab": "google.colab" in sys.modules,
+        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
+        "interpreter": not ON_GPU,
+        "forced": os.environ.get("NF4_FORCE") or None,
+    }
+
+
+def summary(lines, totals, speeds, failed):
+    """The headline: points and speedups, the stricter column first, and what is missing."""
+    facts = machine()
+    where = facts["gpu"] or "this CPU (Triton's interpreter)"
+    where += ", T4's decisions forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
+    text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
+    columns = sorted((totals[c], x, c) for c, (x, _) in speeds.items() if x is not None)
+    against = [f"Unsloth {c} {sum_} ({f'{x:.2f}x' if x else 'wrong'})" for sum_, x, c in columns]
+    text += f"; against {', '.join(against)}" * bool(against)
+    missing = sum(line.best for line in lines if None in line.points.values())
+    text += f"; {missing} points not measured" * bool(missing)
+    return text + f"; FAILED without points: {', '.join(failed)}" * bool(failed) + "."
+
+
+def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
+    """Write {"environment", "data": {"score", "protocol"}} and `stamp` to nf4_<card>.json, and say so."""
+    facts = machine()
+    card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
+    data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
+    path = pathlib.Path(folder, f"nf4_{card}.json")
+    path.write_text(json.dumps({"environment": facts, **stamp, "data": data}, indent=1) + "\n")
+    print(f"written: {path}")
+    if facts["gpu"] and facts["capability"] == (7, 5):
+        print("Figures of a T4 are rare: please attach this file to an issue of the repository.")
+    return path
+
+
+# %% id="marking"
+TABLE = (  # line, what decides (a check, or a test of the speedup), points where it holds and where not
+    ("One fused kernel", "single_kernel", 3, 0),
+    ("Penalty: speedup at most 1.00", lambda ratio: ratio > 1.00, 0, -3),
+    ("Speedup at least 1.05", lambda ratio: ratio >= 1.05, 1, 0),
+    ("Speedup at least 1.10", lambda ratio: ratio >= 1.10, 2, 0),
+    ("Speedup at least 1.15", lambda ratio: ratio >= 1.15, 2, 0),
+    ("Works under torch.compile", "torch_compile", 1, -1),
+    ("Custom assembly works", "custom_asm", 3, 0),
+    ("Uses cache eviction", "cache_eviction", 1, 0),
+    ("Tested in fp16 and bf16", "exact", 1, -1),
+)
+
+
+def speed(comparison, name, baseline):
+    """(how many times as fast as a baseline, in words): 0 if wrong, None if one was not timed."""
+    absent = Entry(baseline, reason="not compared")
+    mine, theirs = comparison.entries[name], comparison.entries.get(baseline, absent)
     if mine.failure:
-        return Evidence(what, False, f"no time: {mine.failure.splitlines()[0]}", details={"ratio": 0.0})
-    if not mine.seconds:
-        return Evidence(what, None, needs=NEEDS_GPU)
-    if theirs is None or not theirs.seconds:
-        missing = theirs and (theirs.reason or theirs.failure) or "not compared"
-        return Evidence(what, None, needs=f"a time of {baseline}: {missing}")
+        return 0.0, f"no time: {mine.failure.splitlines()[0]}"
+    if not mine.seconds or not theirs.seconds:
+        missing = f"a time of {baseline}: {theirs.reason or theirs.failure}"
+        return None, f"not measured (needs {missing if mine.seconds else NEEDS_GPU})"
     ratio = comparison.speedup(name, baseline)
-    text = f"{ratio:.3f}x, {mine.p50:.4f} s instead of {theirs.p50:.4f} s"
-    return Evidence(what, ratio > 1, text, details={"ratio": ratio})
+    return ratio, f"{ratio:.3f}x, {mine.p50:.4f} s instead of {theirs.p50:.4f} s"
 
 
 def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
@@ -136,37 +145,22 @@ def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
     name, entry = next(iter(comparison.entries.items()))
     speeds = {column: speed(comparison, name, baseline) for column, baseline in COLUMNS.items()}
     lines = []
-    for key, (title, passed, failed) in CRITERIA.items():
-        seen = evidence.get(key) or Evidence(title, None, needs="this check")
-        points = {True: passed, False: failed, None: None}[seen.passed]
-        lines.append(Line(title, dict.fromkeys(COLUMNS, points), passed, str(seen)))
-    for place, (title, (earned, points)) in enumerate(TIERS.items(), 1):
-        ratios = {column: seen.details.get("ratio") for column, seen in speeds.items()}
-        won = {c: None if ratio is None else earned(ratio) * points for c, ratio in ratios.items()}
-        texts = (f"{c}: {seen if place == 1 else str(seen).split(',')[0]}" for c, seen in speeds.items())
-        lines.insert(place, Line(title, won, max(points, 0), "; ".join(texts)))
+    for title, judge, won, lost in TABLE:
+        if callable(judge):
+            held = {c: None if ratio is None else judge(ratio) for c, (ratio, _) in speeds.items()}
+            short = [words if lost else words.split(",")[0] for _, words in speeds.values()]
+            text = "; ".join(f"{c}: {words}" for c, words in zip(COLUMNS, short, strict=True))
+        else:
+            seen = evidence.get(judge) or Evidence(title, None, needs="this check")
+            held, text = dict.fromkeys(COLUMNS, seen.passed), str(seen)
+        points = {c: {True: won, False: lost, None: None}[verdict] for c, verdict in held.items()}
+        lines.append(Line(title, points, won, text))
     official = entry.failure or f"right against {comparison.checked_against}, and to the bit while timed"
     evidence = {"official": Evidence("official protocol", not entry.failure, official)} | evidence
-    also = [seen for key, seen in evidence.items() if key not in CRITERIA]
+    judges = [judge for _, judge, _, _ in TABLE]
+    also = [seen for check, seen in evidence.items() if check not in judges]
     totals = {column: sum(line.points[column] or 0 for line in lines) for column in COLUMNS}
-    headline = summary(lines, totals, ratios, [seen.criterion for seen in also if seen.passed is False])
-    verdict = {True: "yes; ", False: "NO; ", None: ""}
-    also = {seen.criterion: f"{verdict[seen.passed]}{seen}" for seen in also}
-    evidence |= {f"speed_{column}": seen for column, seen in speeds.items()}
+    headline = summary(lines, totals, speeds, [seen.criterion for seen in also if seen.passed is False])
+    verdicts = {True: "yes; ", False: "NO; ", None: ""}
+    also = {seen.criterion: f"{verdicts[seen.passed]}{seen}" for seen in also}
     return Score(headline, totals, lines, also, evidence)
-
-
-def summary(lines, totals, ratios, failed):
-    """The headline: points and speedups, the stricter column first, and what is missing."""
-    facts = machine()
-    where = facts["gpu"] or "this CPU (Triton's interpreter)"
-    where += ", T4's decisions forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
-    columns = sorted((totals[c], ratio, c) for c, ratio in ratios.items() if ratio is not None)
-    texts = [
-        f"Unsloth {c} {points} ({f'{ratio:.2f}x' if ratio else 'wrong'})" for points, ratio, c in columns
-    ]
-    text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
-    text += f"; against {', '.join(texts)}" * bool(texts)
-    missing = sum(line.best for line in lines if None in line.points.values())
-    text += f"; {missing} points not measured" * bool(missing)
-    return text + f"; FAILED without points: {', '.join(failed)}" * bool(failed) + "."

@@ -3,7 +3,6 @@
 # ruff: noqa: E402
 # %% The libraries' own functions id="protocol-libraries" folded=true
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,6 +17,7 @@ import statistics
 import time
 import types
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
@@ -46,44 +46,38 @@ def own_dequantize_4bit(functional):
     return own
 
 
-def _bitsandbytes(functional):
-    own = own_dequantize_4bit(functional)
-    return lambda layer: own(layer.weight.data, layer.weight.quant_state)
-
-
-def _unsloth_today(utils):
-    function = utils.fast_dequantize
-    return lambda layer: function(layer.weight, layer.weight.quant_state)
-
-
-def _unsloth_classic(utils):
-    function = utils._fast_dequantize_ctypes
-    return lambda layer: function(layer.weight, layer.weight.quant_state, None, False)
-
-
-def _peft(integrations):
-    return integrations.dequantize_module_weight
+def layer_to_weight(name, module):
+    """The function of a layer that a baseline is, from the module that has it."""
+    if name == "bitsandbytes":
+        own = own_dequantize_4bit(module)
+        return lambda layer: own(layer.weight.data, layer.weight.quant_state)
+    if name == "unsloth_today":
+        fast = module.fast_dequantize
+        return lambda layer: fast(layer.weight, layer.weight.quant_state)
+    if name == "unsloth_classic":
+        classic = module._fast_dequantize_ctypes
+        return lambda layer: classic(layer.weight, layer.weight.quant_state, None, False)
+    return module.dequantize_module_weight
 
 
 @functools.cache
 def baselines() -> dict[str, Baseline]:
     """What the kernel is compared with. The first call imports the libraries, bitsandbytes first."""
-    order = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")
-    utils, made = "unsloth.kernels.utils", {}
-    for name, label, module, function, note in (
-        ("bitsandbytes", "bitsandbytes", "bitsandbytes.functional", _bitsandbytes,
+    made = {}
+    for name, label, module, note in (
+        ("bitsandbytes", "bitsandbytes", "bitsandbytes.functional",
          "its own dequantize_4bit; beside Unsloth users get unsloth_zoo's wrapper of it"),
-        ("unsloth_today", "Unsloth today", utils, _unsloth_today, "fast_dequantize as installed"),
-        ("unsloth_classic", "Unsloth classic", utils, _unsloth_classic,
+        ("unsloth_today", "Unsloth today", "unsloth.kernels.utils", "fast_dequantize as installed"),
+        ("unsloth_classic", "Unsloth classic", "unsloth.kernels.utils",
          "_fast_dequantize_ctypes of the same package, three launches: the puzzle's baseline"),
-        ("peft", "PEFT", "peft.utils.integrations", _peft,
+        ("peft", "PEFT", "peft.utils.integrations",
          "dequantize_module_weight, in the protocol on bitsandbytes' own dequantize_4bit"),
     ):  # fmt: skip
         version, fn, reason, package = None, None, "", module.partition(".")[0]
         try:
             version = importlib.metadata.version(package)
             if ON_GPU or package != "unsloth":
-                fn = function(importlib.import_module(module))
+                fn = layer_to_weight(name, importlib.import_module(module))
             else:
                 reason = f"needs {NEEDS_GPU}"
         except importlib.metadata.PackageNotFoundError:
@@ -91,20 +85,15 @@ def baselines() -> dict[str, Baseline]:
         except Exception as error:  # whatever a broken installation raises is the reason to show
             reason = f"{type(error).__name__}: {error}"
         made[name] = Baseline(name, label, version, fn, reason, note)
-    return {name: made[name] for name in order}
+    shown = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")
+    return {name: made[name] for name in shown}
 
 
-@contextlib.contextmanager
 def own_libraries():
-    """Inside the block PEFT and Linear4bit meet bitsandbytes' own function, whoever replaced it."""
+    """A block in which PEFT and Linear4bit meet bitsandbytes' own function, whoever replaced it."""
     from bitsandbytes import functional
 
-    replaced = functional.dequantize_4bit
-    functional.dequantize_4bit = own_dequantize_4bit(functional)
-    try:
-        yield
-    finally:
-        functional.dequantize_4bit = replaced
+    return mock.patch.object(functional, "dequantize_4bit", own_dequantize_4bit(functional))
 
 
 def expected(layer) -> torch.Tensor:
@@ -130,11 +119,6 @@ OFFICIAL = (
     Config(5, 777, 1024, 4096, 3409, torch.bfloat16),
     Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
 )
-SMALL = (  # for Triton's interpreter
-    Config(2, 33, 128, 448, 3407, torch.float16),
-    Config(5, 7, 64, 192, 3409, torch.bfloat16),
-    Config(3, 20, 192, 320, 3408, torch.bfloat16),
-)
 WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
 
 
@@ -142,10 +126,6 @@ def must(true, text):
     """`assert`, also under `python -O`."""
     if not true:
         raise AssertionError(text)
-
-
-def name_of(dtype):
-    return str(dtype).removeprefix("torch.")
 
 
 def bnb_Linear4bit(hd, m, dtype=torch.float16):
@@ -251,11 +231,6 @@ def different(x: torch.Tensor, y: torch.Tensor) -> int:
     return int((differ & ~(x.isnan() & y.isnan())).sum())
 
 
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree; NaN equals NaN."""
-    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
-
-
 def change(mlp, count):
     """Give each layer other values, in place and past autograd's version counters.
 
@@ -301,7 +276,21 @@ def timed(fx, X, mlp, rounds):
 
 
 # %% Contenders in turns id="protocol-turns" folded=true
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit agree; NaN equals NaN."""
+    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
+
+
+SMALL = (  # for Triton's interpreter
+    Config(2, 33, 128, 448, 3407, torch.float16),
+    Config(5, 7, 64, 192, 3409, torch.bfloat16),
+    Config(3, 20, 192, 320, 3408, torch.bfloat16),
+)
 LEFT_BEHIND = 8 << 20  # bytes of each configuration that a contender may take past torch's allocator
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def uncounted() -> int:

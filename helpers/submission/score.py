@@ -9,7 +9,7 @@ from helpers.submission import evidence, marking, protocol
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; exit status 1 when a check failed."""
+    """Print the table; exit status 1 when a check failed or a line cost points."""
     parser = argparse.ArgumentParser(prog="python -m helpers score", description=__doc__.split(": ")[1])
     parser.add_argument("--quick", action="store_true", help="3 repeats of 200 rounds instead of 5 of 1000")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table and its evidence")
@@ -21,4 +21,5 @@ def main(argv: list[str] | None = None) -> int:
     print("", score, sep="\n")
     if options.json:
         results.write(options.json.name, score, options.json.parent, schema=results.Score)
-    return 1 if any(one.passed is False for one in score.evidence.values()) else 0
+    failed = any(one.passed is False for one in score.evidence.values())
+    return 1 if failed or any((p or 0) < 0 for line in score.lines for p in line.points.values()) else 0

@@ -385,11 +385,11 @@ def test_both_paths_of_unsloth(fresh, monkeypatch):
         fast_dequantize=lambda w, state: ("fast", w, state),
         _fast_dequantize_ctypes=lambda w, state, out, use_global_buffer: ("ctypes", out, use_global_buffer),
     )
-    assert protocol._unsloth_today(utils)(layer) == ("fast", layer.weight, "state")
-    assert protocol._unsloth_classic(utils)(layer) == ("ctypes", None, False)
+    assert protocol.layer_to_weight("unsloth_today", utils)(layer) == ("fast", layer.weight, "state")
+    assert protocol.layer_to_weight("unsloth_classic", utils)(layer) == ("ctypes", None, False)
     del utils._fast_dequantize_ctypes
     with pytest.raises(AttributeError, match="_fast_dequantize_ctypes"):
-        protocol._unsloth_classic(utils)
+        protocol.layer_to_weight("unsloth_classic", utils)
 
 
 def wrapped_as_unsloth_zoo_does(original):
