@@ -1,10 +1,11 @@
 """24 weights, each followed by its product, eager and under one torch.compile: forward, and a LoRA step.
 
-Each contender has a network function of its own with its own code object, since Dynamo keeps what it compiled
-(and the guards it tries in order) with the code.
+Every function that is compiled has a code object of its own, since Dynamo keeps what it compiled (and the
+guards it tries in order) with the code. One graph serves every number of tokens.
 """
 
 import functools
+import time
 import types
 from collections.abc import Callable
 
@@ -12,206 +13,171 @@ import torch
 from torch.nn.functional import linear
 
 from helpers.measure import clocks
-from helpers.measure.contenders import Bench, Scope, why
+from helpers.measure.contenders import Bench, why
 from helpers.oracle.layers import quantized_layer
-from helpers.record.names import BASELINES_ON_GPU, dtype_name
+from helpers.record.names import dtype_name
 from helpers.record.results import Compile, CompileCase, Rows, Times
 from helpers.submission import protocol
 
 DTYPE, RANK = torch.bfloat16, 16
 ROUNDS, INNER = 7, 10
-Result = tuple[torch.Tensor, ...]
-
-
-def _own_code(function: Callable) -> Callable:
-    """The function with a code object of its own."""
-    code = function.__code__.replace()
-    copy = types.FunctionType(
-        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    return copy
-
-
-def _sizes(scope: Scope) -> list[tuple[int, int]]:
-    """(in_features, out_features) of each layer: there and back in turn."""
-    return [scope.shape if index % 2 else scope.shape[::-1] for index in range(scope.weights)]
-
-
-def _layers(bench: Bench) -> list:
-    """Real layers, scaled to keep activations small."""
-    layers = []
-    for index, sizes in enumerate(_sizes(bench.scope)):
-        layer = quantized_layer(*sizes, DTYPE, device=bench.device, seed=index)
-        state = layer.weight.quant_state
-        for scales in (state.state2.absmax, state.offset):
-            scales.mul_(sizes[0] ** -0.5)
-        layer.exact = protocol.expected(layer)
-        layers.append(layer)
-    return layers
-
-
-def _exact(layer) -> torch.Tensor:
-    """The weight, decoded beforehand."""
-    return layer.exact
-
-
-def _adapters(bench: Bench) -> list[tuple[torch.Tensor, ...]]:
-    """LoRA matrices (RANK, in_features) and (out_features, RANK) of each layer, to be trained."""
-    generator = torch.Generator(bench.device).manual_seed(0)
-
-    def matrix(*size):
-        values = torch.randn(size, dtype=DTYPE, device=bench.device, generator=generator)
-        return values.mul_(0.01).requires_grad_()
-
-    return [(matrix(RANK, inputs), matrix(outputs, RANK)) for inputs, outputs in _sizes(bench.scope)]
-
-
-def _forward(dequantize: Callable, layers: list) -> Callable:
-    def forward(x):
-        for layer in layers:
-            x = linear(x, dequantize(layer))
-        return x
-
-    return _own_code(forward)
-
-
-def _with_adapters(dequantize: Callable, layers: list, adapters: list) -> Callable:
-    """As QLoRA has it: a weight is dequantized in the forward pass and once more in the backward."""
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, index):
-            ctx.index = index
-            return linear(x, dequantize(layers[index]))
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient @ dequantize(layers[ctx.index]), None
-
-    def forward(x):
-        for index, (down, up) in enumerate(adapters):
-            x = Product.apply(x, index) + linear(linear(x, down), up)
-        return x
-
-    return _own_code(forward)
+DECODED = "decoded beforehand"  # the products alone; of one call, what it costs to be compiled
+Calls = dict[tuple[str, str], Callable]  # by contender and way, "eager" or "compiled"
 
 
 class Network:
-    """Makes the calls that are timed: of one contender, forward or a LoRA step, eager or compiled."""
+    """Real layers with LoRA adapters, and what each contender makes of them: forward, or a LoRA step."""
 
     def __init__(self, bench: Bench):
-        self.bench, self.layers, self.adapters = bench, _layers(bench), _adapters(bench)
-        self.trained = [matrix for pair in self.adapters for matrix in pair]
-        self.compiled = {}  # one graph for every number of tokens: compiling takes most of the time
+        self.scope, self.device, self.layers, self.adapters = bench.scope, bench.device, [], []
+        self.compile_until, self.longest = time.perf_counter() + bench.scope.compile_seconds, 0.0
+        others = {name: fn for name, fn in bench.on_gpu().items() if name != "unsloth_classic"}
+        self.contenders = {DECODED: lambda layer: layer.exact} | others
+        generator = torch.Generator(bench.device).manual_seed(0)
+        for index in range(self.scope.weights):  # there and back in turn
+            inputs, outputs = self.scope.shape[:: 1 if index % 2 else -1]
+            layer = quantized_layer(inputs, outputs, DTYPE, device=bench.device, seed=index)
+            for scales in (layer.weight.quant_state.state2.absmax, layer.weight.quant_state.offset):
+                scales.mul_(inputs**-0.5)  # activations stay small
+            layer.exact = protocol.expected(layer)
+            sizes = (RANK, inputs), (outputs, RANK)
+            pair = [torch.randn(s, dtype=DTYPE, device=bench.device, generator=generator) for s in sizes]
+            self.layers.append(layer)
+            self.adapters.append([matrix.mul_(0.01).requires_grad_() for matrix in pair])
 
-    def call(self, dequantize: Callable, tokens: int, backward: bool, compiled: bool) -> Callable[[], Result]:
-        device, scope = self.bench.device, self.bench.scope
-        generator = torch.Generator(device).manual_seed(tokens)
-        x = torch.randn(tokens, scope.shape[1], dtype=DTYPE, device=device, generator=generator)
-        kind = dequantize, backward
-        forward = self.compiled.get(kind) if compiled else None
-        if forward is None and backward:
-            forward = _with_adapters(dequantize, self.layers, self.adapters)
-        elif forward is None:
-            forward = _forward(dequantize, self.layers)
-        if compiled and kind not in self.compiled:
-            forward = self.compiled[kind] = torch.compile(forward, backend=scope.backend, dynamic=True)
-        return functools.partial(self._step if backward else self._infer, forward, x)
+    def function(self, dequantize: Callable, backward: bool) -> Callable:
+        """The network of one contender, with a code object of its own."""
+        layers, adapters = self.layers, self.adapters
 
-    def _infer(self, forward: Callable, x: torch.Tensor) -> Result:
-        with torch.no_grad():
-            return (forward(x),)
+        class Product(torch.autograd.Function):
+            """As QLoRA has it: a weight is dequantized in the forward pass and once more in the backward."""
 
-    def _step(self, forward: Callable, x: torch.Tensor) -> Result:
-        result = forward(x)
-        return result.detach(), *torch.autograd.grad(result, self.trained, torch.ones_like(result))
+            @staticmethod
+            def forward(ctx, x, index):
+                ctx.index = index
+                return linear(x, dequantize(layers[index]))
 
-    def references(self, tokens: int, backward: bool):
-        """The same step with weights decoded beforehand: eager, then compiled, where sums may be fused.
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient @ dequantize(layers[ctx.index]), None
 
-        Made one after the other, as far as they are asked for.
-        """
-        for compiled in (False, True):
-            yield self.call(_exact, tokens, backward, compiled)()
+        def with_adapters(x):
+            for index, (down, up) in enumerate(adapters):
+                x = Product.apply(x, index) + linear(linear(x, down), up)
+            return x
+
+        def without(x):
+            for layer in layers:
+                x = linear(x, dequantize(layer))
+            return x
+
+        return _own_code(with_adapters if backward else without)
+
+    def call(self, function: Callable, tokens: int, backward: bool) -> Callable:
+        """() -> the output, and with backward the gradient of every adapter's matrices."""
+        generator = torch.Generator(self.device).manual_seed(tokens)
+        size = tokens, self.scope.shape[1]
+        x = torch.randn(size, dtype=DTYPE, device=self.device, generator=generator)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        trained = [matrix for pair in self.adapters for matrix in pair]
+
+        def infer():
+            with torch.no_grad():
+                return (function(x),)
+
+        def step():
+            result = function(x)
+            return result.detach(), *torch.autograd.grad(result, trained, torch.ones_like(result))
+
+        return step if backward else infer
+
+    def compiled(self, function: Callable, run: Callable[[Callable], object]) -> Callable:
+        """The function compiled, by `run`. TimeoutError where that would likely end too late."""
+        start = time.perf_counter()
+        if start + self.longest > self.compile_until:
+            raise TimeoutError(f"not compiled: {self.scope.compile_seconds:g} s for all were (nearly) over")
+        function = torch.compile(function, backend=self.scope.backend)
+        run(function)
+        self.longest = max(self.longest, time.perf_counter() - start)
+        return function
 
 
-class _Gate:
-    """Are a call's results those of one of the references, bit for bit?"""
+def _own_code(function: Callable) -> Callable:
+    code = function.__code__.replace()
+    return types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
 
-    def __init__(self, references):
-        self.left, self.made = references, []
 
-    def wrong(self, call: Callable[[], Result]) -> str:
+def _both_ways(network: Network, make: Callable, run: Callable) -> tuple[Calls, dict[str, str]]:
+    """({(name, way): function} of what compiles, failures). make(dequantize), run(function)."""
+    functions, failures = {}, {}
+    for name, dequantize in network.contenders.items():
+        functions[name, "eager"] = make(dequantize)
+        try:
+            functions[name, "compiled"] = network.compiled(make(dequantize), run)
+        except Exception as error:
+            failures[f"{name} compiled"] = why(error)
+    return functions, failures
+
+
+def _time(bench: Bench, calls: Calls, failures: dict[str, str], inner: int, wait: bool) -> dict[str, Rows]:
+    """{way: rows} of the calls whose bits are those of weights decoded beforehand; adds failures.
+
+    Compiled, sums may be rounded otherwise than in eager mode: either way's bits will do.
+    """
+    right, references = {}, []
+    for (name, way), call in calls.items():
         try:
             call()
             result = call()  # of the launches that are repeated, not of the first call
         except Exception as error:
-            return why(error)
-        for index in range(2):
-            if index == len(self.made):
-                self.made.append(next(self.left))
-            if all(protocol.same_bits(a, b) for a, b in zip(result, self.made[index], strict=True)):
-                return ""
-        return "not bit-identical to the same step with exact weights: not timed"
-
-
-def _contenders(bench: Bench) -> dict[str, Callable]:
-    wanted = ("kernel", *(name for name in BASELINES_ON_GPU if name != "unsloth_classic"))
-    return {name: fn for name, fn in bench.contenders().items() if name in wanted}
-
-
-def _case(bench: Bench, network: Network, tokens: int, backward: bool) -> CompileCase:
-    gate, calls, failures = _Gate(network.references(tokens, backward)), {}, {}
-    for name, dequantize in _contenders(bench).items():
-        for compiled in (False, True):
-            call = network.call(dequantize, tokens, backward, compiled)
-            if wrong := gate.wrong(call):
-                failures[f"{name} {'compiled' if compiled else 'eager'}"] = wrong
-            else:
-                calls[name, compiled] = call
-    inner = min(INNER, bench.scope.inner)
-    times = clocks.time_interleaved(calls, bench.rounds(ROUNDS, ROUNDS), inner, wait=True)
-    eager, compiled = ({n: Times.of(times[n, c]) for n, c in times if c is way} for way in (False, True))
-    return CompileCase(tokens=tokens, backward=backward, eager=eager, compiled=compiled, failures=failures)
-
-
-def _one_call(bench: Bench, network: Network) -> tuple[Rows, Rows, dict[str, str]]:
-    """Microseconds until one dequantization alone returns: eager, compiled; and failures."""
-    layer, calls, failures = network.layers[0], {}, {}
-    gate = _Gate(iter([(layer.exact,)] * 2))
-    for name, dequantize in _contenders(bench).items():
-
-        def one(dequantize=dequantize):
-            return dequantize(layer)
-
-        for compiled in (False, True):
-            call = torch.compile(_own_code(one), backend=bench.scope.backend) if compiled else one
-            if wrong := gate.wrong(lambda call=call: (call(),)):
-                failures[f"{name} {'compiled' if compiled else 'eager'}"] = wrong
-            else:
-                calls[name, compiled] = call
-    times = clocks.time_interleaved(calls, bench.rounds(ROUNDS, ROUNDS), bench.scope.inner)
-    eager, compiled = ({n: Times.of(times[n, c]) for n, c in times if c is way} for way in (False, True))
-    return eager, compiled, failures
+            failures[f"{name} {way}"] = why(error)
+            continue
+        references += [result] if name == DECODED else []
+        if any(all(map(protocol.same_bits, result, reference)) for reference in references):
+            right[name, way] = call
+        else:
+            failures[f"{name} {way}"] = "not bit-identical to the same with exact weights: not timed"
+    times = clocks.time_interleaved(right, bench.rounds(ROUNDS, ROUNDS), inner, wait)
+    return {
+        way: {name: Times.of(times[name, of]) for name, of in times if of == way}
+        for way in ("eager", "compiled")
+    }
 
 
 def compile(bench: Bench) -> Compile:
-    """Forward with a synchronize, and forward with backward; then one compiled call alone."""
+    """Forward with a synchronize, and forward with backward; one compiled call alone, until it returns."""
     torch._dynamo.reset()
     network, cases, scope = Network(bench), [], bench.scope
+
+    def cases_of(backward: bool):
+        functions, missing = _both_ways(
+            network,
+            functools.partial(network.function, backward=backward),
+            lambda function: network.call(function, scope.tokens[0], backward)(),
+        )
+        for tokens in scope.tokens:
+            calls = {key: network.call(function, tokens, backward) for key, function in functions.items()}
+            failures = dict(missing)
+            rows = _time(bench, calls, failures, min(INNER, scope.inner), wait=True)
+            cases.append(CompileCase(tokens=tokens, backward=backward, **rows, failures=failures))
+            bar.update()
+
+    def one(dequantize: Callable) -> Callable:
+        layer = network.layers[0]
+        return _own_code(lambda: (dequantize(layer),))
+
     with bench.bar(2 * len(scope.tokens), "compile") as bar:
-        for backward in (False, True):
-            for tokens in scope.tokens:
-                cases.append(_case(bench, network, tokens, backward))
-                bar.update()
-    eager, compiled, failures = _one_call(bench, network)
+        cases_of(backward=False)
+        calls, failures = _both_ways(network, one, lambda function: function())
+        alone = _time(bench, calls, failures, scope.inner, wait=False)
+        cases_of(backward=True)
     torch._dynamo.reset()
     return Compile(
         weights=scope.weights,
         shape=scope.shape,
         dtype=dtype_name(DTYPE),
         cases=cases,
-        call_eager=eager,
-        call_compiled=compiled,
+        call_eager=alone["eager"],
+        call_compiled=alone["compiled"],
         failures=failures,
     )

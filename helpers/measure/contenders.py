@@ -28,6 +28,7 @@ class Scope:
     weights: int = 24  # under one torch.compile
     shape: tuple[int, int] = (1024, 2816)  # of each of them
     backend: str = "inductor"
+    compile_seconds: float = 100.0  # for all torch.compile; what would end later is left out
     most_rounds: int = 1000
     rotate: int = workload.ROTATE_BYTES  # at most so many, through which the calls rotate
     inner: int = 100  # calls a round; far below the launch queue's depth
