@@ -32,6 +32,10 @@ def sections(text: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, (ast.JoinedStr, ast.BinOp)) or isinstance(getattr(node, "value", None), str)
+
+
 class _Code(ast.NodeTransformer):
     """Leaves what runs: no docstrings, no texts of errors."""
 
@@ -43,13 +47,7 @@ class _Code(ast.NodeTransformer):
     def visit_Call(self, node):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name.startswith("_require"):
-            texts = (ast.JoinedStr, ast.BinOp)
-            node.args = [
-                arg
-                for arg in node.args
-                if not isinstance(arg, texts)
-                and not (isinstance(arg, ast.Constant) and isinstance(arg.value, str))
-            ]
+            node.args = [arg for arg in node.args if not _is_text(arg)]
         return self.generic_visit(node)
 
     def _body(self, node):

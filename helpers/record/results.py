@@ -257,6 +257,11 @@ class Benchmark(Record):
     measured_apart: dict[str, str] = {}  # section: when, where sections of several runs were merged
     unsloth_fused: bool | None = None  # Unsloth's fused kernel was in use to the end
 
+    def gpu_rows(self) -> dict[tuple[int, str], Rows]:
+        """GPU times by (elements, dtype), of the sizes that were measured."""
+        cases = self.gpu.sizes if self.gpu else []
+        return {(case.numel, case.dtype): case.rows for case in cases if case.rows}
+
 
 # --- the other commands ---
 
@@ -305,12 +310,6 @@ class Spread(Record):
     high: float | None = None
 
 
-class OtherKernel(Record):
-    kernel: str
-    ms: float
-    launches: float
-
-
 class Arm(Record):
     """A training step with or without the kernel."""
 
@@ -319,7 +318,7 @@ class Arm(Record):
     gpu_ms: float
     dequantize_ms: float
     dequantize_launches: dict[str, float]
-    remains: list[OtherKernel]
+    remains: list[dict[str, Any]]  # the other kernels of a step: kernel, ms, launches
 
 
 class TrainingSize(Record, rename={"with_": "with"}):
@@ -406,18 +405,11 @@ class Fuzz(Record):
     ways: dict[str, int]
 
 
-class SoakWindow(Record):
-    us: float
-    host: int
-    allocated: int
-    reserved: int
-
-
 class Soak(Record):
     launches: int
     layers: int
     wrong: int
-    windows: list[SoakWindow]
+    windows: list[dict[str, float | int]]  # us, and bytes: host, allocated, reserved
     seconds: float
     grown: list[str]
 

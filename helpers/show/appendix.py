@@ -1,8 +1,10 @@
 """What README, docs and the notebook show of stored results: one function a block of markdown."""
 
+from collections.abc import Callable
+
 from helpers.machine import environment
 from helpers.record import goals, hashes, names, tables
-from helpers.record.results import EARLIER, caption, find, ratio, stale
+from helpers.record.results import EARLIER, Spread, caption, find, ratio, stale
 from helpers.show import plots
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
 from helpers.t4 import sass, simulated
@@ -30,7 +32,23 @@ def stored(name: str, card: str = names.CARD):
 
 
 def with_caption(result, table: tables.Table, what: str = "call") -> str:
-    return f"{tables.markdown(table)}\n\n*{caption(result, what)}*" if table else "not measured"
+    return f"{tables.markdown(table)}\n\n*{caption(result, what)}*"
+
+
+def block(
+    name: str, table: Callable, what: str = "call", empty: str = "not measured", before=None
+) -> Callable:
+    """The block that shows the table of a stored result's data, or `empty` where the table has no rows.
+
+    before: makes a sentence of the data that stands in front of the table.
+    """
+
+    def drawn() -> str:
+        result = stored(name)
+        rows, text = table(result.data), before(result.data) + "\n\n" if before else ""
+        return text + with_caption(result, rows, what) if rows[1:] else empty
+
+    return drawn
 
 
 def badge() -> str:
@@ -44,26 +62,24 @@ def badge() -> str:
 
 def claim() -> str:
     """The score in one sentence: card, both baselines, and what is known of a T4."""
-    result, timed = stored("score"), stored("protocol")
-    if result is None:
-        return "No run is stored."
-    text = result.data.headline.rstrip(".")
-    if timed:
-        ours, score = next(iter(timed.data.entries)), result.data
-        today, classic = (timed.data.speedup(ours, name) for name in BASELINES)
-        text = (
-            f"{min(score.totals.values())} of {score.maximum} points on an {result.environment.gpu}: the "
-            f"official protocol runs {today:.2f} times as fast as Unsloth's `fast_dequantize` of today and "
-            f"{classic:.2f} times as fast as its classic path, the puzzle's own baseline"
-        )
-    return f"**{text}; {t4_in_words()}.**\n\n*Stored run: {caption(result)}.*"
+    result, timed = stored("score"), stored("protocol").data
+    ours, score = next(iter(timed.entries)), result.data
+    today, classic = (timed.speedup(ours, name) for name in BASELINES)
+    return (
+        f"**{min(score.totals.values())} of {score.maximum} points on an {result.environment.gpu}: the "
+        f"official protocol runs {today:.2f} times as fast as Unsloth's `fast_dequantize` of today and "
+        f"{classic:.2f} times as fast as its classic path, the puzzle's own baseline; {t4_in_words()}.**\n\n"
+        f"*Stored run: {caption(result)}.*"
+    )
 
 
 def _predicted():
-    """(the stored simulation of a T4, our host time of a call over Unsloth today's)."""
-    run = stored("benchmark")
+    """Of a T4: (the simulator, seconds by contender, how many times as fast as each baseline)."""
+    run, simulation = stored("benchmark"), simulated.simulation(RESULTS / simulated.FOLDER.name).data
     shares = simulated.host_shares(run.data if run else None) or (1.0,)
-    return simulated.simulation(RESULTS / simulated.FOLDER.name).data, shares
+    spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
+    over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]
+    return simulation.simulator, simulated.totals(simulation, shares), over
 
 
 def t4_in_words() -> str:
@@ -72,26 +88,23 @@ def t4_in_words() -> str:
     if run and run.data.protocol:
         today, classic = (run.data.protocol.speedup("kernel", name) for name in BASELINES)
         return f"measured on a Tesla T4, {today:.2f} and {classic:.2f} times as fast"
-    spans = [simulated.ratio(*_predicted(), name) for name in BASELINES]
-    today, classic = (f"{span.low:.2f} to {span.high:.2f}" for span in spans)
+    today, classic = _predicted()[2]
     return f"it has not run on a Tesla T4, where {today} and {classic} times as fast are predicted"
 
 
 def t4_picture() -> plots.Picture:
-    simulation, shares = _predicted()
-    source = f"kernels: {simulation.simulator}; calls: published for a T4 Colab, ours scaled"
-    published = {"unsloth_classic": simulated.CLASSIC_TOTAL_S}
-    return plots.t4(simulated.totals(simulation, shares), published, source)
+    simulator, totals, _ = _predicted()
+    source = f"kernels: {simulator}; calls: published for a T4 Colab, ours scaled"
+    return plots.t4(totals, {"unsloth_classic": simulated.CLASSIC_TOTAL_S}, source)
 
 
 def score() -> str:
     """The marking table that the notebook's stored run computed."""
     result = stored("score")
-    data = result.data
-    columns = {"classic": "vs classic", "today": "vs today"}
-    rows = [["criterion", *columns.values(), "evidence"]]
+    data, columns = result.data, ("classic", "today")
+    rows = [["criterion", *(f"vs {column}" for column in columns), "evidence"]]
     for line in data.lines:
-        points = [line.points[column] for column in columns]
+        points = (line.points[column] for column in columns)
         rows.append(
             [line.name, *("-" if p is None else f"{p:+d}" if p else "0" for p in points), line.evidence]
         )
@@ -99,18 +112,12 @@ def score() -> str:
     return f"**{data.headline}**\n\n{with_caption(result, rows)}"
 
 
-def protocol() -> str:
-    result = stored("benchmark")
-    return with_caption(result, tables.protocol(result.data))
-
-
 def saved(data, baseline: str) -> tuple[float, float] | None:
     """Microseconds saved over a baseline, summed over the official shapes: (in all, of it GPU time).
     None where a shape was not measured both ways."""
-    gpu = {(case.numel, case.dtype): case.rows for case in data.gpu.sizes} if data.gpu else {}
-    whole = on_gpu = 0.0
+    sizes, whole, on_gpu = data.gpu_rows(), 0.0, 0.0
     for case in data.host.cases if data.host else []:
-        rows = gpu.get((case.shape[0] * case.shape[1], case.dtype), {})
+        rows = sizes.get((case.shape[0] * case.shape[1], case.dtype), {})
         if not {"kernel", baseline} <= rows.keys() & case.synchronized.keys():
             return None
         whole += case.synchronized[baseline].p50 - case.synchronized["kernel"].p50
@@ -161,52 +168,43 @@ def cards() -> str:
         parts = _parts(saved(bench.data, "unsloth_today") if bench else None)
         rows.append([f"{facts.gpu}, {date}", f"{timed.entries[ours].p50:.3f}", *over, parts])
     if names.T4 not in folders:
-        simulation, shares = _predicted()
-        spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
-        over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]
-        totals = simulated.totals(simulation, shares)
+        _, totals, over = _predicted()
         ours, today = totals["kernel"], totals["unsloth_today"]
-        gains = [(sum(theirs) - sum(mine)) / 2 for theirs, mine in
-                 ((today.both, ours.both), (today.kernels, ours.kernels))]  # fmt: skip
+        whole, on_gpu = ((sum(theirs) - sum(mine)) / 2 for theirs, mine in
+                         ((today.both, ours.both), (today.kernels, ours.kernels)))  # fmt: skip
         name = "Tesla T4, predicted (kernels simulated, calls published), not measured"
-        rows.append([name, str(ours.both), *over, _parts((gains[0], gains[1]))])
+        rows.append([name, str(ours.both), *over, _parts((whole, on_gpu))])
     return tables.markdown(rows)
 
 
-def host_steps() -> str:
+def _host_steps(data) -> tables.Table:
     """Our call with one of its shortcuts taken away: microseconds until it returns."""
-    result = stored("benchmark")
-    steps = result.data.host.steps if result.data.host else {}
-    if not steps:
-        return "The steps of a call were not measured in the stored run."
-    chosen = next(iter(steps.values())).p50
+    steps = data.host.steps if data.host else {}
+    chosen = next(iter(steps.values())).p50 if steps else None
     rows = [["the call, without", "us until it returns", "over as it is"]]
-    rows += [[name, f"{times.p50:.2f}", f"{times.p50 / chosen:.2f}"] for name, times in steps.items()]
-    return with_caption(result, rows)
+    return rows + [[name, f"{t.p50:.2f}", f"{t.p50 / chosen:.2f}"] for name, t in steps.items()]
 
 
-def steps() -> str:
+def _steps(data) -> tables.Table:
     """GPU time with one decision changed over the time as chosen, bf16, and why it is as it is."""
-    result = stored("benchmark")
-    cases = [case for case in result.data.ablation.cases if case.dtype == "bfloat16"]
+    cases = [case for case in data.ablation.cases if case.dtype == "bfloat16"]
     heads = [f"{names.size_text(case.numel)} elements" for case in cases]
     rows = [["changed", "why it is as it is", *heads]]
     for name, why in REASONS.items():
         times = [ratio(case.rows, name, "as chosen") for case in cases]
         if any(times):
             rows.append([name, why, *("-" if time is None else f"{time:.2f}" for time in times)])
-    return with_caption(result, rows, "gpu")
+    return rows
 
 
 def speed() -> str:
     """What the picture of speed by size says, in a sentence."""
-    result, texts = stored("benchmark"), []
-    cases = [case for case in result.data.gpu.sizes if case.numel in names.SHARES and case.rows]
-    kind = next(kind for kind in names.CEILINGS if kind in cases[0].rows)
+    sizes, texts = stored("benchmark").data.gpu_rows(), []
+    kind = next(kind for kind in names.CEILINGS if any(kind in rows for rows in sizes.values()))
     for numel in names.TARGET_SIZES:
-        shares = [[ratio(case.rows, kind, name) for case in cases if case.numel == numel]
-                  for name in ("kernel", "unsloth_today")]  # fmt: skip
-        texts.append(f"{names.size_text(numel)}: {min(shares[0]):.2f} against {min(shares[1]):.2f}")
+        ours, today = (min(ratio(sizes[numel, dtype], kind, name) for dtype in names.DTYPES)
+                       for name in ("kernel", "unsloth_today"))  # fmt: skip
+        texts.append(f"{names.size_text(numel)}: {ours:.2f} against {today:.2f}")
     return (
         "**Share of the byte-mover's speed, this kernel against Unsloth today**, the lower of fp16 and bf16: "
         f"{'; '.join(texts)}. Above 1: none of the byte-mover's launch choices was faster."
@@ -229,36 +227,26 @@ def t4_kernels() -> str:
 def machine_code() -> str:
     """Everyone's machine code for a T4, and this kernel's for the other generations."""
     result = sass.stored(RESULTS)
-    if result is None:
-        return "No machine code is stored: `python -m helpers sass --store`"
-    text = f"{sass.LEGEND}. {sass.verdict(result.data.code)}."
-    return f"{with_caption(result, sass.table(result.data.code), 'gpu')}\n\n{text}"
+    table = with_caption(result, sass.table(result.data.code), "gpu")
+    return f"{table}\n\n{sass.LEGEND}. {sass.verdict(result.data.code)}."
 
 
 def forced() -> str:
     """What the whole notebook found with a T4's decisions forced on the card that README quotes."""
     result = stored("score", f"{names.CARD}-forced-t4")
-    if result is None:
-        return "No run with a T4's decisions forced is stored."
     other = [line for line in result.data.lines if "peed" not in line.name]  # times are the card's own
     points, best = sum(line.points["today"] or 0 for line in other), sum(line.best for line in other)
     return (
         f"With a T4's decisions forced on an {result.environment.gpu} (integer rounding of bf16, its tile "
         f"and hints, no native bf16), the notebook gives {points} of the {best} points that do not depend on "
-        "speed. "
-        f"*{caption(result)}*"
+        f"speed. *{caption(result)}*"
     )
 
 
 def estimate() -> str:
     """How long "Run all" takes on a T4 Colab."""
-    rows = [[what, str(span or "not measured"), source] for what, span, source in simulated.run_all(RESULTS)]
+    rows = [[what, str(span), source] for what, span, source in simulated.run_all(RESULTS)]
     return tables.markdown([["Run all on a T4 Colab, not measured there", "seconds", "from"], *rows])
-
-
-def bench_targets() -> str:
-    result = stored("benchmark")
-    return with_caption(result, goals.table(result.data))
 
 
 def goals_met() -> str:
@@ -279,176 +267,142 @@ def limits() -> str:
         sums = {name: sum(rows[name].p50 for rows in calls) for name in calls[0]}
         today, classic = (sums[name] / sums[names.ALLOCATE_FILL] for name in BASELINES)
         lines.append(
-            "Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
+            "- Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
             f"{today:.2f} of the time of Unsloth today and 1/{classic:.2f} of classic on this host."
         )
     if data.cold and data.cold.trivial:
         times = [starts.median(state, "first_call") for starts in (data.cold.trivial, data.cold.kernel)
                  for state in ("empty", "warm")]  # fmt: skip
         lines.append(
-            f"First call: a Triton kernel that stores one number takes {times[0]:.2f} s with empty caches "
+            f"- First call: a Triton kernel that stores one number takes {times[0]:.2f} s with empty caches "
             f"and {times[1]:.2f} s with warm ones; this kernel {times[2]:.2f} and {times[3]:.2f} s."
         )
-    return "\n".join(f"- {line}" for line in lines)
+    return "\n".join(lines)
 
 
 def other_cards() -> str:
     """The score and the goals of every other card with results of its own."""
     texts = []
     for path in sorted(RESULTS.glob("*/benchmark.json")):
-        card = path.parent.name
-        if card == names.CARD or not stored("score", card):
-            continue
-        texts.append(f"**{stored('score', card).data.headline}**")
-        texts.append(with_caption(stored("benchmark", card), goals.table(stored("benchmark", card).data)))
+        bench, marked = (stored(name, path.parent.name) for name in ("benchmark", "score"))
+        if path.parent.name != names.CARD and marked:
+            texts += [f"**{marked.data.headline}**", with_caption(bench, goals.table(bench.data))]
     return "\n\n".join(texts)
 
 
-def gemm() -> str:
-    result = stored("benchmark")
-    return with_caption(result, tables.gemm(result.data))
+def _interval(speed: Spread) -> str:
+    return f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})"
 
 
-def compiled() -> str:
-    result = stored("benchmark")
-    return with_caption(result, tables.compiled(result.data))
+def _caught(calls: dict[str, int]) -> str:
+    return f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
 
 
-def training() -> str:
+def _training(data) -> tables.Table:
     """One row a library and number of tokens."""
-    result = stored("training")
     head = ["", "tokens per step", "ms without", "ms with", "speedup (95% interval)", "GPU time dequantizing"]
     rows = [[*head, "caught", "same bits"]]
-    for library, found in result.data.libraries.items():
-        for size in found.sizes:
-            arms, speed = (size.without, size.with_), size.speedup
+    for library, measured in data.libraries.items():
+        for size in measured.sizes:
+            arms = (size.without, size.with_)
             same = ("yes" if size.same_bits else "NO") if size.repeatable else "not repeatable without it"
-            rows.append([
-                LIBRARIES[library],
-                f"{size.tokens:,}",
-                *(f"{arm.ms.p50:.1f}" for arm in arms),
-                f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})",
-                " -> ".join(f"{arm.dequantize_ms / arm.gpu_ms:.0%}" for arm in arms),
-                f"{size.calls['kernel']} of {size.calls['kernel'] + size.calls['library']}",
-                same,
-            ])  # fmt: skip
-    return with_caption(result, rows)
+            times = [f"{arm.ms.p50:.1f}" for arm in arms]
+            shares = " -> ".join(f"{arm.dequantize_ms / arm.gpu_ms:.0%}" for arm in arms)
+            row = [f"{size.tokens:,}", *times, _interval(size.speedup), shares, _caught(size.calls), same]
+            rows.append([LIBRARIES[library], *row])
+    return rows
 
 
-def training_short() -> str:
+def _training_short(data) -> tables.Table:
     """One row a number of tokens: a QLoRA step with the libraries' own code -> with the kernel."""
-    result = stored("training")
-    sizes = {name: {size.tokens: size for size in found.sizes} for name, found in
-             result.data.libraries.items()}  # fmt: skip
-    rows = [["one QLoRA step, ms, without -> with", *(LIBRARIES[name] for name in sizes)]]
-    for tokens in sorted({tokens for one in sizes.values() for tokens in one}):
-        cells = []
-        for size in (one.get(tokens) for one in sizes.values()):
-            text = size and f"{size.without.ms.p50:.1f} -> {size.with_.ms.p50:.1f} ({size.speedup.p50:.2f})"
-            cells.append(text or "not measured")
-        rows.append([f"{tokens:,} tokens", *cells])
-    return with_caption(result, rows)
+    cells = {
+        (size.tokens, name): f"{size.without.ms.p50:.1f} -> {size.with_.ms.p50:.1f} ({size.speedup.p50:.2f})"
+        for name, measured in data.libraries.items()
+        for size in measured.sizes
+    }
+    rows = [["one QLoRA step, ms, without -> with", *(LIBRARIES[name] for name in data.libraries)]]
+    for tokens in sorted({tokens for tokens, _ in cells}):
+        times = (cells.get((tokens, name), "not measured") for name in data.libraries)
+        rows.append([f"{tokens:,} tokens", *times])
+    return rows
 
 
-def operations() -> str:
+def _operations(data) -> tables.Table:
     """What else a whole model goes through, with and without the kernel."""
-    result = stored("training")
     rows = [["with a whole model", "ms without", "with", "speedup (95% interval)", "caught", "same bits"]]
-    for library, found in result.data.libraries.items():
-        for row in found.operations:
-            name = f"{LIBRARIES[library]}: {row.name}"
-            if row.failed:
-                rows.append([name, "failed", "", "", "", row.failed])
-                continue
-            speed, calls = row.speedup, row.calls
-            times = [f"{arm.p50:.1f}" for arm in (row.without, row.with_)]
-            interval = f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})"
-            caught = f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
-            rows.append([name, *times, interval, caught, "yes" if row.same_bits else "NO"])
-    if len(rows) == 1:
-        return "Prefill, loading and merging were not measured in the stored run."
-    return with_caption(result, rows)
+    for library, measured in data.libraries.items():
+        for row in measured.operations:
+            cells = ["failed", "", "", "", row.failed]
+            if not row.failed:
+                times = [f"{arm.p50:.1f}" for arm in (row.without, row.with_)]
+                same = "yes" if row.same_bits else "NO"
+                cells = [*times, _interval(row.speedup), _caught(row.calls), same]
+            rows.append([f"{LIBRARIES[library]}: {row.name}", *cells])
+    return rows
 
 
-def several_gpus() -> str:
-    result = stored("several_gpus")
+def _several_gpus(data) -> tables.Table:
     rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
-    for engine, found in result.data.engines.items():
-        if found.failed:
-            rows.append([engine, "failed", "", "", "", found.failed])
-            continue
-        times = [f"{found.step_ms[arm].p50:.1f}" for arm in ("without", "with")]
-        speed = f"{found.speedup.p50:.2f} ({found.speedup.p20:.2f} to {found.speedup.p80:.2f})"
-        same = f"{'identical' if found.same_losses else 'DIFFER'}, {found.steps} steps"
-        rows.append([engine, str(found.processes), *times, speed, same])
-    return with_caption(result, rows)
+    for engine, run in data.engines.items():
+        cells = ["failed", "", "", "", run.failed]
+        if not run.failed:
+            times = [f"{run.step_ms[arm].p50:.1f}" for arm in ("without", "with")]
+            speed = f"{run.speedup.p50:.2f} ({run.speedup.p20:.2f} to {run.speedup.p80:.2f})"
+            same = f"{'identical' if run.same_losses else 'DIFFER'}, {run.steps} steps"
+            cells = [str(run.processes), *times, speed, same]
+        rows.append([engine, *cells])
+    return rows
 
 
-def libraries() -> str:
-    """The layouts on which not everyone is exact; the others in a sentence."""
-    result = stored("libraries")
-    layouts = list(next(iter(result.data.values())))
-    odd = [layout for layout in layouts
-           if any(outcomes[layout].outcome != "exact" for outcomes in result.data.values())]  # fmt: skip
-    rows = [["layout", *(names.label(name) for name in result.data)]]
-    rows += [[layout, *(outcomes[layout].outcome for outcomes in result.data.values())] for layout in odd]
-    same = len(layouts) - len(odd)
-    text = f"Of {len(layouts)} layouts, all are exact on {same}. The other {len(odd)}:"
-    return f"{text}\n\n{with_caption(result, rows)}"
+def _libraries(data) -> tables.Table:
+    """The layouts on which not everyone is exact."""
+    rows = [["layout", *(names.label(name) for name in data)]]
+    every = {
+        layout: [outcomes[layout].outcome for outcomes in data.values()]
+        for layout in next(iter(data.values()))
+    }
+    return rows + [[layout, *them] for layout, them in every.items() if set(them) != {"exact"}]
 
 
-def call_cost() -> str:
-    result = stored("benchmark")
-    table = tables.call_cost(result.data)
-    return with_caption(result, table) if table else "What a call executes was not counted in the stored run."
+def _all_exact(data) -> str:
+    layouts, odd = len(next(iter(data.values()))), len(_libraries(data)) - 1
+    return f"Of {layouts} layouts, all are exact on {layouts - odd}. The other {odd}:"
 
 
 def _suite(run) -> str:
-    names_of = ", ".join(f"`{test.rpartition('::')[2]}`" for test in run.failed)
-    failed = f"{len(run.failed)} failed" + (f" ({names_of})" if names_of else "")
-    return f"{run.passed} passed, {run.skipped} skipped, {failed}"
+    failed = ", ".join(f"`{test.rpartition('::')[2]}`" for test in run.failed)
+    return f"{run.passed} passed, {run.skipped} skipped, {len(run.failed)} failed" + (
+        failed and f" ({failed})"
+    )
+
+
+def _killed(data) -> str:
+    return f"{data.caught} of {len(data.mutants)} caught"
+
+
+# The long tests: what each tries, its command, the folder and name of its result, and what that says.
+STRESS = (
+    ("random layouts, sizes, values, settings", "fuzz", names.CARD, "fuzz",
+     lambda d: f"{d.failed} of {d.cases:,} cases failed ({d.kinds} kinds, {d.elements:,} elements)"),
+    ("time, memory and bits of long runs", "soak", names.CARD, "soak",
+     lambda d: f"{d.launches:,} launches: {d.wrong} of {d.layers:,} layers wrong, grown: "
+               f"{', '.join(d.grown) or 'nothing'}"),
+    ("seeded bugs, without a GPU", "mutants", "cpu-interpreter", "mutants", _killed),
+    ("seeded bugs, on the GPU", "mutants --gpu", names.CARD, "mutants_gpu", _killed),
+    ("bitsandbytes' own 4-bit tests", "bitsandbytes-tests", names.CARD, "bitsandbytes_own",
+     lambda d: f"as they are {_suite(d.original)}; on this kernel "
+               f"({sum(d.substituted.launches.values()):,} launches) {_suite(d.substituted)}"),
+)  # fmt: skip
 
 
 def stress() -> str:
     """The latest run of each long test, with what it found."""
-    here = "cpu-interpreter"
     rows = [["what", "command", "found", "stored run"]]
-
-    def add(what: str, command: str, name: str, text, card: str = names.CARD):
+    for what, command, card, name, text in STRESS:
         result = stored(name, card)
-        found = text(result.data) if result else "not measured"
-        rows.append([what, f"`python -m helpers {command}`", found, caption(result).replace(" | ", ", ")])
-
-    def killed(data) -> str:
-        return f"{data.caught} of {len(data.mutants)} caught"
-
-    add(
-        "random layouts, sizes, values, settings",
-        "fuzz",
-        "fuzz",
-        lambda d: f"{d.failed} of {d.cases:,} cases failed ({d.kinds} kinds, {d.elements:,} elements)",
-    )
-    add(
-        "time, memory and bits of long runs",
-        "soak",
-        "soak",
-        lambda d: (
-            f"{d.launches:,} launches: {d.wrong} of {d.layers:,} layers wrong, grown: "
-            f"{', '.join(d.grown) or 'nothing'}"
-        ),
-    )
-    add("seeded bugs, without a GPU", "mutants", "mutants", killed, here)
-    add("seeded bugs, on the GPU", "mutants --gpu", "mutants_gpu", killed)
-    add(
-        "bitsandbytes' own 4-bit tests",
-        "bitsandbytes-tests",
-        "bitsandbytes_own",
-        lambda d: (
-            f"as they are {_suite(d.original)}; on this kernel ({sum(d.substituted.launches.values()):,} "
-            f"launches) {_suite(d.substituted)}"
-        ),
-    )
-    return tables.markdown(rows)  # fmt: skip
+        says = text(result.data) if result else "not measured"
+        rows.append([what, f"`python -m helpers {command}`", says, caption(result).replace(" | ", ", ")])
+    return tables.markdown(rows)
 
 
 def logs() -> str:
@@ -461,8 +415,27 @@ def logs() -> str:
     return "\n\n".join(texts) or "not measured"
 
 
-BLOCKS = (
-    badge, claim, score, protocol, cards, microseconds, host_steps, speed, t4, t4_kernels, machine_code,
-    forced, estimate, bench_targets, goals_met, steps, limits, other_cards, gemm, compiled, call_cost,
-    training, training_short, operations, several_gpus, libraries, stress, logs,
+WRITTEN = (
+    badge, claim, score, cards, microseconds, speed, t4, t4_kernels, machine_code, forced, estimate,
+    goals_met, limits, other_cards, stress, logs,
 )  # fmt: skip
+BLOCKS = {function.__name__: function for function in WRITTEN} | {
+    "protocol": block("benchmark", tables.protocol),
+    "host_steps": block(
+        "benchmark", _host_steps, empty="The steps of a call were not measured in the stored run."
+    ),
+    "bench_targets": block("benchmark", goals.table),
+    "steps": block("benchmark", _steps, "gpu"),
+    "gemm": block("benchmark", tables.gemm),
+    "compiled": block("benchmark", tables.compiled),
+    "call_cost": block(
+        "benchmark", tables.call_cost, empty="What a call executes was not counted in the stored run."
+    ),
+    "training": block("training", _training),
+    "training_short": block("training", _training_short),
+    "operations": block(
+        "training", _operations, empty="Prefill, loading and merging were not measured in the stored run."
+    ),
+    "several_gpus": block("several_gpus", _several_gpus),
+    "libraries": block("libraries", _libraries, before=_all_exact),
+}

@@ -27,10 +27,10 @@ FIGURES = {
     "training": lambda: plots.training(appendix.stored("training")),
 }
 ELSEWHERE = ("versions",)  # drawn by what measures them: tests/nf4/one_version.py --table
-BLOCKS = {function.__name__: function for function in appendix.BLOCKS}
 MARKED = re.compile(r"(<!-- (figure )?(\w+) -->\n).*?(<!-- /\2?\3 -->)", re.DOTALL)
+PICTURE = re.compile(r"<!-- figure (\w+) -->")
 
-block = functools.cache(lambda name: BLOCKS[name]())
+block = functools.cache(lambda name: appendix.BLOCKS[name]())
 figure = functools.cache(lambda name: FIGURES[name]())
 
 
@@ -53,63 +53,46 @@ def render(text: str, place) -> str:
     return result
 
 
-def draw_notebook(notebook) -> None:
-    """Draw the text cells of a notebook; their pictures become attachments."""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            shown = []
-            place = functools.partial(_attach, shown)
-            cell.source = render(cell.source, place)
-            cell.pop("attachments", None)
-            if shown:
-                cell.attachments = {f"{name}.png": {"image/png": _base64(name)} for name in shown}
-
-
-def _attach(shown: list[str], name: str) -> str:
-    shown.append(name)
-    return f"attachment:{name}.png"
-
-
-def _base64(name: str) -> str:
-    return base64.b64encode(figure(name).png()).decode()
-
-
 def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
+def draw_document(path: Path, check: bool) -> bool:
+    """Draw a page of markdown, its pictures beside it; True where it was up to date."""
+    before = path.read_text(encoding="utf-8")
+    after = render(before, f"{os.path.relpath(FIGURE_FOLDER, path.parent)}/{{}}.png".format)
+    pictures = {FIGURE_FOLDER / f"{name}.png": name for name in PICTURE.findall(after)}
+    fresh = after == before and all(picture.exists() for picture in pictures)
+    if not check:
+        path.write_text(after, encoding="utf-8")
+        for picture, name in pictures.items():
+            picture.parent.mkdir(parents=True, exist_ok=True)
+            picture.write_bytes(figure(name).png())
+    return fresh
+
+
+def draw_notebook(path: Path, check: bool) -> bool:
+    """Draw the text cells of a notebook, with their pictures; True where their texts were up to date."""
+    notebook, fresh = nbformat.read(path, as_version=4), True
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            after, attached = render(cell.source, "attachment:{}.png".format), cell.pop("attachments", {})
+            pictures = {f"{name}.png": figure(name).png() for name in PICTURE.findall(after)}
+            fresh &= cell.source == after and attached.keys() == pictures.keys()
+            cell.source = after
+            if pictures:
+                coded = {name: base64.b64encode(png).decode() for name, png in pictures.items()}
+                cell.attachments = {name: {"image/png": png} for name, png in coded.items()}
+    if not check:
+        nbformat.write(notebook, path)
+    return fresh
+
+
 def draw(check: bool = False) -> list[str]:
     """Draw everything; returns what was not up to date. check: write nothing."""
-    old = []
-    for path in documents():
-        shown, before = [], path.read_text(encoding="utf-8")
-
-        def place(name, shown=shown, path=path):
-            shown.append(name)
-            return os.path.relpath(FIGURE_FOLDER / f"{name}.png", path.parent)
-
-        after = render(before, place)
-        if after != before or not all((FIGURE_FOLDER / f"{name}.png").exists() for name in shown):
-            old.append(path.name)
-        if not check:
-            path.write_text(after, encoding="utf-8")
-            for name in shown:
-                FIGURE_FOLDER.mkdir(parents=True, exist_ok=True)
-                (FIGURE_FOLDER / f"{name}.png").write_bytes(figure(name).png())
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    before = texts(notebook)
-    draw_notebook(notebook)
-    if texts(notebook) != before:
-        old.append(NOTEBOOK.name)
-    if not check:
-        nbformat.write(notebook, NOTEBOOK)
-    return old
-
-
-def texts(notebook) -> list:
-    """What a notebook's text cells say, and the names of their pictures (bytes vary with matplotlib)."""
-    cells = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
-    return [(cell.source, sorted(cell.get("attachments", ()))) for cell in cells]
+    fresh = {path.name: draw_document(path, check) for path in documents()}
+    fresh[NOTEBOOK.name] = draw_notebook(NOTEBOOK, check)
+    return [name for name, up_to_date in fresh.items() if not up_to_date]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,14 +100,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m helpers draw",
         description="Draw README, docs and the notebook's stored pictures anew from the result files.",
     )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing, fail where one is not up to date"
-    )
+    check = "change nothing, fail where one is not up to date"
+    parser.add_argument("--check", action="store_true", help=check)
     options = parser.parse_args(argv)
     old = draw(options.check)
-    print(
-        f"{'not up to date' if options.check else 'drawn anew'}: {', '.join(old)}"
-        if old
-        else "all up to date"
-    )
+    what = "not up to date" if options.check else "drawn anew"
+    print(f"{what}: {', '.join(old)}" if old else "all up to date")
     return int(options.check and bool(old))

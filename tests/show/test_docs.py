@@ -9,7 +9,7 @@ import pytest
 import helpers.nf4
 from helpers import __main__ as commands
 from helpers.machine.environment import ROOT
-from helpers.show import draw
+from helpers.show import appendix, draw
 
 HAND_WRITTEN = {path: draw.MARKED.sub("", path.read_text(encoding="utf-8")) for path in draw.documents()}
 PAGES = [*HAND_WRITTEN, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -138,4 +138,4 @@ def test_every_block_is_shown_in_one_page_or_the_notebook_alone():
              for mark in re.findall(r"<!-- (\w+) -->", path.read_text(encoding="utf-8"))]  # fmt: skip
     assert sorted(marks) == sorted(set(marks))
     notebook = draw.NOTEBOOK.read_text(encoding="utf-8")
-    assert not [name for name in draw.BLOCKS if name not in marks and f"<!-- {name} -->" not in notebook]
+    assert not [name for name in appendix.BLOCKS if name not in marks and f"<!-- {name} -->" not in notebook]

@@ -141,20 +141,20 @@ def test_goals_are_counted_by_verdict(monkeypatch, result):
 
 def test_training_in_short_has_a_row_for_each_number_of_tokens(monkeypatch, training):
     monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: training)
-    rows = appendix.training_short().splitlines()[2:]
+    rows = appendix.BLOCKS["training_short"]().splitlines()[2:]
     assert rows[0] == "| 128 tokens | 1.0 -> 1.0 (1.20) | not measured |" and len(rows[: rows.index("")]) == 2
 
 
 def test_operations_that_failed_say_why(monkeypatch, training):
     monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: training)
-    assert "not measured in the stored run" in appendix.operations()
+    assert "not measured in the stored run" in appendix.BLOCKS["operations"]()
     spread = results.Spread(p20=1.0, p50=2.0, p80=3.0, low=1.5, high=2.5)
     timed = dict(without=spread, with_=spread, speedup=spread, calls={"kernel": 7, "library": 1})
     training.data.libraries["peft"].operations = [
         results.Operation(name="merge", same_bits=True, **timed),
         results.Operation(name="prefill", failed="out of memory"),
     ]
-    text = appendix.operations()
+    text = appendix.BLOCKS["operations"]()
     assert "merge | 2.0 | 2.0 | 2.000 (1.500 to 2.500) | 7 of 8 | yes |" in text
     assert "prefill | failed |  |  |  | out of memory |" in text
 
