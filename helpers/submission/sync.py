@@ -18,12 +18,9 @@ import nbformat
 from helpers.machine.environment import ROOT
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
-MODULES = {
-    "kernel": ROOT / "helpers" / "nf4" / "kernel.py",
-    **{
-        name: ROOT / "helpers" / "submission" / f"{name}.py"
-        for name in ("protocol", "evidence", "marking", "repository")
-    },
+MODULES = {"kernel": ROOT / "helpers" / "nf4" / "kernel.py"} | {
+    name: ROOT / "helpers" / "submission" / f"{name}.py"
+    for name in ("protocol", "evidence", "marking", "repository")
 }
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 FORM = re.compile(r'#@title (.*) \{ display-mode: "form" \}\n')
@@ -34,39 +31,38 @@ class SyncError(Exception):
 
 
 def read_module(path: Path):
-    """The module as a notebook of sections. Raises SyncError where a section has no id."""
+    """(the module as a notebook, its sections that are cells). SyncError where a section has no id."""
     import jupytext
 
     book = jupytext.reads(path.read_text(encoding="utf-8"), fmt=FORMAT)
-    for number, section in enumerate(book.cells):
-        has_place = "id" in section.metadata or "module-only" in section.metadata.get("tags", ())
-        if number and not has_place:  # before the first marker stands the docstring
+    sections = [section for section in book.cells if "id" in section.metadata]
+    for section in book.cells[1:]:  # before the first marker stands the docstring
+        if section not in sections and "module-only" not in section.metadata.get("tags", ()):
             line = section.source.split("\n")[0]
             raise SyncError(f'{path.name}: the section "{line}" has no id="..." and no tag module-only')
-    return book
-
-
-def sections(book) -> list:
-    """The sections of a module that are the notebook's too."""
-    return [c for c in book.cells if "id" in c.metadata and "module-only" not in c.metadata.get("tags", ())]
-
-
-def as_cell(section, module: str, old=None):
-    """The notebook's cell of a section; the outputs are those of the cell `old`."""
-    make = nbformat.v4.new_code_cell if section.cell_type == "code" else nbformat.v4.new_markdown_cell
-    cell = make(section.source, id=section.metadata["id"], metadata={"tags": [module]})
-    if section.metadata.get("folded"):
-        title = section.metadata.get("title", cell.id)
-        cell.source = f'#@title {title} {{ display-mode: "form" }}\n{cell.source}'
-        cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
-    if old is not None and old.cell_type == cell.cell_type == "code":
-        cell.outputs, cell.execution_count = old.outputs, old.execution_count
-    return cell
+    return book, sections
 
 
 def cells_of(notebook, module: str) -> list:
     """The notebook's cells of a module, in their order."""
     return [cell for cell in notebook.cells if module in cell.metadata.get("tags", ())]
+
+
+def as_cells(sections, module: str, notebook) -> list:
+    """The cells that sections make, with the outputs that the notebook's of the same ids have."""
+    cells, known = [], {cell.id: cell for cell in cells_of(notebook, module)}
+    for section in sections:
+        make = nbformat.v4.new_code_cell if section.cell_type == "code" else nbformat.v4.new_markdown_cell
+        cell = make(section.source, id=section.metadata["id"], metadata={"tags": [module]})
+        if section.metadata.get("folded"):
+            title = section.metadata.get("title", cell.id)
+            cell.source = f'#@title {title} {{ display-mode: "form" }}\n{cell.source}'
+            cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
+        old = known.get(cell.id, cell)
+        if old.cell_type == cell.cell_type == "code":
+            cell.outputs, cell.execution_count = old.outputs, old.execution_count
+        cells.append(cell)
+    return cells
 
 
 def digest(cells) -> str:
@@ -77,13 +73,11 @@ def digest(cells) -> str:
 
 def write_cells(notebook, module: str, new: list) -> None:
     """Replace a module's cells; the notebook's own cells between them keep their place."""
-    ids = [cell.id for cell in notebook.cells]
+    ids, kept = [cell.id for cell in notebook.cells], {cell.id for cell in new}
     if f"{module}-text" not in ids:
         raise SyncError(f"{NOTEBOOK.name} has no text cell {module}-text for {module}.py's cells to follow")
     start = ids.index(f"{module}-text") + 1
-    old = cells_of(notebook, module)
-    end = max([notebook.cells.index(cell) + 1 for cell in old], default=start)
-    kept = {cell.id for cell in new}
+    end = max([ids.index(cell.id) + 1 for cell in cells_of(notebook, module)], default=start)
     in_front, waiting = {}, []
     for cell in notebook.cells[start:end]:
         if module not in cell.metadata.get("tags", ()):
@@ -94,16 +88,17 @@ def write_cells(notebook, module: str, new: list) -> None:
     notebook.cells[start:end] = [*block, *waiting]
 
 
-def write_sections(book, cells) -> None:
-    """Bring the texts of a module's cells into its sections."""
-    texts = {cell.id: cell for cell in cells}
-    for section in sections(book):
-        source, form = texts[section.metadata["id"]].source, None
-        if section.metadata.get("folded"):
-            form = FORM.match(source)
+def module_text(book, sections, cells) -> str:
+    """The module's file with the texts of the notebook's cells in its sections."""
+    import jupytext
+
+    for section, cell in zip(sections, cells, strict=True):
+        form = FORM.match(cell.source) if section.metadata.get("folded") else None
         if form:
-            section.metadata["title"], source = form[1], source[form.end() :]
-        section.source = source
+            section.metadata["title"] = form[1]
+        section.source = cell.source[form.end() :] if form else cell.source
+    book.metadata = {"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "all"}}
+    return jupytext.writes(book, fmt=FORMAT).removeprefix("# %%\n")  # the docstring has no marker
 
 
 def sync(notebook, back: bool = False, modules: dict[str, Path] = MODULES) -> dict[str, str]:
@@ -113,17 +108,14 @@ def sync(notebook, back: bool = False, modules: dict[str, Path] = MODULES) -> di
     changed since the last sync, where the side to be overwritten did, and where `back` meets a cell that was
     added, deleted or moved.
     """
-    import jupytext
-
     last, texts = notebook.metadata.setdefault("nf4", {}).setdefault("synced", {}), {}
     for module, path in modules.items():
-        book, old = read_module(path), cells_of(notebook, module)
-        known = {cell.id: cell for cell in old}
-        new = [as_cell(section, module, known.get(section.metadata["id"])) for section in sections(book)]
+        (book, sections), old = read_module(path), cells_of(notebook, module)
+        new = as_cells(sections, module, notebook)
         in_file, in_notebook = digest(new), digest(old)
-        overwritten, name, other = (in_file, path.name, "sync")
-        if not back:
-            overwritten, name, other = (in_notebook, NOTEBOOK.name, "sync --back")
+        overwritten, name, other = in_notebook, NOTEBOOK.name, "sync --back"
+        if back:
+            overwritten, name, other = in_file, path.name, "sync"
         if in_file != in_notebook and overwritten != last.get(module, digest([])):
             both = last.get(module) not in (in_file, in_notebook)
             do = "bring one side's change over by hand" if both else f"use `python -m helpers {other}`"
@@ -134,39 +126,25 @@ def sync(notebook, back: bool = False, modules: dict[str, Path] = MODULES) -> di
         elif in_file != in_notebook:
             if [cell.id for cell in new] != [cell.id for cell in old]:
                 raise SyncError(f"{module}: add, delete and move cells in {path.name}, not in the notebook")
-            write_sections(book, old)
-            book.metadata = {"jupytext": {"notebook_metadata_filter": "-all", "cell_metadata_filter": "all"}}
-            # The docstring has no marker.
-            texts[module] = jupytext.writes(book, fmt=FORMAT).removeprefix("# %%\n")
+            texts[module] = module_text(book, sections, old)
         last[module] = in_notebook if back else in_file
     return texts
 
 
 def different(notebook, modules: dict[str, Path] = MODULES) -> list[str]:
     """The modules whose sections are not what the notebook's cells say."""
-
-    def facts(cells):
-        return [(cell.id, cell.cell_type, cell.source, cell.metadata) for cell in cells]
-
-    return [
-        module
-        for module, path in modules.items()
-        if facts(as_cell(section, module) for section in sections(read_module(path)))
-        != facts(cells_of(notebook, module))
-    ]
+    cells = {module: as_cells(read_module(path)[1], module, notebook) for module, path in modules.items()}
+    return [module for module in modules if cells[module] != cells_of(notebook, module)]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers sync",
-        description="Write the modules' sections into the notebook's cells, or bring these back.",
-    )
+    text = "Write the modules' sections into the notebook's cells, or bring these back."
+    parser = argparse.ArgumentParser(prog="python -m helpers sync", description=text)
     parser.add_argument("--back", action="store_true", help="from the notebook's cells into the modules")
-    options = parser.parse_args(argv)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     before = nbformat.writes(notebook)
     try:
-        texts = sync(notebook, options.back)
+        texts = sync(notebook, parser.parse_args(argv).back)
     except SyncError as error:
         print(error, file=sys.stderr)
         return 1

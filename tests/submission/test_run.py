@@ -108,12 +108,6 @@ def test_in_place_keeps_ids_tags_and_metadata_and_draws_what_shows_results(execu
     assert "-m helpers draw" in capsys.readouterr().out
 
 
-def test_redraw_runs_nothing(monkeypatch):
-    calls = []
-    monkeypatch.setattr(run.subprocess, "call", lambda command, **_: calls.append(command) or 3)
-    assert run.main(["--redraw"]) == 3 and calls[0][1:] == ["-m", "helpers", "draw"]
-
-
 def test_a_run_on_a_gpu_leaves_score_protocol_and_the_cells_times(execute, on_a_gpu):
     status, *_ = execute({"install": "1", "protocol": "2", "t4-ptx": "3", "score": KEPT}, "--in-place")
     assert status == 0
@@ -135,7 +129,7 @@ def test_what_marking_writes_is_what_is_stored(tmp_path, on_a_gpu):
     comparison = protocol.Comparison(entries, 9, 1, "x", "cuda", ["a"])
     score = marking.mark(comparison, {"exact": Evidence("fp16 and bf16", True, "text")})
     marking.keep_result(score, comparison, tmp_path, cells=["source"])
-    run.keep(tmp_path)
+    run.keep(tmp_path, {"score": 1.0})
     folder = on_a_gpu / "nvidia-h200"
     assert results.read("score", folder).data.headline == score.headline
     stored = results.read("protocol", folder, schema=results.Protocol).data
