@@ -1,8 +1,10 @@
-"""The card generations that people own: what an SM holds, and which card stands for each."""
+"""The card generations that people own: what an SM holds, and which card stands for each.
+
+From the CUDA C++ Programming Guide, technical specifications per compute capability.
+"""
 
 from dataclasses import dataclass
 
-SOURCE = "CUDA C++ Programming Guide, technical specifications per compute capability"
 REGISTERS = 65536  # an SM's, in all of them
 
 
@@ -16,10 +18,6 @@ class Card:
     blocks: int
     shared_kib: int
     reserved: int  # bytes of shared memory that the driver keeps of every block
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        return divmod(self.arch, 10)
 
     def occupancy(self, threads: int, registers: int, shared: int) -> float:
         """Share of the resident threads that blocks with these resources fill (0 to 1).
@@ -46,4 +44,3 @@ CARDS = {
         Card(120, "RTX 50", 1536, 24, 100, 1024),
     )
 }
-T4 = CARDS[75]

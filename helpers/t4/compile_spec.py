@@ -37,15 +37,15 @@ def card_settings(arch: int, module=nf4_kernel):
         return choose(0)
 
 
-class _Launch(BaseException):  # passes through whoever explains failed launches
-    """Stands where the launcher expects the kernel, and carries out what it would launch."""
+class Launch(BaseException):  # passes through whoever explains failed launches
+    """Stands where a launcher expects its kernel, and carries out what it would launch."""
 
     def __getitem__(self, grid):
-        self.grid = (*grid, 1, 1)[:3]
+        self.grid = grid
         return self
 
-    def __call__(self, *arguments, **_):
-        self.arguments = arguments
+    def __call__(self, *arguments, **named):
+        self.arguments, self.named = arguments, named
         raise self
 
 
@@ -56,26 +56,23 @@ def launch_arguments(weight, quant_state, out, arch: int, module=nf4_kernel):
     for a tensor so empty that nothing is launched.
     """
     call = module._your_dequantize_nf4
-    instead = _replaced(call.__globals__, "_your_dequantize_nf4_kernel", _Launch())
+    instead = _replaced(call.__globals__, "_your_dequantize_nf4_kernel", Launch())
     with module.force(**dataclasses.asdict(card_settings(arch, module))), instead:
         try:
             call(weight, quant_state, out)
-        except _Launch as launch:
+        except Launch as launch:
             return launch.grid, list(launch.arguments)
     raise ValueError(f"nothing is launched for a tensor of shape {tuple(out.shape)}")
 
 
-def compile_spec(out_dtype, nested=True, numel=LARGE, blocksize=64, blocksize2=256, settings=None,
-                 module=nf4_kernel):  # fmt: skip
+def compile_spec(out_dtype, nested=True, numel=LARGE, settings=None, module=nf4_kernel) -> dict:
     """What triton.compile takes for a tensor of `numel` elements: fn, signature, constexprs, attrs, options.
-    `settings` decides for the card (default: a T4's)."""
+
+    Blocks are bitsandbytes' own: 64 and 256. settings: decisions for the card (default: a T4's).
+    """
     chosen, kernel = settings or card_settings(75, module), module._your_dequantize_nf4_kernel
-    log2_blocks = (
-        module._log2("blocksize", blocksize, 37),
-        module._log2("blocksize2", blocksize2, 31) * nested,
-    )
     small, hint_loads = numel <= chosen.small_up_to, numel <= chosen.hint_loads_up_to
-    values = module._constexprs(out_dtype, nested, *log2_blocks, numel % 8 != 0, small, hint_loads, chosen)
+    values = module._constexprs(out_dtype, nested, 6, 8 * nested, numel % 8 != 0, small, hint_loads, chosen)
     signature = ["*u8", POINTERS[out_dtype], "*u8" if nested else "*fp32", *["*fp32"] * 4, "i32", "i32"]
     signature += ["constexpr"] * len(values)
     return dict(

@@ -10,54 +10,33 @@ import argparse
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import re
-from dataclasses import dataclass
 
 import torch
 
 from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
+from helpers.record.names import dtype_name
 from helpers.submission import evidence, protocol
 from helpers.t4 import compile_spec, cross_compile
 
 EVERY = "every code with every scale"
-SIZES = {
-    "random layer": (4160, 1000),
-    "odd tail": (4099, 1),
-    "tail in the last block": (1365, 3),
-}  # (in, out)
+# (in, out)
+SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "tail in the last block": (1365, 3)}
 CASES = (EVERY, *SIZES)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ON_HOPPER = (75, 80, 86, 89, 90)  # whose PTX a Hopper card runs
 _GUARD = 256  # elements on either side of the output that must stay untouched
-_ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)", re.S)
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)")
+_TARGET = re.compile(r"\.target\s+(\w+)")
+_PARAMETERS = re.compile(r"\.entry\s+[\w$]+\s*\((.*?)\)", re.S)
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.([a-z]\d+)")
 _JIT_ERROR_LOG, _JIT_ERROR_LOG_BYTES = 5, 6  # CUjit_option
 
 
 class DriverError(RuntimeError):
     """libcuda is missing or refused a call; the text has its words."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What the text of a PTX module says about its kernel."""
-
-    name: str
-    target: str  # "sm_75"
-    parameters: tuple[str, ...]  # "u64" or "u32", in order
-
-
-def entry(ptx: str, name: str | None = None) -> Entry:
-    """The kernel `name` of a PTX text (None: its only one). ValueError when there is no such kernel."""
-    target = re.search(r"\.target\s+(\w+)", ptx)
-    kernels = {kernel: tuple(_PARAM.findall(parameters)) for kernel, parameters in _ENTRY.findall(ptx)}
-    if name is None and len(kernels) == 1:
-        (name,) = kernels
-    if target is None or name not in kernels:
-        raise ValueError(f"no kernel {name!r} in this PTX; it has {sorted(kernels)}")
-    return Entry(name, target.group(1), kernels[name])
 
 
 @functools.cache
@@ -99,43 +78,40 @@ def _function(ptx: str, name: str, device: int):
     return function
 
 
-def pack(parameters: tuple[str, ...], args) -> list:
-    """The arguments as ctypes values, one a parameter: tensors as addresses, ints in their width.
+def pack(ptx: str, args) -> list:
+    """The arguments as ctypes values, one for each parameter of the text's kernel: tensors as addresses.
 
     Triton appends pointers to scratch memory that this kernel does not use: they get nulls. ValueError when
     there are too many arguments, or when one that is missing is no pointer.
     """
-    kinds = {"u64": ctypes.c_uint64, "b64": ctypes.c_uint64, "s64": ctypes.c_int64}
-    kinds |= {"u32": ctypes.c_uint32, "b32": ctypes.c_uint32, "s32": ctypes.c_int32}
+    parameters = _PARAMETER.findall(_PARAMETERS.search(ptx)[1])  # "u64", "u32", ...
     if len(args) > len(parameters) or not all(p.endswith("64") for p in parameters[len(args) :]):
         raise ValueError(f"{len(args)} arguments do not fit the kernel's parameters {', '.join(parameters)}")
     values = [arg if isinstance(arg, int) else arg.data_ptr() for arg in args]
     values += [0] * (len(parameters) - len(args))
-    return [kinds[kind](value) for kind, value in zip(parameters, values, strict=True)]
+    kinds = (ctypes.c_uint64 if kind.endswith("64") else ctypes.c_uint32 for kind in parameters)
+    return [kind(value) for kind, value in zip(kinds, values, strict=True)]
 
 
-def run_ptx(ptx: str, name: str | None, grid, num_warps: int, args, shared: int = 0) -> None:
-    """Launch a kernel of a PTX text on the device of its first tensor argument, on torch's current stream.
+def run_ptx(built: cross_compile.Built, programs: int, args) -> None:
+    """Launch the kernel of a PTX text on the device of its first tensor argument, on torch's current stream.
 
-    grid: (x, y, z) blocks of 32 * num_warps threads; args: CUDA tensors and ints in the kernel's order;
-    shared: dynamic shared memory in bytes; name: None for a text with one kernel. Returns when it is done.
-    Raises DriverError, or ValueError for arguments that do not fit.
+    args: CUDA tensors and ints in the kernel's order. Returns when it is done. Raises DriverError, or
+    ValueError for arguments that do not fit.
     """
-    kernel = entry(ptx, name)
-    values = pack(kernel.parameters, args)
+    values = pack(built.ptx, args)
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
     if device.type != "cuda":
         raise ValueError(f"the kernel's tensors must be on an NVIDIA GPU, got {device}")
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
-        function = _function(ptx, kernel.name, device.index)
+        function = _function(built.ptx, built.name, device.index)
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = torch.cuda.current_stream().cuda_stream
-        grid = (*grid, 1, 1)[:3]
+        stream, threads = torch.cuda.current_stream().cuda_stream, 32 * built.num_warps
         code = _driver().cuLaunchKernel(
-            function, *grid, 32 * num_warps, 1, 1, shared, stream, addresses, None
+            function, programs, 1, 1, threads, 1, 1, built.shared, stream, addresses, None
         )
-        _check(code, f"launching {kernel.name}")
+        _check(code, f"launching {built.name}")
         torch.cuda.current_stream().synchronize()
 
 
@@ -152,20 +128,21 @@ def _layer(case: str, dtype, nested: bool, device):
     return layer
 
 
-def _run(built, layer, grid, arguments, around) -> dict:
-    """Differences between what the foreign kernel writes and bitsandbytes' own result."""
-    state = layer.weight.quant_state
-    run_ptx(built.ptx, built.name, grid, built.num_warps, arguments, built.shared)
+def _examine(case: str, built, layer, module) -> dict:
+    """What the foreign kernel gets wrong of a layer: elements, how many of them differ, a sentence or ""."""
+    arch, state = built.request["arch"], layer.weight.quant_state
+    n, device = math.prod(state.shape), layer.weight.device
+    around = torch.full((n + 2 * _GUARD,), math.nan, dtype=state.dtype, device=device)
     out = around[_GUARD:-_GUARD].view(state.shape)
-    guards = torch.cat([around[:_GUARD], around[-_GUARD:]])
-    return {
-        "dtype": str(state.dtype).removeprefix("torch."),
-        "nested": state.nested,
-        "elements": out.numel(),
-        "differing": protocol.different(out, protocol.expected(layer)),
-        "written_outside": int((~guards.isnan()).sum()),
-        "target": entry(built.ptx, built.name).target,
-    }
+    (programs, *_), arguments = compile_spec.launch_arguments(layer.weight, state, out, arch, module)
+    run_ptx(built, programs, arguments)
+    differing = protocol.different(out, protocol.expected(layer))
+    outside = int((~torch.cat([around[:_GUARD], around[-_GUARD:]]).isnan()).sum())
+    target = _TARGET.search(built.ptx)[1]  # sm_90a is an sm_90
+    fault = f"{case}, {dtype_name(state.dtype)}, {'nested' if state.nested else 'flat'}, {target}: "
+    fault += f"{differing} differ, {outside} written outside the output"
+    wrong = differing or outside or not target.startswith(f"sm_{arch}")
+    return {"elements": n, "differing": differing, "fault": fault if wrong else ""}
 
 
 def prove(device="cuda", arch: int = 75, dtypes=DTYPES, module=None) -> dict:
@@ -173,64 +150,48 @@ def prove(device="cuda", arch: int = 75, dtypes=DTYPES, module=None) -> dict:
 
     Every packed byte under every absmax code, a random layer, odd tails; nested and flat, in each of
     `dtypes`; outputs filled with NaN first and guarded on both sides. module: what holds the kernel (default:
-    helpers.nf4.kernel). Returns "passed", "arch", "device", "capability", "triton", "bitsandbytes",
-    "elements", "differing" and "cases"; "passed" is None where "needs" says what is missing.
+    helpers.nf4.kernel). Returns "passed", "arch", "device" and "cases"; "passed" is None where "needs" says
+    what is missing.
     """
     needs = "an NVIDIA GPU"
     if environment.has_gpu():
-        capability = environment.capability(device)
-        needs = f"a card of sm_{arch} or newer" if capability < divmod(arch, 10) else ""
+        needs = f"a card of sm_{arch} or newer" if environment.capability(device) < divmod(arch, 10) else ""
         needs = needs or ("" if environment.version_of("bitsandbytes") else "bitsandbytes")
     if needs:
         return {"passed": None, "arch": arch, "needs": needs, "cases": []}
-    work = []
-    for case, dtype, nested in ((c, d, n) for d in dtypes for n in (True, False) for c in CASES):
-        layer = _layer(case, dtype, nested, device)
-        shape = layer.weight.quant_state.shape
-        around = torch.full((math.prod(shape) + 2 * _GUARD,), math.nan, dtype=dtype, device=device)
-        out = around[_GUARD:-_GUARD].view(shape)
-        state = layer.weight.quant_state
-        launch = compile_spec.launch_arguments(layer.weight, state, out, arch, module or nf4_kernel)
-        work.append((case, (dtype, nested, arch, {"numel": out.numel()}), layer, launch, around))
-    kernels = cross_compile.compile_kernels([kind for _, kind, *_ in work], module)
-    cases = [
-        {"case": case} | _run(built, layer, *launch, around)
-        for built, (case, _, layer, launch, around) in zip(kernels, work, strict=True)
+    kinds = list(itertools.product(dtypes, (True, False), CASES))
+    layers = [_layer(case, dtype, nested, device) for dtype, nested, case in kinds]
+    requests = [
+        cross_compile.request_of(dtype, nested, arch, math.prod(layer.weight.quant_state.shape))
+        for (dtype, nested, _), layer in zip(kinds, layers, strict=True)
     ]
-    target = f"sm_{arch}"  # or sm_90a
-    wrong = [c for c in cases if c["differing"] or c["written_outside"] or not c["target"].startswith(target)]
+    kernels = [built.or_raise() for built in cross_compile.build(requests, module=module)]
+    cases = [
+        _examine(case, built, layer, module or nf4_kernel)
+        for (_, _, case), built, layer in zip(kinds, kernels, layers, strict=True)
+    ]
+    capability = "".join(map(str, environment.capability(device)))
     return {
-        "passed": not wrong,
+        "passed": not any(case["fault"] for case in cases),
         "arch": arch,
-        "device": torch.cuda.get_device_name(device),
-        "capability": list(capability),
-        "triton": environment.version_of("triton"),
-        "bitsandbytes": environment.version_of("bitsandbytes"),
-        "elements": sum(case["elements"] for case in cases),
-        "differing": sum(case["differing"] for case in cases),
+        "device": f"{torch.cuda.get_device_name(device)} (sm_{capability})",
         "cases": cases,
     }
 
 
 def summary(proof: dict) -> str:
     """What `prove` returned, in a few lines."""
-    arch = proof["arch"]
+    arch, cases = proof["arch"], proof["cases"]
     if proof["passed"] is None:
         return f"PTX compiled for sm_{arch}: not run (needs {proof['needs']})"
-    capability, verdict = "".join(map(str, proof["capability"])), "every bit equal"
-    lines = [
-        f"PTX compiled for sm_{arch} by Triton {proof['triton']}, run through the driver on "
-        f"{proof['device']} (sm_{capability}):",
-        f"{proof['differing']} of {proof['elements']} elements differ from bitsandbytes "
-        f"{proof['bitsandbytes']} in {len(proof['cases'])} cases: "
-        f"{verdict if proof['passed'] else 'NOT equal'}",
-    ]
-    for case in proof["cases"]:
-        if case["differing"] or case["written_outside"] or not case["target"].startswith(f"sm_{arch}"):
-            kind = f"{case['case']}, {case['dtype']}, {'nested' if case['nested'] else 'flat'}"
-            wrong = f"{case['differing']} differ, {case['written_outside']} written outside the output"
-            lines.append(f"  {kind}, {case['target']}: {wrong}")
-    return "\n".join(lines)
+    triton, bitsandbytes = map(environment.version_of, ("triton", "bitsandbytes"))
+    differing, elements = (sum(case[name] for case in cases) for name in ("differing", "elements"))
+    return "\n".join([
+        f"PTX compiled for sm_{arch} by Triton {triton}, run through the driver on {proof['device']}:",
+        f"{differing} of {elements} elements differ from bitsandbytes {bitsandbytes} in {len(cases)} cases: "
+        f"{'every bit equal' if proof['passed'] else 'NOT equal'}",
+        *(f"  {case['fault']}" for case in cases if case["fault"]),
+    ])  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -10,9 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.t4.cards import Card
+
 _LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.M)
 _FUNCTION = re.compile(r"^\s*Function : (\S+)$", re.M)
-_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:\d+ SHARED:(\d+)")
 # What a load/store unit executes, shuffles included.
 LOAD_STORE = ("LDG", "STG", "LD", "ST", "LDS", "STS", "LDSM", "STSM", "LDL", "STL", "SHFL")
 
@@ -33,53 +36,15 @@ class Instruction:
         return self.opcode.split(".")[0]
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What one thread executes, and what the kernel occupies."""
-
-    name: str
-    executed: tuple[Instruction, ...]
-    elements: float  # outputs of one thread
-    threads: int  # per block
-    registers: int
-    shared: int  # bytes per block
-    how: str  # how the executed instructions were chosen
-
-    @property
-    def spills(self) -> int:
-        """Loads and stores of local memory."""
-        return sum(i.stem in ("LDL", "STL") for i in self.executed)
-
-    def widths(self, stem: str) -> Counter:
-        """Bits a lane of each global or shared access: Counter({128: 4})."""
-        return Counter(width(i.opcode) for i in self.executed if i.stem == stem)
-
-    def evicted_first(self, stem: str) -> int:
-        """Global loads or stores that ask for it."""
-        return sum(i.stem == stem and "EF" in i.opcode.split(".") for i in self.executed)
-
-    @property
-    def per_element(self) -> float:
-        """Thread-instructions per output element."""
-        return len(self.executed) / self.elements
-
-    @property
-    def load_store(self) -> float:
-        """... of them loads, stores and shuffles."""
-        return sum(i.stem in LOAD_STORE for i in self.executed) / self.elements
-
-
 @functools.cache
-def tool(name: str = "cuobjdump") -> str:
-    """Path of a CUDA binary tool: Triton's wheel carries it, else the PATH. Raises ToolMissing."""
+def tool() -> str:
+    """Path of cuobjdump: Triton's wheel carries it, else the PATH. Raises ToolMissing."""
     spec = importlib.util.find_spec("triton")
-    for root in spec.submodule_search_locations if spec else ():
-        path = Path(root) / "backends" / "nvidia" / "bin" / name
-        if path.is_file():
-            return str(path)
-    path = shutil.which(name)
+    roots = spec.submodule_search_locations if spec else ()
+    carried = os.pathsep.join(str(Path(root) / "backends" / "nvidia" / "bin") for root in roots)
+    path = shutil.which("cuobjdump", path=carried) or shutil.which("cuobjdump")
     if path is None:
-        raise ToolMissing(f"{name} not found: install triton (its Linux wheel has it) or the CUDA toolkit")
+        raise ToolMissing("cuobjdump not found: install triton (its Linux wheel has it) or the CUDA toolkit")
     return path
 
 
@@ -103,12 +68,9 @@ def parse(text: str) -> dict[str, tuple[Instruction, ...]]:
     }
 
 
-def resources(text: str) -> dict[str, dict[str, int]]:
-    """Registers, shared and local bytes of each function in the output of `cuobjdump -res-usage`."""
-    return {
-        name: {"registers": int(reg), "stack": int(stack), "shared": int(shared), "local": int(local)}
-        for name, reg, stack, shared, local in _USAGE.findall(text)
-    }
+def resources(text: str) -> dict[str, tuple[int, int]]:
+    """(registers, bytes of shared memory) of each function in the output of `cuobjdump -res-usage`."""
+    return {name: (int(registers), int(shared)) for name, registers, shared in _USAGE.findall(text)}
 
 
 def width(opcode: str) -> int:
@@ -164,20 +126,42 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
     return path, how + (f", full tile's way at {seen['forks']} forks" if seen["forks"] else "")
 
 
-def count(name, instructions, registers, shared, threads, elements=None, itemsize=2) -> Counted:
-    """Counted of one kernel. `elements` per thread; None: all bytes it stores to global memory / itemsize."""
+def count(card: Card, instructions, registers, shared, threads, elements=None, itemsize=2):
+    """(the instructions one thread executes, figures on them and on what the kernel occupies).
+
+    elements: of one thread; None: all bytes it stores to global memory / itemsize. The figures are the fields
+    of sass.Code that have their names.
+    """
     path, how = executed(instructions)
-    elements = elements or sum(width(i.opcode) / 8 for i in path if i.stem == "STG") / itemsize
+    loads, stores = ([i.opcode for i in path if i.stem == stem] for stem in ("LDG", "STG"))
+    elements = elements or sum(map(width, stores)) / 8 / itemsize
     if not elements:
-        raise ValueError(f"{name}: no global store found, so the outputs of a thread are unknown")
-    return Counted(name, path, elements, threads, registers, shared, how)
+        raise ValueError("no global store found, so the outputs of a thread are unknown")
+    return path, {
+        "instructions": len(path) / elements,
+        "load_store": sum(i.stem in LOAD_STORE for i in path) / elements,
+        "elements": elements,
+        "threads": threads,
+        "registers": registers,
+        "shared": shared,
+        "occupancy": card.occupancy(threads, registers, shared),
+        "spills": sum(i.stem in ("LDL", "STL") for i in path),
+        "load_bits": dict(Counter(map(width, loads))),
+        "store_bits": dict(Counter(map(width, stores))),
+        "hinted": {
+            what: sum("EF" in opcode.split(".") for opcode in opcodes)
+            for what, opcodes in (("loads", loads), ("stores", stores))
+        },
+        "counted": how,
+    }
 
 
-def count_cubin(name: str, cubin: bytes, shared: int, threads: int, elements: float) -> Counted:
-    """Counted of a cubin that holds one kernel, launched with `shared` bytes. Raises ToolMissing."""
+def count_cubin(card: Card, cubin: bytes, shared: int, threads: int, elements: float):
+    """`count` of a cubin that holds one kernel, launched with `shared` bytes. Raises ToolMissing."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = cuobjdump("-sass", "-res-usage", file.name)
     ((function, instructions),) = parse(text).items()
-    return count(name, instructions, resources(text)[function]["registers"], shared, threads, elements)
+    registers, _ = resources(text)[function]
+    return count(card, instructions, registers, shared, threads, elements)

@@ -12,12 +12,13 @@ import textwrap
 from pathlib import Path
 
 from helpers.machine.environment import ROOT, version_of
-from helpers.record import results
+from helpers.record import results, tables
 from helpers.record.results import Record
 from helpers.t4 import machine_code
 from helpers.t4.cards import CARDS
 from helpers.t4.compile_spec import LARGE
 from helpers.t4.cross_compile import DTYPES, UNSLOTH_TABLES, Built, build, request_of
+from helpers.t4.load_order import Order
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
@@ -38,7 +39,10 @@ SMALL_TILE_MORE = 4.0  # instructions an element: what a program computes once i
 OCCUPANCY = {"float16": 1.0, "bfloat16": 1.0, "float32": 0.8}  # at least
 
 BNB_THREADS = 64
-BNB_KERNEL = re.compile(r"kDequantizeBlockwiseI(6__half|13__nv_bfloat16|f)Li512ELi64ELi8ELi([02])E")
+# Weights in NF4, of each dtype, and 8-bit absmax in fp32.
+BNB_KERNEL = re.compile(
+    r"kDequantizeBlockwiseI(?:(6__half|13__nv_bfloat16|f)Li512ELi64ELi8ELi2|fLi512ELi64ELi8ELi0)E"
+)
 BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16", "f": "float32"}
 SMALL = 2**20  # elements: of the small tile
 
@@ -77,82 +81,68 @@ class MachineCode(Record):
     code: list[Code]
 
 
-def _code(arch: int, contender: str, label: str, dtype: str, counted, **more) -> Code:
-    same = ("load_store", "elements", "threads", "registers", "shared", "spills")
-    first = {"loads": "LDG", "stores": "STG"}
-    return Code(
-        arch=arch,
+def code_of(built: Built) -> Code:
+    """What the table says of a kernel of ours or Unsloth's."""
+    request = built.request
+    ours, nested, numel = request["source"] == "ours", request["nested"], request.get("numel", LARGE)
+    if ours:
+        contender = "kernel"
+        label = f"ours, {'nested' if nested else 'flat'}{', small tile' * (numel < LARGE)}"
+    else:
+        old = request["table"] == UNSLOTH_TABLES[0]
+        contender = f"unsloth_{'before' if old else 'from'}_3_7"
+        label = f"Unsloth (Triton {'<' if old else '>='} 3.7)" + f", {numel // 1024}K" * (numel < LARGE)
+    facts, failed = {}, ""
+    if built.error:
+        lines = [line.strip() for line in built.error.splitlines() if line.strip()]
+        failed = f"did not compile: {lines[-1][:300]}"
+    else:
+        facts = built.counted[1]
+    code = Code(
+        arch=request["arch"],
         contender=contender,
         label=label,
-        dtype=dtype,
-        instructions=counted.per_element,
-        occupancy=CARDS[arch].occupancy(counted.threads, counted.registers, counted.shared),
-        load_bits=dict(counted.widths("LDG")),
-        store_bits=dict(counted.widths("STG")),
-        hinted={what: counted.evicted_first(stem) for what, stem in first.items()},
-        counted=counted.how,
-        **{name: getattr(counted, name) for name in same},
-        **more,
+        dtype=request["out_dtype"],
+        nested=nested,
+        small=numel < LARGE,
+        failed=failed,
+        constexprs=built.constexprs,
+        versions=built.versions,
+        **facts,
     )
+    if ours and failed:
+        code.missed = [failed]
+    elif ours:
+        code.order, code.latencies = str(built.order), built.order.latencies
+        code.late_words, code.missed = built.order.late_words, over_budget(code, built.order)
+    return code
 
 
-def over_budget(built: Built, nested: bool = True, small: bool = False) -> list[str]:
+def over_budget(code: Code, order: Order) -> list[str]:
     """What of the budget a kernel of ours misses, in words; empty when all is met.
 
     The order of loads is gated in nested states; in flat ones it is reported.
     """
-    arch, dtype, counted = built.request["arch"], built.request["out_dtype"], built.counted
-    limit = BUDGET[arch][dtype] + SMALL_TILE_MORE * small
-    occupancy = CARDS[arch].occupancy(counted.threads, counted.registers, counted.shared)
-    stores = counted.widths("STG")
+    limit, least = BUDGET[code.arch][code.dtype] + SMALL_TILE_MORE * code.small, OCCUPANCY[code.dtype]
     missed = {
-        f"{counted.per_element:.2f} instructions per element, at most {limit:g}": counted.per_element > limit,
-        f"{counted.spills} spills to local memory": counted.spills,
-        f"stores of {_bits(stores)} bits instead of 128": set(stores) != {128},
-        f"occupancy {occupancy:.0%}, at least {OCCUPANCY[dtype]:.0%}": occupancy < OCCUPANCY[dtype],
+        f"{code.instructions:.2f} instructions per element, at most {limit:g}": code.instructions > limit,
+        f"{code.spills} spills to local memory": code.spills,
+        f"stores of {_bits(code.store_bits)} bits instead of 128": set(code.store_bits) != {128},
+        f"occupancy {code.occupancy:.0%}, at least {least:.0%}": code.occupancy < least,
     }
-    order = built.order.faults(direct=dtype in HALF) if nested else []
-    return [text for text, true in missed.items() if true] + order
+    faults = order.faults(direct=code.dtype in HALF) if code.nested else []
+    return [text for text, true in missed.items() if true] + faults
 
 
-def code_of(built: Built, nested: bool, small: bool = False) -> Code:
-    """What the table says of a kernel of ours."""
-    arch, dtype = built.request["arch"], built.request["out_dtype"]
-    label = f"ours, {'nested' if nested else 'flat'}{', small tile' * small}"
-    which = {"nested": nested, "small": small}
-    if built.error:
-        failed = f"did not compile: {_last(built.error)}"
-        return Code(
-            arch=arch, contender="kernel", label=label, dtype=dtype, failed=failed, missed=[failed], **which
-        )
-    order = {
-        "order": str(built.order),
-        "latencies": built.order.latencies,
-        "late_words": built.order.late_words,
-        "missed": over_budget(built, nested, small),
-    }
-    facts = {"constexprs": built.constexprs, "versions": built.versions}
-    return _code(arch, "kernel", label, dtype, built.counted, **which, **order, **facts)
-
-
-def ours(archs=(75,), kinds=KINDS, module=None, **force) -> list[Code]:
-    """Our kernel for each card, in each of `kinds`; `module` as cross_compile.build takes it.
-
-    force: fields of Settings. Raises machine_code.ToolMissing without cuobjdump.
-    """
+def ours(archs=(75,), kinds=KINDS) -> list[Code]:
+    """Our kernel for each card, in each of `kinds`. Raises machine_code.ToolMissing without cuobjdump."""
     machine_code.tool()
-    wanted = [(arch, dtype, nested, small) for arch in archs for dtype, nested, small in kinds]
     requests = [
-        request_of(dtype, nested, arch, force | ({"numel": SMALL} if small else {}))
-        for arch, dtype, nested, small in wanted
+        request_of(dtype, nested, arch, SMALL if small else LARGE)
+        for arch in archs
+        for dtype, nested, small in kinds
     ]
-    pairs = zip(wanted, build(requests, module=module), strict=True)
-    return [code_of(built, nested, small) for (_, _, nested, small), built in pairs]
-
-
-def _last(error: str) -> str:
-    lines = [line for line in error.splitlines() if line.strip()]
-    return lines[-1].strip()[:300] if lines else "no reason given"
+    return [code_of(built) for built in build(requests)]
 
 
 def unsloth(arch: int = 75) -> list[Code]:
@@ -160,70 +150,66 @@ def unsloth(arch: int = 75) -> list[Code]:
 
     At an official size in fp16 and bf16; of smaller tensors, where it chooses differently, in fp16.
     """
-    names = {UNSLOTH_TABLES[0]: "unsloth_before_3_7", UNSLOTH_TABLES[1]: "unsloth_from_3_7"}
     if importlib.util.find_spec("unsloth") is None:
-        return [Code(arch=arch, contender=names[UNSLOTH_TABLES[0]], label="Unsloth", failed="not installed")]
+        return [Code(arch=arch, contender="unsloth_before_3_7", label="Unsloth", failed="not installed")]
     requests = [
-        {"source": "unsloth", "arch": arch, "out_dtype": dtype, "nested": True, "table": table, "size": size}
+        {"source": "unsloth", "arch": arch, "out_dtype": dtype, "nested": True, "table": table, "numel": size}
         for table in UNSLOTH_TABLES
         for size, dtypes in ((LARGE, HALF), (SMALL, HALF[:1]), (2**16, HALF[:1]))
         for dtype in dtypes
     ]
-    codes, seen = [], set()
-    for request, built in zip(requests, build(requests), strict=True):
-        table, dtype, small = request["table"], request["out_dtype"], request["size"] != LARGE
-        label = f"Unsloth (Triton {'<' if table == UNSLOTH_TABLES[0] else '>='} 3.7)"
-        label += f", {request['size'] // 1024}K" if small else ""
-        if built.error:
-            failed = f"did not compile: {_last(built.error)}"
-            codes.append(Code(arch=arch, contender=names[table], label=label, dtype=dtype, failed=failed))
-            continue
-        choice = (table, dtype, built.num_warps, *sorted(built.constexprs.items()))
-        if choice not in seen:
-            seen.add(choice)
-            facts = {"small": small, "constexprs": built.constexprs, "versions": built.versions}
-            codes.append(_code(arch, names[table], label, dtype, built.counted, **facts))
-    return codes
+    different = {}
+    for code in map(code_of, build(requests)):
+        choice = (code.contender, code.dtype, code.failed, code.threads, *sorted(code.constexprs.items()))
+        different.setdefault(choice, code)
+    return list(different.values())
 
 
-def bitsandbytes_library(arch: int) -> Path | None:
-    """bitsandbytes' CUDA library with code for sm_`arch`: the CUDA 12.8 one, Colab's, or else the newest."""
+def bitsandbytes_library(arch: int) -> Path:
+    """bitsandbytes' CUDA library with code for sm_`arch`: the CUDA 12.8 one, Colab's, or else the newest.
+
+    Raises LookupError without one.
+    """
     spec = importlib.util.find_spec("bitsandbytes")
-    folder = Path(spec.submodule_search_locations[0]) if spec else None
-    libraries = sorted(folder.glob("libbitsandbytes_cuda*.so"), reverse=True) if folder else []
+    if spec is None:
+        raise LookupError("not installed")
+    folder = Path(spec.submodule_search_locations[0])
+    libraries = sorted(folder.glob("libbitsandbytes_cuda*.so"), reverse=True)
     for path in sorted(libraries, key=lambda path: path.stem[-3:] != "128"):
         if f"sm_{arch}.cubin" in machine_code.cuobjdump("-lelf", path):
             return path
-    return None
+    raise LookupError(f"no library with sm_{arch} code is installed")
 
 
 def bitsandbytes(arch: int = 75) -> list[Code]:
     """bitsandbytes' NF4 kernels and the absmax decode, disassembled from its installed library."""
-
-    def absent(reason):
-        return [Code(arch=arch, contender="bitsandbytes", label="bitsandbytes", failed=reason)]
-
-    if importlib.util.find_spec("bitsandbytes") is None:
-        return absent("not installed")
-    library = bitsandbytes_library(arch)
-    if library is None:
-        return absent(f"no library with sm_{arch} code is installed")
-    usage = machine_code.resources(machine_code.cuobjdump("-res-usage", "-arch", f"sm_{arch}", library))
-    kernels = {name: match for name in usage if (match := BNB_KERNEL.search(name))}
-    kernels = {name: match for name, match in kernels.items() if match[2] == "2" or match[1] == "f"}
-    if not kernels:
-        return absent(f"no dequantization kernel of the known form in {library.name}")
+    who, card = {"arch": arch, "contender": "bitsandbytes"}, CARDS[arch]
+    try:
+        library = bitsandbytes_library(arch)
+        usage = machine_code.resources(machine_code.cuobjdump("-res-usage", "-arch", f"sm_{arch}", library))
+        kernels = {name: match for name in usage if (match := BNB_KERNEL.search(name))}
+        if not kernels:
+            raise LookupError(f"no dequantization kernel of the known form in {library.name}")
+    except LookupError as error:
+        return [Code(**who, label="bitsandbytes", failed=str(error))]
     listing = machine_code.cuobjdump("-sass", "-arch", f"sm_{arch}", "-fun", ",".join(kernels), library)
     instructions, codes = machine_code.parse(listing), []
     for name, match in kernels.items():
-        dtype, used = BNB_DTYPES[match[1]], usage[name]
-        shared = used["shared"] - CARDS[arch].reserved  # listed with what the driver keeps
-        counted = machine_code.count(
-            name, instructions[name], used["registers"], shared, BNB_THREADS, itemsize=ITEMSIZE[dtype]
+        dtype, (registers, shared) = BNB_DTYPES[match[1] or "f"], usage[name]
+        _, facts = machine_code.count(
+            card,
+            instructions[name],
+            registers,
+            shared - card.reserved,  # listed with what the driver keeps
+            BNB_THREADS,
+            itemsize=ITEMSIZE[dtype],
         )
-        label = f"bitsandbytes, {'weight' if match[2] == '2' else 'absmax decode'}"
-        facts = {"nested": False, "versions": {"bitsandbytes": version_of("bitsandbytes")}}
-        codes.append(_code(arch, "bitsandbytes", label, dtype, counted, **facts))
+        label, versions = (
+            f"bitsandbytes, {'weight' if match[1] else 'absmax decode'}",
+            version_of("bitsandbytes"),
+        )
+        versions = {"bitsandbytes": versions}
+        codes.append(Code(**who, label=label, dtype=dtype, nested=False, versions=versions, **facts))
     return sorted(codes, key=lambda code: ("absmax" in code.label, DTYPES.index(code.dtype)))
 
 
@@ -247,9 +233,7 @@ def table(codes: list[Code], every: bool = False) -> list[list[str]]:
     for code in codes:
         start = [code.label, f"sm_{code.arch}", SHORT.get(code.dtype, "")]
         official = (code.nested or code.contender != "kernel") and not code.small and code.dtype in HALF
-        if code.failed and every:
-            rows.append([*start, code.failed, *[""] * (len(HEAD) - 4)])
-        elif not code.failed and (official or every):
+        if not code.failed and (official or every):
             figures = f"{code.instructions:.2f} {code.load_store:.2f} {code.registers} {code.occupancy:.0%}"
             stores = f"{_bits(code.store_bits)} {'+'.join(map(str, code.hinted.values()))}"
             order = ("-" if value is None else str(value) for value in (code.late_words, code.latencies))
@@ -276,22 +260,22 @@ def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
 
 def report(codes: list[Code]) -> str:
     """Every row of the table, its legend and the verdict."""
-    rows = table(codes, every=True)
-    figures = [row for row in rows if row[-1]]
-    widths = [max(map(len, column)) for column in zip(*figures, strict=True)]
-    shown = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    versions = {name: version for code in codes for name, version in code.versions.items()}
-    stamp = ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-    rest = [
-        textwrap.fill(text, WIDTH) for text in (LEGEND, f"Compiled by or read from {stamp}.", verdict(codes))
-    ]
-    return "\n".join([*(line.rstrip()[:WIDTH] for line in shown), "", *rest])
+    versions = sorted({f"{name} {version}" for code in codes for name, version in code.versions.items()})
+    texts = (LEGEND, f"Compiled by or read from {', '.join(versions)}.", verdict(codes))
+    failures = [f"sm_{code.arch} {code.label}: {code.failed}" for code in codes if code.failed]
+    return "\n".join(
+        [
+            tables.text(table(codes, every=True)),
+            "",
+            *(textwrap.fill(text, WIDTH) for text in (*failures, *texts)),
+        ]
+    )
 
 
-def collect(archs=tuple(CARDS), module=None) -> list[Code]:
+def collect(archs=tuple(CARDS)) -> list[Code]:
     """Everyone's code for a T4, and ours for the other cards in the kinds of OTHERS."""
-    codes = [*ours(module=module), *unsloth(), *bitsandbytes()] if 75 in archs else []
-    return codes + ours([arch for arch in archs if arch != 75], OTHERS, module)
+    codes = [*ours(), *unsloth(), *bitsandbytes()] if 75 in archs else []
+    return codes + ours([arch for arch in archs if arch != 75], OTHERS)
 
 
 def order(codes: list[Code]) -> str:
@@ -306,19 +290,12 @@ def order(codes: list[Code]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the report. 1 when ours misses a budget or does not compile, 2 without cuobjdump."""
     parser = argparse.ArgumentParser(prog="python -m helpers sass", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--arch", type=int, nargs="*", default=list(CARDS), choices=list(CARDS), help="75: a T4"
-    )
-    parser.add_argument(
-        "--store", action="store_true", help=f"write {FOLDER.relative_to(ROOT)}/machine_code.json"
-    )
+    parser.add_argument("--arch", type=int, nargs="*", default=list(CARDS), choices=CARDS, help="75: a T4")
+    parser.add_argument("--store", action="store_true", help="write machine_code.json under results/")
     parser.add_argument("--order", action="store_true", help="print the order of loads of ours")
-    parser.add_argument("--force", nargs="*", metavar="NAME=N", help="fields of Settings; only ours is shown")
     options = parser.parse_args(argv)
-    force = dict(text.split("=", 1) for text in options.force or ())
-    force = {name: int(value) for name, value in force.items()}
     try:
-        codes = ours(options.arch, OTHERS, **force) if force else collect(options.arch)
+        codes = collect(options.arch)
     except machine_code.ToolMissing as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from helpers.machine.environment import ROOT
 from helpers.record import names, results
-from helpers.record.results import Benchmark, NotebookRun, Record, Result
+from helpers.record.results import Benchmark, Record, Result
 from helpers.submission import protocol
 
 FOLDER = ROOT / "results" / "t4-simulated"
@@ -79,7 +79,7 @@ class Total(NamedTuple):
 
     @property
     def both(self) -> Span:
-        return Span(self.kernels.low + self.calls.low, self.kernels.high + self.calls.high)
+        return _sum([self.kernels, self.calls])
 
 
 class Ratio(NamedTuple):
@@ -112,15 +112,13 @@ def totals(simulated: Simulation, shares: tuple[float, ...]) -> dict[str, Total]
     A call costs CALL_US beside its kernel, ours `shares` of that; classic's as much as today's, though it
     launches three kernels. Python's part of a call scales with the host, the driver's does not.
     """
-    found = {}
+    sums = {}
     for contender in CONTENDERS:
         low, high = simulated.kernels_s(contender)
         part = shares if contender == "kernel" else (1.0,)
-        calls = Span(
-            *(CALLS * 1e-6 * us * share for us, share in zip(CALL_US, (min(part), max(part)), strict=True))
-        )
-        found[contender] = Total(Span(low, high * SLOWER), calls)
-    return found
+        us = (CALL_US[0] * min(part), CALL_US[1] * max(part))
+        sums[contender] = Total(Span(low, high * SLOWER), Span(*(CALLS * 1e-6 * each for each in us)))
+    return sums
 
 
 def ratio(simulated: Simulation, shares: tuple[float, ...], contender: str) -> Ratio:
@@ -151,33 +149,28 @@ def measured(root: Path = ROOT / "results") -> Result[Benchmark] | None:
     return results.find("benchmark", root / names.T4)
 
 
+def _stored(root: Path) -> tuple[Result[Simulation], tuple[float, ...]]:
+    """The simulation, and our share of a call's host time where it was measured."""
+    run = results.find("benchmark", root / names.CARD)
+    return simulation(root / FOLDER.name), host_shares(run.data if run else None)
+
+
 def table(root: Path = ROOT / "results") -> list[list[str]]:
     """Rows of texts, header first: the official protocol on a T4, simulated and, where stored, measured."""
-    simulated, stored = simulation(root / FOLDER.name).data, results.find("benchmark", root / names.CARD)
-    shares = host_shares(stored.data if stored else None) or (1.0,)
-    run = measured(root)
-    entries = run.data.protocol.entries if run and run.data.protocol else {}
-    rows = [
-        [
-            "seconds on a T4",
-            "kernels, simulated",
-            "calls",
-            "together",
-            "time / ours",
-            "measured",
-            "time / ours",
-        ]
-    ]
+    result, shares = _stored(root)
+    simulated, shares, run = result.data, shares or (1.0,), measured(root)
+    head = "seconds on a T4|kernels, simulated|calls|together|time / ours|measured|time / ours"
+    rows = [head.split("|")]
     for contender, total in totals(simulated, shares).items():
-        speedup = "1"
+        speedup, last = "1", ["not measured"] * 2
         if contender != "kernel":
             low, middle, high = ratio(simulated, shares, contender)
             speedup = f"{low:.2f} to {high:.2f}, middle {middle:.2f}"
-        seconds = entries[contender].p50 if contender in entries else None
-        over = run.data.protocol.speedup("kernel", contender) if seconds and run else None
-        figures = [str(total.kernels), str(total.calls), str(total.both), speedup]
-        last = ["not measured" if value is None else f"{value:.2f}" for value in (seconds, over)]
-        rows.append([names.label(contender), *figures, *last])
+        if run and run.data.protocol and (over := run.data.protocol.speedup("kernel", contender)):
+            last = [f"{run.data.protocol.entries[contender].p50:.2f}", f"{over:.2f}"]
+        rows.append(
+            [names.label(contender), *map(str, (total.kernels, total.calls, total.both)), speedup, *last]
+        )
     return rows
 
 
@@ -199,8 +192,8 @@ def kernel_table(root: Path = ROOT / "results") -> list[list[str]]:
 
 def lines(root: Path = ROOT / "results") -> list[str]:
     """How the table came about and what it leaves open, in sentences."""
-    result, stored = simulation(root / FOLDER.name), results.find("benchmark", root / names.CARD)
-    simulated, shares = result.data, host_shares(stored.data if stored else None)
+    result, shares = _stored(root)
+    simulated = result.data
     low, high = simulated.error()
     our_share = f"{min(shares):.2f} to {max(shares):.2f} of that (H200's host)" if shares else "not measured"
     over = [tier(value) for value in ratio(simulated, shares or (1.0,), "unsloth_today")]
@@ -215,43 +208,35 @@ def lines(root: Path = ROOT / "results") -> list[str]:
         f"{over[0]} at the low end, {over[1]} in the middle, {over[2]} at the high end.",
     ]
     run = measured(root)
-    if run:
-        texts.append(f"Measured: {results.caption(run)}.")
-    return texts
+    return [*texts, f"Measured: {results.caption(run)}."] if run else texts
 
 
-def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span | None, str]]:
-    """How long "Run all" takes on a T4 Colab: (what, seconds or None, source) of each part, then of all.
+def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span, str]]:
+    """How long "Run all" takes on a T4 Colab: (what, seconds, source) of each part, then of all.
 
-    The protocol is timed once there. None where the stored run that a part scales is missing.
+    The protocol is timed once there. Raises FileNotFoundError without the stored runs that it scales.
     """
-    benchmark, notebook = (results.find(name, root / names.CARD) for name in ("benchmark", "notebook"))
-    shares = host_shares(benchmark.data if benchmark else None) or (1.0,)
-    sums = totals(simulation(root / FOLDER.name).data, shares)
+    benchmark, notebook = (results.read(name, root / names.CARD).data for name in ("benchmark", "notebook"))
+    sums = totals(simulation(root / FOLDER.name).data, host_shares(benchmark) or (1.0,))
     timed = [sums[name].both for name in ("kernel", "unsloth_today")] + [Span(*CLASSIC_TOTAL_S)]
     source = "ours and today simulated, classic published"
-    entries = benchmark.data.protocol.entries if benchmark and benchmark.data.protocol else {}
-    classic = entries["unsloth_classic"].p50 if "unsloth_classic" in entries else None
     for name in ("bitsandbytes", "peft"):
-        if classic and name in entries and entries[name].p50:
-            times = entries[name].p50 / classic
+        if times := benchmark.protocol and benchmark.protocol.speedup("unsloth_classic", name):
             timed.append(Span(*(times * seconds for seconds in CLASSIC_TOTAL_S)))
             source += f", {names.label(name)} {times:.2f} times classic (H200)"
+    rest = sum(c.seconds for c in notebook.cells if not (c.protocol or c.setup or c.not_on_a_t4))
     parts = [
         ("set-up", Span(*SETUP_S), "a rehearsal with Colab's packages, 32 s; times 1 to 3, assumed"),
-        ("protocol, timed once", Span(*(sum(ends) for ends in zip(*timed, strict=True))), source),
+        ("protocol, timed once", _sum(timed), source),
         ("its checks and layers", Span(*CHECKS_S), "58 TFLOP of matrix products at assumed rates"),
-        ("everything else", _rest(notebook.data if notebook else None), "stored on the H200, times 2 to 3"),
+        (
+            "everything else",
+            Span(*(times * rest for times in COLAB_HOST)),
+            "stored on the H200, times 2 to 3",
+        ),
     ]
-    known = [span for _, span, _ in parts if span]
-    whole = Span(*(sum(ends) for ends in zip(*known, strict=True)))
-    missing = "".join(f"; without {what}: not measured" for what, span, _ in parts if not span)
-    return [*parts, ("in all", whole, f"{ALLOWED_S:.0f} allowed{missing}")]
+    return [*parts, ("in all", _sum(span for _, span, _ in parts), f"{ALLOWED_S:.0f} allowed")]
 
 
-def _rest(notebook: NotebookRun | None) -> Span | None:
-    """Seconds of all other cells, from a stored run's."""
-    if notebook is None or not notebook.cells:
-        return None
-    seconds = sum(c.seconds for c in notebook.cells if not (c.protocol or c.setup or c.not_on_a_t4))
-    return Span(*(times * seconds for times in COLAB_HOST))
+def _sum(spans) -> Span:
+    return Span(*map(sum, zip(*spans, strict=True)))

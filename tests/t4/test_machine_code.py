@@ -51,11 +51,12 @@ class TestCounting:
         assert how == "straight line"
 
     def test_elements_come_from_the_stored_bytes(self):
-        ((name, listed),) = machine_code.parse(LISTING).items()
-        result = machine_code.count(name, listed, 16, 0, 128, itemsize=2)
-        assert result.elements == 12  # 16 + 8 bytes of 2-byte elements
-        assert result.per_element == 7 / 12 and result.load_store == 4 / 12
-        assert result.widths("LDG") == {8: 1, 128: 1} and result.widths("STG") == {128: 1, 64: 1}
+        (listed,) = machine_code.parse(LISTING).values()
+        path, figures = machine_code.count(CARDS[75], listed, 16, 0, 128, itemsize=2)
+        assert len(path) == 7 and figures["elements"] == 12  # 16 + 8 bytes of 2-byte elements
+        assert figures["instructions"] == 7 / 12 and figures["load_store"] == 4 / 12
+        assert figures["load_bits"] == {8: 1, 128: 1} and figures["store_bits"] == {128: 1, 64: 1}
+        assert figures["hinted"] == {"loads": 0, "stores": 1} and figures["occupancy"] == 1.0
 
     def test_a_loop_is_passed_once_and_its_jump_back_ends_the_walk(self):
         code = instructions(("IADD3", ""), ("STG.E.SYS", ""), ("EXIT", "", "P0"), ("BRA", "0x0"), ("NOP", ""))
@@ -93,17 +94,15 @@ class TestCounting:
 
     def test_a_kernel_without_stores_is_refused(self):
         with pytest.raises(ValueError, match="no global store"):
-            machine_code.count("kernel", instructions(("MOV", ""), ("EXIT", "")), 16, 0, 128)
+            machine_code.count(CARDS[75], instructions(("MOV", ""), ("EXIT", "")), 16, 0, 128)
 
     def test_spills_are_seen(self):
         code = instructions(("STL", "[R1], R2"), ("STG.E.128", ""), ("LDL", "R2, [R1]"), ("EXIT", ""))
-        assert machine_code.count("kernel", code, 16, 0, 128).spills == 2
+        assert machine_code.count(CARDS[75], code, 16, 0, 128)[1]["spills"] == 2
 
     def test_resources(self):
         text = " Function abc:\n  REG:64 STACK:0 SHARED:2656 LOCAL:8 CONSTANT[0]:392 TEXTURE:0\n"
-        assert machine_code.resources(text) == {
-            "abc": {"registers": 64, "stack": 0, "shared": 2656, "local": 8}
-        }
+        assert machine_code.resources(text) == {"abc": (64, 2656)}
 
 
 # sm_75: parameters from 0x160 on, 8 bytes each: words, out, absmax, table, code2, absmax2, offset.

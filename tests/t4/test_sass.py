@@ -1,6 +1,5 @@
 """The report on machine code, and the gates: budgets and order of loads of our kernel on every generation."""
 
-import dataclasses
 import json
 import re
 
@@ -8,7 +7,7 @@ import pytest
 
 from helpers.t4 import machine_code, sass
 from helpers.t4.cards import CARDS
-from helpers.t4.cross_compile import Built
+from helpers.t4.cross_compile import Built, build, request_of
 from helpers.t4.load_order import Order
 
 
@@ -86,28 +85,29 @@ def test_the_command(codes, missed, monkeypatch, tmp_path, capsys):
     assert ("met" in capsys.readouterr().out) is not missed
 
 
-def test_the_order_of_loads_and_forced_settings(monkeypatch, capsys):
-    def ours(archs, kinds, **force):
-        assert (archs, force) == ([90], {"stage": 0, "words": 4})
+def test_the_order_of_loads_is_printed(monkeypatch, capsys):
+    def ours(archs, kinds):
+        assert (archs, kinds) == ([90], sass.OTHERS)
         return [
             sass.Code(arch=90, contender="kernel", label="ours", dtype="float16", order="words@1 store@2")
         ]
 
     monkeypatch.setattr(sass, "ours", ours)
-    assert sass.main(["--arch", "90", "--order", "--force", "stage=0", "words=4"]) == 0
+    assert sass.main(["--arch", "90", "--order"]) == 0
     assert capsys.readouterr().out == "sm_90 ours fp16: words@1 store@2\n"
 
 
 def test_the_gate_tells_loads_in_order_from_loads_behind_a_wait():
     """The kernel as it was before code2 went through shared memory, and as it is."""
-    (before,), (now,) = (sass.ours(kinds=sass.BRIEF[:1], stage=stage) for stage in (False, True))
+    requests = [request_of("float16", True, 75, stage=stage) for stage in (False, True)]
+    before, now = map(sass.code_of, build(requests))
     assert any("8 of 8 words are loaded behind a wait" in reason for reason in before.missed)
     assert before.latencies == 2 and (now.latencies, now.late_words, now.missed) == (1, 0, [])
 
 
 def test_no_cuobjdump(monkeypatch, capsys):
     monkeypatch.setattr(machine_code.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(machine_code.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machine_code.shutil, "which", lambda name, path=None: None)
     machine_code.tool.cache_clear()
     try:
         with pytest.raises(machine_code.ToolMissing, match="install triton"):
@@ -117,15 +117,13 @@ def test_no_cuobjdump(monkeypatch, capsys):
         machine_code.tool.cache_clear()
 
 
-def built(opcodes, shared=0, registers=32, order=None, dtype="float16"):
-    """A kernel for a T4 of these opcodes, 8 elements a thread."""
-    path = tuple(
-        machine_code.Instruction(16 * position, "", opcode, "") for position, opcode in enumerate(opcodes)
-    )
-    kernel = Built({"arch": 75, "out_dtype": dtype})
-    counted = machine_code.Counted("kernel", path, 8, 128, registers, shared, "straight line")
+def missed(opcodes, order=None, nested=False, dtype="float16", numel=sass.LARGE, registers=32, shared=0):
+    """What a kernel for a T4 of these opcodes, 8 elements a thread, misses."""
+    code = tuple(machine_code.Instruction(16 * i, "", opcode, "") for i, opcode in enumerate(opcodes))
+    kernel = Built(request_of(dtype, nested, 75, numel))
+    counted = machine_code.count(CARDS[75], code, registers, shared, 128, 8)
     vars(kernel).update(counted=counted, order=order or Order((), (), 1, ()))
-    return kernel
+    return sass.code_of(kernel).missed
 
 
 MET = ["STG.E.128.SYS"] + ["PRMT"] * 40
@@ -142,29 +140,28 @@ MET = ["STG.E.128.SYS"] + ["PRMT"] * 40
     ],
 )
 def test_each_kind_of_miss_is_seen(opcodes, facts, text):
-    assert sass.over_budget(built(MET), nested=False) == []
-    (reason,) = sass.over_budget(built(opcodes, **facts), nested=False)
+    assert missed(MET) == []
+    (reason,) = missed(opcodes, **facts)
     assert text in reason
 
 
 def test_the_order_of_loads_is_gated_in_nested_states_and_results_of_16_bits():
     order = Order((), (), 3, ("words",))
-    faults = sass.over_budget(built(MET, order=order))
+    faults = missed(MET, order, nested=True)
     assert any("3 dependent latencies" in fault for fault in faults)
     assert any("shared memory holds" in fault for fault in faults)
-    wide = sass.over_budget(built(MET, order=order, dtype="float32"))
-    assert not any("shared memory" in fault for fault in wide)
-    assert sass.over_budget(built(MET, order=order), nested=False) == []
+    wide = missed(MET, order, nested=True, dtype="float32")
+    assert wide and not any("shared memory" in fault for fault in wide)
+    assert missed(MET, order) == []
 
 
 def test_a_small_tile_may_cost_more_an_element():
-    heavy = built(["STG.E.128.SYS"] + ["PRMT"] * 60)
-    assert sass.over_budget(heavy, nested=False) and not sass.over_budget(heavy, nested=False, small=True)
+    heavy = ["STG.E.128.SYS"] + ["PRMT"] * 60
+    assert missed(heavy) and not missed(heavy, numel=sass.SMALL)
 
 
 def test_a_kernel_that_does_not_compile_is_a_miss():
-    failed = dataclasses.replace(built(MET), error="Traceback\n\nptxas: no such thing\n")
-    code = sass.code_of(failed, nested=True)
+    code = sass.code_of(Built(request_of("float16", True, 75), error="Traceback\n\nptxas: no such thing\n"))
     assert code.failed == "did not compile: ptxas: no such thing" and code.missed == [code.failed]
     assert "no such thing" in sass.report([code])
 

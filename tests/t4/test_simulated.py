@@ -119,13 +119,7 @@ class TestRunAll:
         *parts, whole = simulated.run_all(stored)
         assert [what for what, *_ in parts][:2] == ["set-up", "protocol, timed once"] and whole[0] == "in all"
         assert whole[1] == pytest.approx([sum(span[end] for _, span, _ in parts) for end in (0, 1)])
-        assert "not measured" not in whole[2] and all(source for *_, source in parts)
+        assert all(source for *_, source in parts)
         cells = results.read("notebook", stored / names.CARD).data.cells
         rest = sum(c.seconds for c in cells if not (c.protocol or c.setup or c.not_on_a_t4))
         assert parts[-1][1] == pytest.approx((2 * rest, 3 * rest))
-
-    def test_what_is_not_stored_is_not_summed(self, stored):
-        (stored / names.CARD / "notebook.json").unlink()
-        *parts, whole = simulated.run_all(stored)
-        assert parts[-1][1] is None and "without everything else: not measured" in whole[2]
-        assert whole[1] == pytest.approx([sum(span[end] for _, span, _ in parts[:-1]) for end in (0, 1)])

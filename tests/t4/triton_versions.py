@@ -38,14 +38,14 @@ def install(version: str) -> Path:
 def check(version: str) -> tuple[list[sass.Code], list[str]]:
     """(one row a kernel, what is wrong in words) of every dtype and card, compiled by this Triton."""
     requests = [
-        cross_compile.request_of(dtype, nested, arch, {})
+        cross_compile.request_of(dtype, nested, arch)
         for arch in ARCHS
         for dtype in cross_compile.DTYPES
         for nested in (True, False)[: 2 if arch == 75 else 1]
     ]
     codes, wrong = [], []
-    for request, built in zip(requests, cross_compile.build(requests, str(install(version))), strict=True):
-        code = sass.code_of(built, request["nested"])
+    for built in cross_compile.build(requests, str(install(version))):
+        code = sass.code_of(built)
         codes.append(code)
         where = f"Triton {version}, sm_{code.arch}, {code.label} {code.dtype}"
         missed = code.missed
