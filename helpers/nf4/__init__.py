@@ -22,8 +22,8 @@ Decode by hand:
     weight = dequantize(packed, quant_state)   # what bitsandbytes.functional.quantize_4bit returned
 
 Environment: NF4_TRITON=1 as above. NF4_BACKEND=triton|torch|auto is what `dequantize` decodes with (auto, the
-default, measures once a device and dtype). TRITON_INTERPRET=1, set before Python starts, runs without a GPU.
-`python -m nf4_triton doctor` says whether it works here and which functions it takes.
+default: the kernel where its bits are right, else plain PyTorch). TRITON_INTERPRET=1, set before Python
+starts, runs without a GPU. `python -m nf4_triton doctor` says whether it works here and what it takes.
 
 Needs torch 2.7 or newer, Triton 3.3 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """

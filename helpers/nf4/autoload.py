@@ -31,7 +31,7 @@ def load() -> None:
             getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in FUNCTIONS
         ]
         waiting = {original: _wait(original) for original in originals}
-        for module, attribute, value in _functions():
+        for module, attribute, value in references(("bitsandbytes",)):
             if value in waiting:
                 setattr(module, attribute, waiting[value])
     except Exception as error:
@@ -40,7 +40,8 @@ def load() -> None:
 
 def forget() -> bool:
     """Put bitsandbytes' functions back that still wait for their first use; were there any?"""
-    waiting = [row for row in _functions() if getattr(row[2], "nf4_waits", None) is row[2]]
+    held = references(("bitsandbytes",))
+    waiting = [row for row in held if getattr(row[2], "nf4_waits", None) is row[2]]
     for module, attribute, value in waiting:
         setattr(module, attribute, value.__wrapped__)
     return bool(waiting)
@@ -64,15 +65,14 @@ def _wait(original):
     return function
 
 
-def _functions() -> list:
-    """(module, attribute, value) of every function that bitsandbytes' modules refer to."""
-    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "bitsandbytes"]
-    return [
-        (module, attribute, value)
-        for module in modules
-        for attribute, value in list(vars(module).items())
-        if type(value) is types.FunctionType
-    ]
+def references(packages: tuple = ("",), kinds: tuple = (types.FunctionType,)):
+    """(module, attribute, value) of every name by which a module of these packages refers to such a value."""
+    for module in list(sys.modules.values()):
+        name = str(getattr(module, "__name__", "")).lower()
+        if isinstance(module, types.ModuleType) and name.startswith(packages):
+            for attribute, value in list(vars(module).items()):
+                if issubclass(type(value), kinds):  # isinstance would ask lazy objects
+                    yield module, attribute, value
 
 
 def _say(text: str) -> None:

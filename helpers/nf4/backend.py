@@ -1,40 +1,38 @@
 """Can the kernel run here, and which code decodes when a user asks: NF4_BACKEND=triton|torch|auto.
 
 `triton` is the kernel, `torch` the same bits in plain PyTorch (any device, no compiler), `auto` (the default)
-measures both once a device and dtype and says what it chose.
+the kernel wherever it runs and a small weight has the right bits.
 """
 
 import functools
 import logging
+import math
 import os
-import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import kernel
+from .call_sites import State
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
 
 NAMES = ("triton", "torch", "auto")
 MIN_CAPABILITY = (7, 5)  # Tesla T4: the oldest card the kernel is compiled and checked for
-# Elements of a small and a mid-size weight that `auto` times; Triton's interpreter gets toys.
-SIZES = {"cuda": (1 << 20, 1 << 24), "cpu": (1 << 12, 1 << 15)}
-_TINY = torch.finfo(torch.float32).tiny
+FP32 = torch.float32
+_TINY = torch.finfo(FP32).tiny
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What decodes, why, and microseconds a call by number of elements and name, where measured."""
+    """What decodes, and why."""
 
     name: str
     reason: str
-    measured: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 def cannot_run() -> str | None:
@@ -71,11 +69,8 @@ def dequantize(
     and ValueError for an unknown NF4_BACKEND.
     """
     if quant_state is None:
-        if isinstance(weight, torch.nn.Module):
-            layer, weight = weight, weight.weight
-            quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
-        else:
-            quant_state = getattr(weight, "quant_state", None)
+        layer, weight = weight, getattr(weight, "weight", weight)
+        quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
     dtype = getattr(quant_state, "dtype", torch.float16)
     return paths()[choose(weight.device, dtype).name](weight, quant_state, out)
 
@@ -85,100 +80,51 @@ def paths() -> dict[str, Callable]:
     return {"triton": kernel._your_dequantize_nf4, "torch": in_torch}
 
 
-def requested() -> str:
-    """NF4_BACKEND in lower case, 'auto' when unset. Raises ValueError for any other name."""
+def choose(device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> Choice:
+    """What decodes to this dtype on this device. Raises ValueError for an unknown NF4_BACKEND."""
     name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
     if name not in NAMES:
         raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(NAMES)}")
-    return name
-
-
-def choose(device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> Choice:
-    """What decodes to this dtype on this device. `auto` measures at the first call only."""
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _choose(requested(), device, dtype)
+    return _auto(torch.device(device), dtype) if name == "auto" else Choice(name, f"NF4_BACKEND={name}")
 
 
 @functools.cache
-def _choose(name: str, device: torch.device, dtype: torch.dtype) -> Choice:
-    if name != "auto":
-        return Choice(name, f"NF4_BACKEND={name}")
+def _auto(device: torch.device, dtype: torch.dtype) -> Choice:
+    if problem := _problem(device, dtype):
+        log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
+        return Choice("torch", problem)
+    return Choice("triton", "its bits are right here")
+
+
+def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot decode to this dtype on this device; None where it can."""
     if device.type == "cpu" and not kernel.INTERPRETED:
-        choice = Choice("torch", "the weight is on the CPU")
-    elif problem := cannot_run():
-        choice = Choice("torch", problem)
-    else:
-        choice = _measure(device, dtype)
-    log.warning("NF4_BACKEND=auto on %s, %s: %s (%s)", device, dtype, choice.name, choice.reason)
-    return choice
-
-
-def _measure(device: torch.device, dtype: torch.dtype) -> Choice:
-    measured = {}
-    for elements in SIZES[device.type]:
-        weight, state = _random_weight(elements, device, dtype)
-        calls = {name: functools.partial(call, weight, state) for name, call in paths().items()}
-        try:
-            equal = torch.equal(calls["triton"](), calls["torch"]())
-        except Exception as error:  # whatever stops the kernel here, the other path still works
-            return Choice("torch", f"the kernel cannot run here: {type(error).__name__}: {error}", measured)
-        if not equal:
-            return Choice("torch", "the kernel's bits are wrong here: please report it", measured)
-        measured[elements] = {name: _microseconds(call, device) for name, call in calls.items()}
-    best = min(("triton", "torch"), key=lambda name: sum(row[name] for row in measured.values()))
-    rows = "; ".join(
-        f"{elements} elements: triton {row['triton']:.1f} us, torch {row['torch']:.1f} us"
-        for elements, row in measured.items()
-    )
-    return Choice(best, f"the faster one here: {rows}", measured)
-
-
-def _random_weight(elements: int, device: torch.device, dtype: torch.dtype):
-    """Random packed codes of `elements` weights and a nested nf4 state for them, without bitsandbytes."""
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randint(0, 256, (elements // 2, 1), dtype=torch.uint8, generator=draw).to(device)
-    state = _State()
-    state.shape, state.dtype, state.quant_type = torch.Size((64, elements // 64)), dtype, "nf4"
-    state.blocksize, state.nested, state.state2 = 64, True, _State()
-    absmax = torch.randint(0, 256, (elements // 64,), dtype=torch.uint8, generator=draw)
-    state.absmax, state.offset = absmax.to(device), torch.tensor(0.05, device=device)
-    state.state2.absmax = torch.rand(-(-elements // 16384), generator=draw).to(device)
-    state.state2.code = torch.linspace(-1, 1, 256).to(device)
-    state.state2.blocksize, state.state2.dtype = 256, torch.float32
-    return weight, state
-
-
-class _State:
-    """Fields of a bitsandbytes QuantState."""
-
-
-def _microseconds(call: Callable, device: torch.device) -> float:
-    """Median time of a call that is waited for."""
-    seconds = []
-    for _ in range(20 if device.type == "cuda" else 3):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) * 1e6
+        return "the weight is on the CPU"
+    if problem := cannot_run():
+        return problem
+    with device:
+        packed = (torch.arange(2048) % 256).to(torch.uint8).view(-1, 1)
+        absmax, offset = torch.arange(0, 256, 4, dtype=torch.uint8), torch.tensor(0.05)
+        absmax2, code2 = torch.full((1,), 0.7, dtype=FP32), torch.linspace(-1, 1, 256, dtype=FP32)
+    second = State(absmax=absmax2, code=code2, blocksize=256, dtype=FP32)
+    fields = dict(shape=torch.Size((64, 64)), dtype=dtype, quant_type="nf4", blocksize=64)
+    state = State(fields, nested=True, absmax=absmax, offset=offset, state2=second)
+    try:
+        results = [decode(packed, state) for decode in paths().values()]
+    except Exception as error:  # whatever stops the kernel here, the other path still works
+        return f"the kernel cannot run here: {type(error).__name__}: {error}"
+    return None if torch.equal(*results) else "the kernel's bits are wrong here: please report it"
 
 
 def in_torch(weight: torch.Tensor, quant_state, out: torch.Tensor | None = None) -> torch.Tensor:
     """`dequantize` in plain PyTorch, bit for bit: two roundings a scale and one more for its product with the
     code; subnormal numbers become zeros on CUDA, as in bitsandbytes' CUDA build, and stay on a CPU."""
-    state, n = quant_state, 1
-    if getattr(state, "quant_type", None) not in ("nf4", "fp4") or getattr(
-        state, "packing_format_for_cpu", None
-    ):
+    state, known = quant_state, getattr(quant_state, "quant_type", None) in ("nf4", "fp4")
+    if not known or getattr(state, "packing_format_for_cpu", None):
         raise kernel.UnsupportedState(
             "expected the packed 4-bit weight of a bitsandbytes Linear4bit (nf4 or fp4) and its quant_state"
         )
-    for size in state.shape:
-        n *= size
-    multiply = _multiply_flushing if weight.is_cuda else torch.mul
+    n, multiply = math.prod(state.shape), _multiply_flushing if weight.is_cuda else torch.mul
     packed, blocks = weight.detach().contiguous().view(-1).view(torch.uint8), -(-n // state.blocksize)
     scale = state.absmax.reshape(-1)[:blocks]
     if state.nested:

@@ -2,8 +2,8 @@
 
 Each function here makes the replacement of one library function: same arguments, same result bit for bit.
 Where the kernel does not cover a state, where the library multiplies without dequantizing, and while switched
-off, it calls the library's own function. The fast path adds a few attribute reads to the kernel's call. The
-kernel's functions are looked up at each call, so a kernel that was loaded again is the one that decodes.
+off, it calls the library's own function. The kernel's functions are looked up at each call, so a kernel that
+was loaded again is the one that decodes.
 """
 
 import collections
@@ -22,13 +22,14 @@ _plain_tensors = torch._C.DisableTorchFunctionSubclass  # Params4bit answers eve
 _lock = threading.Lock()
 
 
+@dataclass(eq=False)
 class Library:
     """One library's switch: `on` is read by all its call sites, so they change over together."""
 
-    __slots__ = ("name", "on")
-
-    def __init__(self, name: str):
-        self.name, self.on = name, False
+    on: bool = False
+    sites: list["Site"] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)  # function: why it stays the library's
+    holders: set = field(default_factory=set)  # the Switches that want it on
 
 
 @dataclass(eq=False)
@@ -74,52 +75,64 @@ class Site:
             self.reasons[str(reason).split(":")[0]] += 1
 
 
-class _State:
+class State:
     """Fields of a quant_state, for one call: nothing is kept, so nothing is kept alive or shared."""
 
-    def __init__(self, fields: dict, **others):
+    def __init__(self, fields=(), **others):
         self.__dict__.update(fields, **others)
 
 
 def in_dtype(state, dtype):
     """`state`, or its fields with another dtype: bitsandbytes' forward decodes to the input's dtype,
     whatever the state's."""
-    return state if state.dtype is dtype else _State(vars(state), dtype=dtype)
+    return state if state.dtype is dtype else State(vars(state), dtype=dtype)
 
 
 def _covered(kernel, weight, state) -> bool:
     """May this be traced as the kernel's operator? What the operator would refuse takes the library's path,
     as in eager code. Metadata only, and Dynamo guards all of it."""
-    n, nested = math.prod(state.shape), state.nested
+    n, float32, sizes = math.prod(state.shape), torch.float32, [state.blocksize]
+    blocks = -(-n // state.blocksize)
+    needed = [(state.absmax, torch.uint8 if state.nested else float32, blocks)]
+    if state.nested:
+        second, offset = state.state2, state.offset
+        if second is None or second.dtype is not float32 or offset is None:
+            return False
+        if offset.dtype not in kernel.OFFSETS or offset.numel() != 1:
+            return False
+        sizes.append(second.blocksize)
+        needed += [(second.absmax, float32, -(-blocks // second.blocksize)), (second.code, float32, 256)]
+        needed += [(offset, offset.dtype, 1)]
     if (
         not (weight.is_cuda or kernel.INTERPRETED)
         or state.dtype not in kernel.DTYPES
         or state.quant_type not in ("nf4", "fp4")
         or getattr(state, "packing_format_for_cpu", False)
-        or state.blocksize & (state.blocksize - 1)
         or weight.dtype not in kernel.STORAGES
         or not weight.is_contiguous()
         or weight.numel() * weight.element_size() * 2 < n
         or (weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(state.shape))
+        or any([size & (size - 1) for size in sizes])
     ):
         return False
-    blocks = -(-n // state.blocksize)
-    needed = [(state.absmax, torch.uint8 if nested else torch.float32, blocks)]
-    if nested:
-        state2 = state.state2
-        if state2 is None or state2.dtype is not torch.float32 or state2.blocksize & (state2.blocksize - 1):
-            return False
-        blocks2 = -(-blocks // state2.blocksize)
-        needed += [(state2.absmax, torch.float32, blocks2), (state2.code, torch.float32, 256)]
-        if state.offset is None or state.offset.dtype not in kernel.OFFSETS or state.offset.numel() != 1:
-            return False
-        needed += [(state.offset, state.offset.dtype, 1)]
     for tensor, dtype, count in needed:
         if tensor is None or tensor.dtype != dtype or tensor.device != weight.device:
             return False
         if tensor.numel() < count or not tensor.is_contiguous():
             return False
     return True
+
+
+def _decoded(site: Site, kernel, weight, state, out=None):
+    """The weight as the kernel decodes it, counted; None where that is the library's to do."""
+    if _compiling():
+        return kernel._your_dequantize_nf4(weight, state, out) if _covered(kernel, weight, state) else None
+    try:
+        result = kernel._your_dequantize_nf4(weight, state, out)
+    except kernel.UnsupportedState as error:
+        return site.left(error)
+    site.kernel += 1
+    return result
 
 
 def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
@@ -129,16 +142,8 @@ def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
 
     def fast_dequantize(W, quant_state=None, out=None, *more, **named):
         if type(quant_state) is state_type and library.on:
-            if _compiling():
-                if _covered(kernel, W, quant_state):
-                    return kernel._your_dequantize_nf4(W, quant_state, out)
-                return original(W, quant_state, out, *more, **named)
-            try:
-                result = kernel._your_dequantize_nf4(W, quant_state, out)
-            except kernel.UnsupportedState as error:
-                site.left(error)
-            else:
-                site.kernel += 1
+            result = _decoded(site, kernel, W, quant_state, out)
+            if result is not None:
                 return result
         return original(W, quant_state, out, *more, **named)
 
@@ -150,30 +155,16 @@ def dequantize_4bit(site: Site, kernel) -> None:
     (fp32) and `out` stand for a flat state. Arguments that a newer release adds are the library's."""
     original, library = site.original, site.library_switch
 
-    def flat(A, absmax, out, blocksize, quant_type):
-        fields = dict(absmax=absmax, shape=out.shape, dtype=out.dtype, quant_type=quant_type, nested=False)
-        state = _State(fields, blocksize=64 if blocksize is None else blocksize, state2=None, offset=None)
-        return kernel._your_dequantize_nf4(A, state, out)
-
     def dequantize_4bit(
         A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type="fp4", *more, **named
     ):
-        if library.on and not more and not named:
-            if _compiling():
-                if quant_state is not None and _covered(kernel, A, quant_state):
-                    return kernel._your_dequantize_nf4(A, quant_state, out)
-                return original(A, quant_state, absmax, out, blocksize, quant_type)
-            try:
-                if quant_state is not None:
-                    result = kernel._your_dequantize_nf4(A, quant_state, out)
-                elif absmax is not None and out is not None:
-                    result = flat(A, absmax, out, blocksize, quant_type)
-                else:
-                    return original(A, quant_state, absmax, out, blocksize, quant_type)
-            except kernel.UnsupportedState as error:
-                site.left(error)
-            else:
-                site.kernel += 1
+        state = quant_state
+        if state is None and absmax is not None and out is not None and not _compiling():
+            fields = dict(absmax=absmax, shape=out.shape, dtype=out.dtype, quant_type=quant_type)
+            state = State(fields, nested=False, blocksize=64 if blocksize is None else blocksize)
+        if library.on and state is not None and not more and not named:
+            result = _decoded(site, kernel, A, state, out)
+            if result is not None:
                 return result
         return original(A, quant_state, absmax, out, blocksize, quant_type, *more, **named)
 
@@ -190,21 +181,14 @@ def gemm_fallback(site: Site, kernel) -> None:
         absmax_8bit=None, absmax_code=None, absmax_offset=None,
     ):  # fmt: skip
         if library.on:
-            state = _State(
-                dict(shape=torch.Size(shapeB), dtype=A.dtype, quant_type=quant_type, blocksize=blocksize),
-                nested=absmax_8bit is not None, absmax=absmax, offset=absmax_offset, state2=None,
-            )  # fmt: skip
+            state = State(shape=torch.Size(shapeB), dtype=A.dtype, quant_type=quant_type, blocksize=blocksize)
+            state.nested, state.absmax = absmax_8bit is not None, absmax
             if state.nested:
-                fields = dict(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
-                state.absmax, state.state2 = absmax_8bit, _State(fields)
-            try:
-                weight = kernel._your_dequantize_nf4(B, state)
-                weight = weight.t() if B.shape[0] == 1 else weight  # here a row is no transposed weight
-            except kernel.UnsupportedState as error:
-                site.left(error)
-            else:
-                site.kernel += 1
-                return linear(A, weight, bias)
+                state.state2 = State(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
+                state.absmax, state.offset = absmax_8bit, absmax_offset
+            weight = _decoded(site, kernel, B, state)
+            if weight is not None:  # here a row is no transposed weight
+                return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)
         return original(
             A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
         )
@@ -265,9 +249,8 @@ def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
                     if A.requires_grad and torch.is_grad_enabled():
                         result = apply(A, B, bias, quant_state)
                     else:
-                        result = linear(
-                            A, kernel._your_dequantize_nf4(B, in_dtype(quant_state, A.dtype)), bias
-                        )
+                        weight = kernel._your_dequantize_nf4(B, in_dtype(quant_state, A.dtype))
+                        result = linear(A, weight, bias)
                     site.kernel += 1
                     return result
             except (AttributeError, IndexError, TypeError, ValueError) as error:
@@ -280,7 +263,7 @@ def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
 
 def watch(site: Site) -> None:
     """Count the calls of a function that stays the library's; changes nothing."""
-    original = site.original
+    original, site.watched = site.original, True
 
     def watched(*arguments, **named):
         if not _compiling():

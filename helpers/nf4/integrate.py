@@ -16,12 +16,12 @@ import sys
 import threading
 import types
 import warnings
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from . import autoload, backend, kernel, libraries
+from .autoload import references
 from .call_sites import Library, Site
 from .libraries import UnknownInternals, current, reloaded, site_of
 
@@ -34,19 +34,9 @@ LIBRARIES = ("unsloth", "bitsandbytes", "peft", "transformers")
 PACKAGES = ("bitsandbytes", "unsloth", "peft", "transformers", "trl", "accelerate")
 # A reload of this module keeps them: what is switched on must stay reachable.
 _lock = globals().get("_lock") or threading.RLock()
-_installed: dict[str, "_Installed"] = globals().get("_installed", {})  # switched on now
-_built: dict[str, "_Installed"] = globals().get("_built", {})  # made before, so nothing compiles anew
+_installed: dict[str, Library] = globals().get("_installed", {})  # switched on now
+_built: dict[str, Library] = globals().get("_built", {})  # made before, so nothing compiles anew
 _tested: set = set()  # (the library's function, the kernel's) that gave the same bits
-
-
-@dataclass
-class _Installed:
-    """One library with the kernel inside: its switch, its call sites, what is left, and who asked for it."""
-
-    library: Library
-    sites: list[Site]
-    left: dict[str, str]  # function: why it stays the library's
-    holders: set = field(default_factory=set)
 
 
 class Switch:
@@ -59,9 +49,7 @@ class Switch:
     def __init__(self, taken: list[str], routes: dict[str, str], refused: dict[str, str]):
         self.libraries, self.routes, self.refused = tuple(taken), routes, refused
         self.sites: list[Site] = [site for name in taken for site in _installed[name].sites]
-        self.left: dict[str, str] = {}
-        for name in taken:
-            self.left |= _installed[name].left
+        self.left = {function: why for name in taken for function, why in _installed[name].left.items()}
         self._before = [site.tally() for site in self.sites]
         self._with_unsloth = current(libraries.UNSLOTH) is not None
         self._text = self._describe()
@@ -72,8 +60,7 @@ class Switch:
             for name in self.libraries:
                 if name in _installed and self in _installed[name].holders:
                     _installed[name].holders.discard(self)
-                    if not _installed[name].holders:
-                        _remove(_installed.pop(name))
+                    _remove_orphans()
 
     def __enter__(self) -> "Switch":
         return self
@@ -158,10 +145,10 @@ def use_nf4_kernel(*names: str, quiet: bool = False) -> Switch:
                     continue
                 try:
                     _import(name, asked=bool(names))
-                    for needed in ("bitsandbytes",) if name in libraries.ROUTES else (name,):
-                        _install(needed)
-                        if needed not in taken:
-                            taken.append(needed)
+                    needed = "bitsandbytes" if name in libraries.ROUTES else name
+                    _install(needed)
+                    if needed not in taken:
+                        taken.append(needed)
                     if name in libraries.ROUTES:
                         routes[name] = libraries.route(name)
                 except (ImportError, RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
@@ -172,8 +159,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False) -> Switch:
             for name in taken:
                 _installed[name].holders.add(switch)
         except BaseException:
-            for orphan in [name for name, one in _installed.items() if not one.holders]:
-                _remove(_installed.pop(orphan))
+            _remove_orphans()
             raise
         if taken and not current(libraries.UNSLOTH) and _Latecomer not in map(type, sys.meta_path):
             sys.meta_path.insert(0, _Latecomer())
@@ -187,8 +173,8 @@ def restore() -> None:
     a reload of this module, or with a second copy of it: what was replaced is found by its mark."""
     with _lock:
         autoload.forget()
-        for installed in _installed.values():
-            installed.library.on = False
+        for library in _installed.values():
+            library.on = False
         _installed.clear()
         _put_back()
         sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "_Latecomer"]
@@ -238,39 +224,45 @@ def _import(name: str, asked: bool) -> None:
 
 def _install(name: str) -> None:
     """Put the replacements in place and switch them on; all of the library's or none."""
-    installed = _installed.get(name)
-    if installed is None or any(map(reloaded, installed.sites)):
-        library = Library(name)
-        holders = _remove(_installed.pop(name)) if installed else set()
-        sites, left = libraries.SITES[name](library)  # refuses before anything changes
+    library = _installed.get(name)
+    if library is None or any(map(reloaded, library.sites)):
+        holders = _remove(_installed.pop(name)) if library else set()
+        library = libraries.SITES[name]()  # refuses before anything changes
         _works()
         built = _built.get(name)
-        if built and [site.key() for site in built.sites] == [site.key() for site in sites]:
-            library, sites = built.library, built.sites
-        installed = _built[name] = _Installed(library, sites, left, holders)
-    by_id = {id(site.original): site for site in installed.sites}
+        if built and [site.key() for site in built.sites] == [site.key() for site in library.sites]:
+            built.left, library = library.left, built
+        library.holders = holders
+        _built[name] = library
+    by_id = {id(site.original): site for site in library.sites}
     try:  # also again: modules imported since the last call may hold the old functions
-        for module, attribute, value in _functions():
-            if id(value) in by_id and module.__name__.lower().startswith(PACKAGES):
+        for module, attribute, value in references(PACKAGES):
+            if id(value) in by_id:
                 setattr(module, attribute, by_id[id(value)].replacement)
-        installed.library.on = True
+        library.on = True
     except BaseException:
-        _remove(installed)
+        _remove(library)
         _installed.pop(name, None)
         raise
-    _installed[name] = installed
+    _installed[name] = library
 
 
-def _remove(installed: _Installed) -> set:
+def _remove(library: Library) -> set:
     """Take one library's replacements out; returns who held them."""
-    installed.library.on = False  # every call site at once; what someone else copied stays a mere detour
-    _put_back(installed.sites)
-    return installed.holders
+    library.on = False  # every call site at once; what someone else copied stays a mere detour
+    _put_back(library.sites)
+    return library.holders
+
+
+def _remove_orphans() -> None:
+    """Take out what no open switch holds."""
+    for name in [name for name, library in _installed.items() if not library.holders]:
+        _remove(_installed.pop(name))
 
 
 def _put_back(sites: list[Site] | None = None) -> None:
     """Undo replacements wherever a module refers to one: those of `sites`, or all there are."""
-    for module, attribute, value in list(_functions()):
+    for module, attribute, value in list(references()):
         site = site_of(value)
         if site is not None and (sites is None or site in sites):
             site.library_switch.on = False
@@ -278,19 +270,10 @@ def _put_back(sites: list[Site] | None = None) -> None:
                 setattr(module, attribute, site.original)
 
 
-def _functions():
-    """(module, attribute, value) of everything callable that any imported module holds by a name."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            for attribute, value in list(vars(module).items()):
-                if type(value) is types.FunctionType:
-                    yield module, attribute, value
-
-
 def _places() -> dict[int, set[str]]:
     """Names of the modules that hold each site's replacement, by the site's id."""
     places: dict[int, set[str]] = {}
-    for module, _, value in _functions():
+    for module, _, value in references():
         if site := site_of(value):
             places.setdefault(id(site), set()).add(module.__name__)
     return places
@@ -300,21 +283,16 @@ def _kept(sites: list[Site]) -> dict[str, str]:
     """References that can be seen and were not replaced: {name: why}."""
     originals = {id(site.original) for site in sites if not site.watched}
     kept = {}
-    for module in list(sys.modules.values()):
-        if not isinstance(module, types.ModuleType) or module.__name__.startswith(__package__):
-            continue
-        ours = module.__name__.lower().startswith(PACKAGES)
-        for attribute, value in list(vars(module).items()):
-            name = f"{module.__name__}.{attribute}"
-            if type(value) is types.FunctionType and id(value) in originals:
-                kept[name] = "a name imported before the call"
-            elif type(value) is functools.partial and id(value.func) in originals:
-                kept[name] = "a partial of it"
-            elif ours and isinstance(value, type) and value.__module__ == module.__name__:
-                for inner, held in list(vars(value).items()):
-                    held = held.__func__ if isinstance(held, staticmethod | classmethod) else held
-                    if id(held) in originals:
-                        kept[f"{name}.{inner}"] = "a class attribute"
+    for module, attribute, value in references(kinds=(types.FunctionType, functools.partial, type)):
+        name, ours = f"{module.__name__}.{attribute}", module.__name__.lower().startswith(PACKAGES)
+        if id(value) in originals and not name.startswith(__package__):
+            kept[name] = "a name imported before the call"
+        elif type(value) is functools.partial and id(value.func) in originals:
+            kept[name] = "a partial of it"
+        elif ours and isinstance(value, type) and value.__module__ == module.__name__:
+            for inner, held in list(vars(value).items()):
+                if id(getattr(held, "__func__", held)) in originals:  # of a static or class method
+                    kept[f"{name}.{inner}"] = "a class attribute"
     for module_name, function in libraries.OWN_KERNELS.items():
         if hasattr(sys.modules.get(module_name), function):
             kept[f"{module_name}.{function}"] = "which decodes in a kernel of its own"

@@ -80,9 +80,9 @@ def _require(condition, name: str, text: str) -> None:
         )
 
 
-def _function(name: str, parameters: tuple[str, ...], more: tuple[str, ...] | None = None):
-    """The function of that name, which takes these parameters first. Others with a default may follow: those
-    in `more`, or any."""
+def _require_function(name: str, parameters: tuple[str, ...], more: tuple[str, ...] | None = None) -> None:
+    """Refuse a function that does not take these parameters first. Others with a default may follow: those in
+    `more`, or any."""
     function = current(name)
     _require(inspect.isroutine(function), name, "is missing")
     if site_of(function):
@@ -92,7 +92,6 @@ def _function(name: str, parameters: tuple[str, ...], more: tuple[str, ...] | No
     for rest in list(have.values())[len(parameters) :]:
         fits &= rest.default is not rest.empty and (more is None or rest.name in more)
     _require(fits, name, f"takes {tuple(have)}, expected {parameters}")
-    return function
 
 
 def _operator_source(module, decorator: str) -> str:
@@ -120,15 +119,20 @@ def _calls(function, *names: str) -> bool:
     return set(names) <= set(getattr(getattr(function, "__code__", None), "co_names", ()))
 
 
-def bitsandbytes(library: Library) -> tuple[list[Site], dict[str, str]]:
-    """Its call sites, replacements made but not in place, and what is left to it: {function: why}."""
+def _add(library: Library, name: str, make: Callable, *arguments) -> None:
+    """Give the library another call site, and have its replacement made."""
+    library.sites.append(site := Site(name, current(name), library))
+    make(site, *arguments)
+
+
+def bitsandbytes() -> Library:
+    """Its call sites, replacements made but not in place, and what is left to it."""
     import bitsandbytes.autograd._functions as products
     from bitsandbytes import functional
 
-    parameters = ("A", "quant_state", "absmax", "out", "blocksize", "quant_type")
-    site = Site(DEQUANTIZE, _function(DEQUANTIZE, parameters), library)
-    call_sites.dequantize_4bit(site, kernel)
-    sites, left = [site], {}
+    library = Library()
+    _require_function(DEQUANTIZE, ("A", "quant_state", "absmax", "out", "blocksize", "quant_type"))
+    _add(library, DEQUANTIZE, call_sites.dequantize_4bit, kernel)
     cuda = None
     if torch.cuda.is_available() and "bitsandbytes.backends.cuda" in sys.modules:
         cuda = importlib.import_module(CUDA_OPS)
@@ -138,38 +142,33 @@ def bitsandbytes(library: Library) -> tuple[list[Site], dict[str, str]]:
     }
     if current(FALLBACK):
         if why := _unknown(gemm):
-            left[FALLBACK] = why
+            library.left[FALLBACK] = why
         else:
-            sites.append(site := Site(FALLBACK, current(FALLBACK), library))
-            call_sites.gemm_fallback(site, kernel)
+            _add(library, FALLBACK, call_sites.gemm_fallback, kernel)
     forward, backward = products.MatMul4Bit.forward, products.MatMul4Bit.backward
     if not (_calls(forward, "dequantize_4bit") and _calls(backward, "dequantize_4bit")):  # from 0.50 on
         known = {
             "matmul_4bit": lambda: inspect.getsource(products.matmul_4bit),
             "MatMul4Bit": lambda: inspect.getsource(products.MatMul4Bit),
         }
-        why = _unknown(known | (gemm if cuda else {}))
-        sites.append(site := Site(PRODUCT, products.matmul_4bit, library, watched=bool(why)))
-        if why:
-            left[PRODUCT] = why
-            call_sites.watch(site)
+        if why := _unknown(known | (gemm if cuda else {})):
+            library.left[PRODUCT] = why
+            _add(library, PRODUCT, call_sites.watch)
         else:
-            call_sites.matmul_4bit(site, kernel, functional, cuda)
+            _add(library, PRODUCT, call_sites.matmul_4bit, kernel, functional, cuda)
     if current(LAST):
-        sites.append(site := Site(LAST, current(LAST), library, watched=True))
-        call_sites.watch(site)
-    return sites, left
+        _add(library, LAST, call_sites.watch)
+    return library
 
 
-def unsloth(library: Library) -> tuple[list[Site], dict[str, str]]:
+def unsloth() -> Library:
     """As `bitsandbytes`, for Unsloth's one function. Its arguments beyond `out` change no bit."""
     from bitsandbytes.functional import QuantState
 
     importlib.import_module("unsloth.kernels.utils")
-    original = _function(UNSLOTH, ("W", "quant_state", "out"), more=("use_global_buffer", "dtype"))
-    site = Site(UNSLOTH, original, library)
-    call_sites.unsloth_fast_dequantize(site, kernel, QuantState)
-    return [site], {}
+    _require_function(UNSLOTH, ("W", "quant_state", "out"), more=("use_global_buffer", "dtype"))
+    _add(library := Library(), UNSLOTH, call_sites.unsloth_fast_dequantize, kernel, QuantState)
+    return library
 
 
 SITES = {"bitsandbytes": bitsandbytes, "unsloth": unsloth}

@@ -1,5 +1,4 @@
 import logging
-import time
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ from helpers.oracle import reference
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No choice remembered from another test, and toys to measure on."""
-    backend._choose.cache_clear()
+    """No choice remembered from another test."""
+    backend._auto.cache_clear()
     monkeypatch.delenv("NF4_BACKEND", raising=False)
-    monkeypatch.setattr(backend, "SIZES", dict.fromkeys(("cuda", "cpu"), (1 << 12,)))
     yield
-    backend._choose.cache_clear()
+    backend._auto.cache_clear()
 
 
 @pytest.fixture
@@ -26,11 +24,6 @@ def layer(make_layer):
 def exact(weight, state, out=None):
     state.shape = torch.Size(state.shape)
     return reference.dequantize(weight, state)
-
-
-def slow(weight, state, out=None):
-    time.sleep(0.05)
-    return exact(weight, state)
 
 
 def wrong(weight, state, out=None):
@@ -48,11 +41,10 @@ def test_an_invalid_name_is_refused_with_the_valid_ones(monkeypatch, layer):
 
 
 @pytest.mark.parametrize("name", ["triton", "torch", " Torch "])
-def test_a_named_path_is_taken_without_measuring(monkeypatch, device, name):
+def test_a_named_path_is_taken_untried(monkeypatch, device, name):
     monkeypatch.setenv("NF4_BACKEND", name)
-    monkeypatch.setattr(backend, "_measure", lambda *_: pytest.fail("measured"))
-    choice = backend.choose(device, torch.float16)
-    assert choice.name == name.strip().lower() and not choice.measured
+    monkeypatch.setattr(backend, "_problem", lambda *_: pytest.fail("tried"))
+    assert backend.choose(device, torch.float16).name == name.strip().lower()
 
 
 @pytest.mark.parametrize("name", ["triton", "torch", "auto"])
@@ -61,39 +53,32 @@ def test_every_path_gives_the_same_bits(monkeypatch, layer, name):
     assert reference.same_bits(backend.dequantize(layer), exact(layer.weight, layer.weight.quant_state))
 
 
-@pytest.mark.parametrize("triton, torch_path, expected", [(exact, slow, "triton"), (slow, exact, "torch")])
-def test_auto_takes_the_faster_one_and_says_so(monkeypatch, device, caplog, triton, torch_path, expected):
-    monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": torch_path})
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_auto_takes_the_kernel_where_its_bits_are_right(device, dtype, caplog):
     with caplog.at_level(logging.WARNING):
-        choice = backend.choose(device, torch.float16)
-    assert choice.name == expected and 4096 in choice.measured
-    assert f"{expected} (the faster one here" in caplog.text
+        assert backend.choose(device, dtype).name == "triton"
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("triton, why", [(wrong, "bits are wrong"), (broken, "RuntimeError: cannot compile")])
 def test_auto_never_takes_a_kernel_that_is_wrong_or_fails(monkeypatch, device, caplog, triton, why):
-    monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": slow})
+    monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": exact})
     choice = backend.choose(device, torch.float16)
     assert choice.name == "torch" and why in choice.reason and why in caplog.text
 
 
-def test_auto_measures_once_for_each_dtype(monkeypatch, device):
+def test_auto_tries_once_for_each_dtype(monkeypatch, device):
     seen = []
-
-    def measure(where, dtype):
-        seen.append(dtype)
-        return backend.Choice("torch", "test")
-
-    monkeypatch.setattr(backend, "_measure", measure)
+    monkeypatch.setattr(backend, "_problem", lambda device, dtype: seen.append(dtype))
     for dtype in (torch.float16, torch.float16, torch.bfloat16):
-        backend.choose(device, dtype)
+        assert backend.choose(device, dtype).name == "triton"
     assert seen == [torch.float16, torch.bfloat16]
 
 
-def test_auto_does_not_measure_where_the_kernel_cannot_run(monkeypatch):
+def test_auto_does_not_try_where_the_kernel_cannot_run(monkeypatch):
     monkeypatch.setattr(backend, "cannot_run", lambda: "sm_60 is too old")
-    monkeypatch.setattr(backend, "_measure", lambda *_: pytest.fail("measured"))
-    assert backend.choose("cuda:0", torch.float16).reason == "sm_60 is too old"
+    monkeypatch.setattr(backend, "paths", lambda: pytest.fail("tried"))
+    assert backend.choose("cuda:0", torch.float16) == backend.Choice("torch", "sm_60 is too old")
 
 
 STATES = [

@@ -333,7 +333,7 @@ def test_an_error_in_the_middle_leaves_all_off(monkeypatch, error):
     for module in (types.ModuleType("unsloth"), types.ModuleType("unsloth.kernels"), utils):
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    def fail(library):
+    def fail():
         raise error
 
     monkeypatch.setitem(libraries.SITES, "bitsandbytes", fail)

@@ -284,7 +284,7 @@ def test_a_replacement_costs_well_under_a_microsecond():
         UnsupportedState=ValueError,
         INTERPRETED=True,
     )
-    library = call_sites.Library("x")
+    library = call_sites.Library()
     library.on = True
     site = call_sites.Site("x.y", lambda *a: 1 / 0, library)
     call_sites.dequantize_4bit(site, stand_in)
@@ -533,7 +533,7 @@ def test_the_branch_inside_the_gpu_operator(device, nested, as_row):
     """What bitsandbytes' CUDA operator calls it with, also where its packed weight is a row."""
     packed, state = quantized((48, 128), FP16, device, compress_statistics=nested)
     x = torch.randn(7, 128, device=device, dtype=BF16)
-    library = call_sites.Library("x")
+    library = call_sites.Library()
     library.on = True
     site = call_sites.Site("x._dequant_linear_fallback", lambda *a: a, library)
     call_sites.gemm_fallback(site, kernel)
