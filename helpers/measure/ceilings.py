@@ -2,8 +2,9 @@
 
 Each thread loads packed 32-bit words (8 codes each) and writes every word four times, 16 bytes: the traffic
 of a 16-bit output. Scales are loaded too and mixed in with XOR, so that no load can be optimized away and a
-test can prove by the output that every byte was read. Two versions: Triton (for every user) and CUDA C (to
-see what Triton itself costs; needs a torch that can compile CUDA source at run time).
+test can prove by the output that every byte was read. Two versions: Triton (for every user; with the
+arguments of our kernel, in whose place it can be launched) and CUDA C (to see what Triton itself costs; needs
+a torch that can compile CUDA source at run time).
 """
 
 import functools
@@ -13,41 +14,64 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS_PER_ABSMAX2 = 2048  # one fp32 second-level scale serves 256 blocks
 
-
-@triton.jit
-def _ceiling_kernel(
-    weight_ptr,  # uint8 packed codes, 4 * n_words bytes
-    absmax_ptr,  # uint8, one per 8 words
-    absmax2_ptr,  # fp32, one per 2048 words
-    out_ptr,  # any 16-bit dtype, 8 * n_words elements
+@triton.jit(
+    do_not_specialize=["n_words", "n_tail"],
+    do_not_specialize_on_alignment=[
+        "weight_ptr",
+        "absmax_ptr",
+        "table_ptr",
+        "code2_ptr",
+        "absmax2_ptr",
+        "offset_ptr",
+    ],
+)
+def moving_kernel(
+    weight_ptr,
+    out_ptr,
+    absmax_ptr,
+    table_ptr,
+    code2_ptr,
+    absmax2_ptr,
+    offset_ptr,
     n_words,
-    WORDS: tl.constexpr,  # words per thread
+    n_tail,
+    ASM: tl.constexpr,
+    NESTED: tl.constexpr,
+    LOG2_BLOCK: tl.constexpr,
+    LOG2_BLOCK2: tl.constexpr,
+    MODE: tl.constexpr,
+    TAIL: tl.constexpr,
+    WORDS: tl.constexpr,
     THREADS: tl.constexpr,
-    STORE: tl.constexpr,  # ".cs" streams the output, "" stores plainly
+    STAGE: tl.constexpr,
+    LOAD_HINT: tl.constexpr,
+    STORE_HINT: tl.constexpr,
+    FLUSH: tl.constexpr,
 ):
+    """Writes every 32-bit word four times, mixed with scales of its tile: 16-bit outputs of whole words."""
+    tile: tl.constexpr = THREADS * WORDS
+    pid = tl.program_id(0)
     thread = tl.arange(0, THREADS)
-    first = tl.program_id(0) * (THREADS * WORDS)
-    words = weight_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    out = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    scales: tl.constexpr = THREADS * WORDS // 8
-    block = tl.program_id(0) * scales + thread
-    used = (thread < scales) & (block * 8 < n_words)
-    mix = tl.load(absmax_ptr + block, mask=used, other=0, eviction_policy="evict_first").to(tl.int32)
-    mix = mix ^ tl.load(absmax2_ptr + first // 2048).to(tl.int32, bitcast=True)
-    loaded = ()
+    left = n_words - pid * tile
+    first = pid.to(tl.int64) * tile
+    block = thread & (tile // 8 - 1)  # every scale of the tile is read
+    exists = block * 8 < left
+    block = (block + pid * (tile // 8)) >> (LOG2_BLOCK - 6)
+    mix = tl.load(absmax_ptr + block, mask=exists, other=0, eviction_policy=LOAD_HINT).to(tl.int32)
+    mix ^= tl.load(absmax2_ptr + (block >> LOG2_BLOCK2), mask=exists, other=0).to(tl.int32, bitcast=True)
+    words_ptr = weight_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first
+    words = ()
     for row in tl.static_range(WORDS):
-        # One word per thread: without this hint Triton widens the load, and the stores need a layout change.
-        index = first + row * THREADS + tl.max_contiguous(thread, 1)
-        word = tl.load(words + index, mask=index < n_words, other=0, eviction_policy="evict_first")
-        loaded = loaded + (word,)
+        index = row * THREADS + tl.max_contiguous(thread, 1)
+        words = words + (tl.load(words_ptr + index, mask=index < left, eviction_policy=LOAD_HINT),)
+    to = out_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + first * 4
     for row in tl.static_range(WORDS):
-        value = loaded[row] ^ mix
+        index = row * THREADS + tl.max_contiguous(thread, 1)
+        value = words[row] ^ mix
         quad = tl.reshape(tl.join(tl.join(value, value), tl.join(value, value)), (THREADS, 4))
-        index = first + row * THREADS + tl.max_contiguous(thread, 1)
         target = index[:, None] * 4 + tl.arange(0, 4)[None, :]
-        tl.store(out + target, quad, mask=(index < n_words)[:, None], cache_modifier=STORE)
+        tl.store(to + target, quad, mask=(index < left)[:, None], cache_modifier=STORE_HINT)
 
 
 @triton.jit
@@ -62,9 +86,9 @@ extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(
     const unsigned* __restrict__ absmax2, uint4* __restrict__ out, int n_words) {
   const int first = blockIdx.x * (%(threads)d * %(words)d);
   const int scales = %(threads)d * %(words)d / 8;
-  const int block = blockIdx.x * scales + threadIdx.x;
-  unsigned mix = absmax2[first / 2048];
-  if (threadIdx.x < scales && block * 8 < n_words) mix ^= __ldcs(absmax + block);
+  const int block = blockIdx.x * scales + (threadIdx.x & (scales - 1));
+  unsigned mix = 0;
+  if (block * 8 < n_words) mix = __ldcs(absmax + block) ^ absmax2[block / 256];
   unsigned loaded[%(words)d];
   #pragma unroll
   for (int row = 0; row < %(words)d; row++) {
@@ -112,17 +136,13 @@ def triton_ceiling(weight, absmax, absmax2, out, words=1, threads=128, store=".c
     """
     n_words = _check(weight, absmax, absmax2, out)
     grid = (-(-n_words // (words * threads)),)
-    _ceiling_kernel[grid](
-        weight,
-        absmax,
-        absmax2,
-        out,
-        n_words,
-        WORDS=words,
-        THREADS=threads,
-        STORE=store,
-        num_warps=threads // 32,
-    )
+    pointers = dict(weight_ptr=weight, out_ptr=out, absmax_ptr=absmax, absmax2_ptr=absmax2)
+    pointers |= dict(table_ptr=absmax2, code2_ptr=absmax2, offset_ptr=absmax2)  # not read
+    state = dict(NESTED=True, LOG2_BLOCK=6, LOG2_BLOCK2=8, TAIL=False, n_words=n_words, n_tail=0)
+    arithmetic = dict(ASM=False, MODE=0, STAGE=False, FLUSH=False)  # not done
+    tile = dict(WORDS=words, THREADS=threads, num_warps=threads // 32)
+    hints = dict(LOAD_HINT="evict_first", STORE_HINT=store)
+    moving_kernel[grid](**pointers, **state, **arithmetic, **tile, **hints)
     return out
 
 
@@ -146,14 +166,12 @@ def cuda_ceiling(weight, absmax, absmax2, out, words=1, threads=128, store=".cs"
 def oracle(weight, absmax, absmax2, numel, words, threads):
     """What both kernels must write, in plain torch: int32 (numel / 8, 4). It depends on every byte read."""
     packed = weight.reshape(-1).view(torch.uint8)[: numel // 2].view(torch.int32)
-    word = torch.arange(packed.numel(), device=packed.device)
-    program, thread = word // (words * threads), word % threads
-    scales = words * threads // 8
-    block = program * scales + thread
-    used = (thread < scales) & (block * 8 < packed.numel())
-    mix = torch.where(used, absmax.reshape(-1)[block.clamp(max=absmax.numel() - 1)].int(), 0)
-    second = absmax2.reshape(-1).view(torch.int32)[program * (words * threads) // WORDS_PER_ABSMAX2]
-    return (packed ^ mix ^ second)[:, None].expand(-1, 4)
+    word, scales = torch.arange(packed.numel(), device=packed.device), words * threads // 8
+    block = word // (words * threads) * scales + (word % threads & (scales - 1))
+    exists = block * 8 < packed.numel()
+    block = torch.where(exists, block, 0)
+    mix = absmax.reshape(-1)[block].int() ^ absmax2.reshape(-1).view(torch.int32)[block // 256]
+    return (packed ^ torch.where(exists, mix, 0))[:, None].expand(-1, 4)
 
 
 def variants(kind: str, quick: bool = False) -> list[dict]:
@@ -185,16 +203,3 @@ def kinds() -> dict:
     """{name: kernel} of the ceilings that can run here."""
     here = {} if cuda_missing() else {"ceiling_cuda": cuda_ceiling}
     return here | {"ceiling_triton": triton_ceiling}
-
-
-def works(device: str) -> bool:
-    """Whether a tiny kernel (40 words and a part of a tile) writes what its oracle says, and nothing else."""
-    numel, choice = 8 * 40, {"words": 1, "threads": 128, "store": ""}
-    weight = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, device=device)
-    absmax = torch.randint(0, 256, (numel // 64,), dtype=torch.uint8, device=device)
-    absmax2 = torch.rand(1, device=device)
-    out = torch.full((numel + 8,), -7, dtype=torch.int16, device=device)
-    triton_ceiling(weight, absmax, absmax2, out[:numel], **choice)
-    expected = oracle(weight, absmax, absmax2, numel, choice["words"], choice["threads"])
-    right = torch.equal(out[:numel].view(torch.int32).view(-1, 4), expected)
-    return right and bool((out[numel:] == -7).all())

@@ -94,9 +94,3 @@ def test_why_cuda_is_missing_is_said_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert "GPU" in ceilings.cuda_missing()
-
-
-def test_the_tiny_check_passes_here_and_fails_for_another_kernel(device, monkeypatch):
-    assert ceilings.works(device)
-    monkeypatch.setattr(ceilings, "triton_ceiling", lambda *tensors, **choice: tensors[-1])
-    assert not ceilings.works(device)
