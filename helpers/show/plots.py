@@ -48,6 +48,8 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 
+styled = matplotlib.rc_context(STYLE)  # decorates what draws
+
 
 class Picture(Figure):
     """A Figure that shows itself in a notebook without pyplot."""
@@ -63,9 +65,10 @@ class Picture(Figure):
         return self.png(), {"alt": self.alt}  # into the output's metadata, where nbconvert reads it
 
 
-def _picture(result, height: float, panels: int = 1, what: str = "call"):
+def _picture(source: str, height: float, panels: int = 1):
+    """(an empty figure with its source below, its panels in a row)."""
     figure = Picture(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    figure.supxlabel(caption(result, what), fontsize=7.5)
+    figure.supxlabel(source, fontsize=7.5)
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
@@ -83,7 +86,7 @@ def _say_not_measured(panel, reason: str):
     panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
 
 
-def _title(figure, title: str, drawn: list[str], source: str):
+def _titled(figure, title: str, drawn: list[str]) -> Picture:
     """Title and one legend for all panels, above them, where it hides nothing; and the alternative text."""
     handles = {}
     for panel in figure.axes:
@@ -93,157 +96,137 @@ def _title(figure, title: str, drawn: list[str], source: str):
         figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=11, **place)
     else:
         figure.suptitle(title, fontsize=11)
-    figure.alt = f"{title}. {'; '.join(drawn)}. {source}."
+    figure.alt = f"{title}. {'; '.join(drawn)}. {figure.get_supxlabel()}."
     return figure
 
 
-def _shares(cases, ceiling: str) -> dict[str, tuple[str, list]]:
-    """{name: (label, [(elements, share of the ceiling's speed)])}, without classic where bitsandbytes' line
+def _shares(sizes: dict[int, dict], ceiling: str) -> dict[str, tuple[str, dict]]:
+    """{name: (label, {elements: share of the ceiling's speed})}, without classic where bitsandbytes' line
     hides it: both launch the same kernels."""
     series = {}
     for name in ("kernel", *BASELINES_ON_GPU):
-        points = [(case.numel, ratio(case.rows, ceiling, name)) for case in cases]
-        points = [(numel, share) for numel, share in points if share is not None]
-        if points:
-            series[name] = label(name), points
-    _, theirs = series.get("bitsandbytes", ("", []))
-    _, classic = series.get("unsloth_classic", ("", []))
-    same = theirs and [x for x, _ in theirs] == [x for x, _ in classic]
-    if same and all(abs(a / b - 1) < 0.03 for (_, a), (_, b) in zip(theirs, classic, strict=True)):
-        series["bitsandbytes"] = "bitsandbytes, Unsloth classic (same kernels)", theirs
-        del series["unsloth_classic"]
-    return series
+        shares = {numel: ratio(rows, ceiling, name) for numel, rows in sizes.items()}
+        if any(shares.values()):
+            series[name] = {numel: share for numel, share in shares.items() if share is not None}
+    theirs, classic = (series.get(name, {}) for name in ("bitsandbytes", "unsloth_classic"))
+    labels = {name: label(name) for name in series}
+    same = theirs and theirs.keys() == classic.keys()
+    if same and all(abs(theirs[numel] / classic[numel] - 1) < 0.03 for numel in theirs):
+        labels["bitsandbytes"] = "bitsandbytes, Unsloth classic (same kernels)"
+        del labels["unsloth_classic"]
+    return {name: (text, series[name]) for name, text in labels.items()}
 
 
+@styled
 def share_by_size(result) -> Picture:
     """The one speed picture: speed of each kernel as a share of one that only moves the bytes, by size."""
-    with matplotlib.rc_context(STYLE):
-        figure, panels = _picture(result, 3.5, panels=2, what="gpu")
-        gpu = result.data.gpu if result else None
-        cases = sorted((case for case in gpu.sizes if case.rows), key=lambda case: case.numel) if gpu else []
-        ceiling = next((kind for kind in CEILINGS if any(kind in case.rows for case in cases)), "")
-        drawn = []
-        for panel, dtype in zip(panels, DTYPES, strict=True):
-            series = _shares([case for case in cases if case.dtype == dtype], ceiling)
-            if not series:
-                _say_not_measured(panel, _reason(result, "gpu") if not cases else "no sizes of this dtype")
-                drawn.append(f"{DTYPES[dtype]}: not measured")
-                continue
-            for name, (text, points) in series.items():
-                xs, ys = zip(*points, strict=True)
-                panel.plot(xs, ys, color=COLORS[name], marker=MARKERS[name], label=text)
-                drawn.append(f"{DTYPES[dtype]}, {text}: {min(ys):.2f} to {max(ys):.2f}")
-            panel.axhline(1.0, color=INK, linewidth=0.9)
-            panel.set(title=DTYPES[dtype], xlabel="elements of the weight", xscale="log", ylim=(0, 1.1))
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-            panel.xaxis.set_minor_locator(NullLocator())
-            panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(int(value))))
-            panel.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
-        panels[0].set_ylabel("share of that speed")
-        return _title(
-            figure, "GPU speed, as a share of a kernel that only moves the bytes", drawn, caption(result)
-        )
+    figure, panels = _picture(caption(result, "gpu"), 3.5, panels=2)
+    sizes, drawn = result.data.gpu_rows() if result else {}, []
+    ceiling = next((kind for kind in CEILINGS if any(kind in rows for rows in sizes.values())), "")
+    for panel, dtype in zip(panels, DTYPES, strict=True):
+        series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype}, ceiling)
+        if not series:
+            _say_not_measured(panel, "no sizes of this dtype" if sizes else _reason(result, "gpu"))
+            drawn.append(f"{DTYPES[dtype]}: not measured")
+            continue
+        for name, (text, points) in series.items():
+            xs, ys = zip(*points.items(), strict=True)
+            panel.plot(xs, ys, color=COLORS[name], marker=MARKERS[name], label=text)
+            drawn.append(f"{DTYPES[dtype]}, {text}: {min(ys):.2f} to {max(ys):.2f}")
+        panel.axhline(1.0, color=INK, linewidth=0.9)
+        panel.set(title=DTYPES[dtype], xlabel="elements of the weight", ylim=(0, 1.1))
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(int(value))))
+        panel.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
+    panels[0].set_ylabel("share of that speed")
+    return _titled(figure, "GPU speed, as a share of a kernel that only moves the bytes", drawn)
 
 
-def _bars(panel, names, ends, unit: str):
-    """What horizontal bars have in common: names, totals behind the bars, the longest at the bottom."""
-    for name in names:
-        panel.text(ends[name], name, f" {ends[name]:.1f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(names)), [label(name) for name in names])
-    panel.invert_yaxis()
-    panel.grid(axis="y", visible=False)
-    panel.set_xlim(right=1.12 * max(ends.values()))
-    panel.set_xlabel(unit)
-
-
+@styled
 def call_parts(result) -> Picture:
     """Where the microseconds of one synchronized call go; allocate + fill is the reference."""
     host = result.data.host if result else None
     parts = {name: part for name, part in host.parts.items() if part.rest_us is not None} if host else {}
     title = "Where the microseconds of one call go"
-    with matplotlib.rc_context(STYLE):
-        figure, (panel,) = _picture(result, 0.38 * len(parts) + 1.8)
-        if not parts:
-            _say_not_measured(panel, _reason(result, "host"))
-            return _title(figure, title, ["not measured"], caption(result))
-        case = host.cases[0]
-        title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
-        names = sorted(parts, key=lambda name: parts[name].returned_us + parts[name].wait_us)
-        ends = dict.fromkeys(names, 0.0)
-        for key, (text, color) in PARTS.items():
-            # A part comes out slightly below zero where a launcher is cheaper than the cheapest one known.
-            widths = [max(getattr(parts[name], key), 0.0) for name in names]
-            panel.barh(names, widths, left=list(ends.values()), color=color, label=text, height=0.62)
-            ends = {name: ends[name] + width for name, width in zip(names, widths, strict=True)}
-        _bars(
-            panel, names, ends, f"microseconds ({label(ALLOCATE_FILL)} is the reference: it decodes nothing)"
-        )
-        return _title(
-            figure, title, [f"{label(name)} {ends[name]:.1f} us" for name in names], caption(result)
-        )
+    figure, (panel,) = _picture(caption(result), 0.38 * len(parts) + 1.8)
+    if not parts:
+        _say_not_measured(panel, _reason(result, "host"))
+        return _titled(figure, title, ["not measured"])
+    case = host.cases[0]
+    title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
+    names = sorted(parts, key=lambda name: parts[name].returned_us + parts[name].wait_us)
+    ends = dict.fromkeys(names, 0.0)
+    for key, (text, color) in PARTS.items():
+        # A part comes out slightly below zero where a launcher is cheaper than the cheapest one known.
+        widths = [max(getattr(parts[name], key), 0.0) for name in names]
+        panel.barh(names, widths, left=list(ends.values()), color=color, label=text, height=0.62)
+        ends = {name: ends[name] + width for name, width in zip(names, widths, strict=True)}
+    for name, end in ends.items():
+        panel.text(end, name, f" {end:.1f}", va="center", fontsize=8)
+    panel.set_yticks(range(len(names)), [label(name) for name in names])
+    panel.invert_yaxis()
+    panel.grid(axis="y", visible=False)
+    panel.set_xlim(right=1.12 * max(ends.values()))
+    panel.set_xlabel(f"microseconds ({label(ALLOCATE_FILL)} is the reference: it decodes nothing)")
+    return _titled(figure, title, [f"{label(name)} {end:.1f} us" for name, end in ends.items()])
 
 
+@styled
 def t4(totals: dict, published: dict, source: str) -> Picture:
     """The official protocol on a T4: {contender: simulated.Total}, {contender: (low, high) seconds that
     others measured}, and where the figures are from."""
-    title = "The official protocol on a Tesla T4, seconds: predicted, not measured here"
-    with matplotlib.rc_context(STYLE):
-        figure = Picture(figsize=(WIDTH, 2.6), dpi=DPI, layout="constrained")
-        figure.supxlabel(source, fontsize=7.5)
-        panel = figure.subplots()
-        for name, total in totals.items():
-            spans = (
-                (0, total.kernels.low, 1.0, "kernels"),
-                (total.kernels.low, total.both.low - total.kernels.low, 0.55, "and calls, at least"),
-                (total.both.low, total.both.high - total.both.low, 0.25, "at most"),
-            )
-            for left, width, alpha, text in spans:
-                style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
-                panel.barh(label(name), width, left=left, label=text if name == "kernel" else "", **style)
-            panel.text(total.both.high, label(name), f" {total.both}", va="center", fontsize=8)
-        for name, (low, high) in published.items():
-            panel.errorbar(
-                (low + high) / 2, list(totals).index(name) + 0.4, xerr=(high - low) / 2, color=INK,
-                capsize=3, linewidth=1.2, label="measured by others",
-            )  # fmt: skip
-        panel.invert_yaxis()
-        panel.grid(axis="y", visible=False)
-        ends = [total.both.high for total in totals.values()] + [high for _, high in published.values()]
-        panel.set_xlim(right=1.1 * max(ends))
-        drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
-        drawn += [f"{label(name)}, by others: {low} to {high} s" for name, (low, high) in published.items()]
-        return _title(figure, title, drawn, source)
+    figure, (panel,) = _picture(source, 2.6)
+    for name, total in totals.items():
+        kernels, both = total.kernels, total.both
+        for left, right, alpha, text in (
+            (0, kernels.low, 1.0, "kernels"),
+            (kernels.low, both.low, 0.55, "and calls, at least"),
+            (both.low, both.high, 0.25, "at most"),
+        ):
+            style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
+            panel.barh(label(name), right - left, left=left, label=text if name == "kernel" else "", **style)
+        panel.text(both.high, label(name), f" {both}", va="center", fontsize=8)
+    for name, (low, high) in published.items():
+        style = dict(color=INK, capsize=3, linewidth=1.2, label="measured by others")
+        panel.errorbar((low + high) / 2, list(totals).index(name) + 0.4, xerr=(high - low) / 2, **style)
+    panel.invert_yaxis()
+    panel.grid(axis="y", visible=False)
+    ends = [total.both.high for total in totals.values()] + [high for _, high in published.values()]
+    panel.set_xlim(right=1.1 * max(ends))
+    drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
+    drawn += [f"{label(name)}, by others: {low} to {high} s" for name, (low, high) in published.items()]
+    return _titled(
+        figure, "The official protocol on a Tesla T4, seconds: predicted, not measured here", drawn
+    )
 
 
+@styled
 def training(result) -> Picture:
     """Step time without the kernel over that with it, by tokens and library: median, 95% interval."""
-    libraries = (
-        {name: found.sizes for name, found in result.data.libraries.items() if found.sizes} if result else {}
-    )
+    every = result.data.libraries if result else {}
+    libraries = {name: library.sizes for name, library in every.items() if library.sizes}
     title = "QLoRA step with the kernel (layer sizes of Llama-3 8B): time without / with"
-    with matplotlib.rc_context(STYLE):
-        figure, (panel,) = _picture(result, 3.0)
-        if not libraries:
-            _say_not_measured(panel, result.data.not_measured if result else "no result file")
-            return _title(figure, title, ["not measured"], caption(result))
-        drawn, width = [], 0.8 / len(libraries)
-        tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
-        for index, (name, sizes) in enumerate(libraries.items()):
-            at = [tokens.index(size.tokens) + (index - (len(libraries) - 1) / 2) * width for size in sizes]
-            middle = [size.speedup.p50 for size in sizes]
-            ends = [(s.speedup.low or s.speedup.p20, s.speedup.high or s.speedup.p80) for s in sizes]
-            errors = [[max(0, m - low) for m, (low, _) in zip(middle, ends, strict=True)],
-                      [max(0, high - m) for m, (_, high) in zip(middle, ends, strict=True)]]  # fmt: skip
-            color, text = (
-                (COLORS["unsloth_today"], "Unsloth")
-                if name == "unsloth"
-                else (COLORS["bitsandbytes"], "PEFT")
-            )
-            bars = panel.bar(at, middle, width * 0.9, yerr=errors, color=color, label=text)
-            panel.bar_label(bars, fmt="%.2f", padding=2)
-            drawn.append(f"{text} {', '.join(f'{value:.2f}' for value in middle)}")
-        panel.axhline(1, color=INK, linewidth=0.9)
-        panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
-        panel.set(xlabel="tokens per step", ylim=(0.9, None))
-        return _title(figure, title, drawn, caption(result))
+    figure, (panel,) = _picture(caption(result), 3.0)
+    if not libraries:
+        _say_not_measured(panel, result.data.not_measured if result else "no result file")
+        return _titled(figure, title, ["not measured"])
+    drawn, width = [], 0.8 / len(libraries)
+    tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
+    for index, (name, sizes) in enumerate(libraries.items()):
+        at = [tokens.index(size.tokens) + (index - (len(libraries) - 1) / 2) * width for size in sizes]
+        speeds = [size.speedup for size in sizes]
+        errors = [
+            [max(0, speed.p50 - (speed.low or speed.p20)) for speed in speeds],
+            [max(0, (speed.high or speed.p80) - speed.p50) for speed in speeds],
+        ]
+        text, color = {"unsloth": ("Unsloth", "unsloth_today")}.get(name, ("PEFT", "bitsandbytes"))
+        middle = [speed.p50 for speed in speeds]
+        bars = panel.bar(at, middle, width * 0.9, yerr=errors, color=COLORS[color], label=text)
+        panel.bar_label(bars, fmt="%.2f", padding=2)
+        drawn.append(f"{text} {', '.join(f'{value:.2f}' for value in middle)}")
+    panel.axhline(1, color=INK, linewidth=0.9)
+    panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
+    panel.set(xlabel="tokens per step", ylim=(0.9, None))
+    return _titled(figure, title, drawn)
