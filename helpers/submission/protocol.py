@@ -26,6 +26,12 @@ DEVICE = "cuda" if ON_GPU else "cpu"  # where Triton interprets the kernel: smal
 NEEDS_GPU = "an NVIDIA GPU"
 
 
+def must(true, text):
+    """`assert`, also under `python -O`."""
+    if not true:
+        raise AssertionError(text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Baseline:
     """A library's way from a Linear4bit layer to its weight: `fn(layer)`, or the reason why not."""
@@ -120,12 +126,6 @@ OFFICIAL = (
     Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
 )
 WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
-
-
-def must(true, text):
-    """`assert`, also under `python -O`."""
-    if not true:
-        raise AssertionError(text)
 
 
 def bnb_Linear4bit(hd, m, dtype=torch.float16):

@@ -128,18 +128,6 @@ def store_forced(notebook, folder: Path) -> Path:
     return path
 
 
-def write_html(notebook, path: Path) -> None:
-    """The notebook as one HTML page; without nbconvert a line says so."""
-    try:
-        from nbconvert import HTMLExporter
-    except ImportError:
-        print("no HTML page: nbconvert is not installed (pip install nbconvert)", file=sys.stderr)
-        return
-    body, _ = HTMLExporter(template_name="lab", embed_images=True).from_notebook_node(notebook)
-    path.write_text(body, encoding="utf-8")
-    print(f"as a page          {path}")
-
-
 def keep(out: Path, seconds: dict[str, float]) -> None:
     """Store each cell's seconds, and what the run itself wrote (nf4_<card>.json) as score and protocol."""
     cells = [{"title": name, "seconds": round(value, 3)} for name, value in seconds.items()]
@@ -168,14 +156,11 @@ def main(argv: list[str] | None = None) -> int:
     import nbformat
     from nbclient.exceptions import CellExecutionError
 
-    out, forced, in_place = (
-        options.out.resolve(),
-        environment.forced(),
-        options.in_place and not options.alone,
-    )
+    in_place = options.in_place and not options.alone
+    out, forced = options.out.resolve(), environment.forced()
     out.mkdir(parents=True, exist_ok=True)
-    copy, page = out / f"{NAME}.executed.ipynb", out / f"{NAME}.html"
-    for old in (copy, page, *out.glob("nf4_*.json")):
+    copy = out / f"{NAME}.executed.ipynb"
+    for old in (copy, *out.glob("nf4_*.json")):
         old.unlink(missing_ok=True)
     if options.quick:
         os.environ["NF4_QUICK"] = "1"
@@ -183,9 +168,7 @@ def main(argv: list[str] | None = None) -> int:
 
     notebook = nbformat.read(options.notebook, as_version=4)
     if forced and not options.alone:
-        source = (
-            "from helpers.machine import environment\n\nenvironment.prepare()  # no native bf16, as on a T4"
-        )
+        source = "from helpers.machine import environment\n\nenvironment.prepare()  # of bf16, too"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="forced-card"))
     where = environment.gpu_name() or "the CPU, in Triton’s interpreter"
     print(f"executing {options.notebook.name} on {where}")
@@ -199,8 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         if cell.cell_type == "code":
             cell.outputs = nbformat.from_dict(scrub(cell.outputs, folders(out)))
     nbformat.write(notebook, copy)  # first of all what cannot be had again
-    print(f"\n{time.monotonic() - start:.0f} s\nexecuted notebook  {copy}")
-    write_html(notebook, page)
+    print(f"\n{time.monotonic() - start:.0f} s\nexecuted notebook: {copy}")
     score = score_text(notebook)
     if not seconds or not score:
         print(f"\n{failure}", file=sys.stderr)
