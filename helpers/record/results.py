@@ -414,16 +414,9 @@ class Soak(Record):
     grown: list[str]
 
 
-class Mutant(Record):
-    mutant: str
-    verdict: str
-    by: str
-    seconds: float
-
-
 class Mutants(Record):
     caught: int
-    mutants: list[Mutant]
+    mutants: list[dict[str, str | float]]  # mutant, verdict, by, seconds
 
 
 class SuiteRun(Record):

@@ -35,18 +35,13 @@ def with_caption(result, table: tables.Table, what: str = "call") -> str:
     return f"{tables.markdown(table)}\n\n*{caption(result, what)}*"
 
 
-def block(
-    name: str, table: Callable, what: str = "call", empty: str = "not measured", before=None
-) -> Callable:
-    """The block that shows the table of a stored result's data, or `empty` where the table has no rows.
-
-    before: makes a sentence of the data that stands in front of the table.
-    """
+def block(name: str, table: Callable, what: str = "call", empty: str = "not measured") -> Callable:
+    """The block that shows the table of a stored result's data, or `empty` where the table has no rows."""
 
     def drawn() -> str:
         result = stored(name)
-        rows, text = table(result.data), before(result.data) + "\n\n" if before else ""
-        return text + with_caption(result, rows, what) if rows[1:] else empty
+        rows = table(result.data)
+        return with_caption(result, rows, what) if rows[1:] else empty
 
     return drawn
 
@@ -354,19 +349,18 @@ def _several_gpus(data) -> tables.Table:
     return rows
 
 
-def _libraries(data) -> tables.Table:
-    """The layouts on which not everyone is exact."""
-    rows = [["layout", *(names.label(name) for name in data)]]
-    every = {
-        layout: [outcomes[layout].outcome for outcomes in data.values()]
-        for layout in next(iter(data.values()))
-    }
-    return rows + [[layout, *them] for layout, them in every.items() if set(them) != {"exact"}]
-
-
-def _all_exact(data) -> str:
-    layouts, odd = len(next(iter(data.values()))), len(_libraries(data)) - 1
-    return f"Of {layouts} layouts, all are exact on {layouts - odd}. The other {odd}:"
+def libraries() -> str:
+    """The layouts on which not everyone is exact; the others in a sentence."""
+    result = stored("libraries")
+    rows = [["layout", *(names.label(name) for name in result.data)]]
+    layouts = list(next(iter(result.data.values())))
+    for layout in layouts:
+        outcomes = [by_layout[layout].outcome for by_layout in result.data.values()]
+        if set(outcomes) != {"exact"}:
+            rows.append([layout, *outcomes])
+    odd = len(rows) - 1
+    text = f"Of {len(layouts)} layouts, all are exact on {len(layouts) - odd}. The other {odd}:"
+    return f"{text}\n\n{with_caption(result, rows)}"
 
 
 def _suite(run) -> str:
@@ -417,7 +411,7 @@ def logs() -> str:
 
 WRITTEN = (
     badge, claim, score, cards, microseconds, speed, t4, t4_kernels, machine_code, forced, estimate,
-    goals_met, limits, other_cards, stress, logs,
+    goals_met, limits, libraries, other_cards, stress, logs,
 )  # fmt: skip
 BLOCKS = {function.__name__: function for function in WRITTEN} | {
     "protocol": block("benchmark", tables.protocol),
@@ -437,5 +431,4 @@ BLOCKS = {function.__name__: function for function in WRITTEN} | {
         "training", _operations, empty="Prefill, loading and merging were not measured in the stored run."
     ),
     "several_gpus": block("several_gpus", _several_gpus),
-    "libraries": block("libraries", _libraries, before=_all_exact),
 }

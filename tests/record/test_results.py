@@ -49,13 +49,14 @@ def test_what_is_written_is_read_back_typed(tmp_path, data):
 
 
 def test_plain_data_must_fit_the_type_of_its_name(tmp_path):
-    mutant = {"mutant": "m", "verdict": "caught", "by": "t", "seconds": 1.0}
-    results.write("mutants.json", {"caught": 1, "mutants": [mutant]}, tmp_path)
-    assert results.read("mutants", tmp_path).data.mutants[0].by == "t"
+    run = {"passed": 1, "skipped": 0, "failed": [], "launches": {"nf4": 2}}
+    data = dict(bitsandbytes="0.50", tests="t", selection="s", original=run, failed_only_with_this_kernel=[])
+    results.write("bitsandbytes_own.json", data | {"substituted": run}, tmp_path)
+    assert results.read("bitsandbytes_own", tmp_path).data.substituted.launches == {"nf4": 2}
     with pytest.raises(msgspec.ValidationError, match="whom"):
-        results.write("mutants", {"caught": 1, "mutants": [mutant | {"whom": 2}]}, tmp_path)
+        results.write("bitsandbytes_own", data | {"substituted": run | {"whom": 2}}, tmp_path)
     with pytest.raises(FileNotFoundError):
-        results.read("mutants", tmp_path / "elsewhere")
+        results.read("score", tmp_path / "elsewhere")
 
 
 def test_a_file_of_another_name_says_its_type(tmp_path, data):
