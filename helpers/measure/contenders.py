@@ -54,8 +54,10 @@ class Bench:
 
     def sets(self, numel: int) -> int:
         """How many sets of buffers of this size the calls rotate through."""
-        quick = workload.quick_bytes(self.gpu.l2_bytes()) if self.quick else self.scope.rotate
-        return workload.rotation(numel, min(quick, self.scope.rotate))
+        most = self.scope.rotate
+        if self.quick:  # far past the card's own L2 cache is enough
+            most = min(most, max(64_000_000, 8 * self.gpu.l2_bytes()))
+        return workload.rotation(numel, most)
 
     def bar(self, total: int, what: str):
         return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook

@@ -10,42 +10,31 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from helpers.machine import child
+from helpers.record.names import dtype_name
 from helpers.record.results import Cold, Compiles, Starts
 
 SHAPE = (1024, 4096)  # of the weight in the cold start
 
 
 def _first_calls(make) -> dict[str, float]:
-    """Seconds of each step, this process being fresh, up to the second call of what `make()` returns."""
-    seconds, last = {}, time.perf_counter()
-
-    def lap(name: str):
-        nonlocal last
-        now = time.perf_counter()
-        seconds[name], last = now - last, now
-
+    """Seconds of the first and the second call of what `make()` returns."""
     import torch
 
-    lap("import_torch")
-    import triton  # noqa: F401
-
-    lap("import_triton")
-    call = make()
+    call, seconds = make(), {}
     torch.cuda.synchronize()
-    lap("prepare")
     for name in ("first_call", "second_call"):
+        start = time.perf_counter()
         call()
         torch.cuda.synchronize()
-        lap(name)
+        seconds[name] = time.perf_counter() - start
     return seconds
 
 
 def _kernel():
     """A call of the kernel on a weight made by hand: bitsandbytes' import takes longer than all the rest."""
-    from types import SimpleNamespace
-
     import torch
 
     from helpers.nf4 import kernel
@@ -53,21 +42,11 @@ def _kernel():
     def random(dtype, *size):
         return torch.zeros(size, device="cuda").uniform_(0, 200).to(dtype)
 
-    blocks = SHAPE[0] * SHAPE[1] // 64
-    state2 = SimpleNamespace(
-        absmax=random(torch.float32, blocks // 256), code=random(torch.float32, 256), blocksize=256
-    )
-    state2.dtype = torch.float32
-    state = SimpleNamespace(
-        absmax=random(torch.uint8, blocks),
-        shape=torch.Size(SHAPE),
-        dtype=torch.bfloat16,
-        quant_type="nf4",
-        blocksize=64,
-        nested=True,
-        state2=state2,
-        offset=random(torch.float32).reshape(()),
-    )
+    blocks, fp32 = SHAPE[0] * SHAPE[1] // 64, torch.float32
+    second = dict(absmax=random(fp32, blocks // 256), code=random(fp32, 256), blocksize=256, dtype=fp32)
+    first = dict(absmax=random(torch.uint8, blocks), offset=random(fp32), blocksize=64, nested=True)
+    result = dict(shape=torch.Size(SHAPE), dtype=torch.bfloat16, quant_type="nf4")
+    state = SimpleNamespace(**first, **result, state2=SimpleNamespace(**second))
     weight = random(torch.uint8, SHAPE[0] * SHAPE[1] // 2, 1)
     return lambda: kernel._your_dequantize_nf4(weight, state)
 
@@ -83,33 +62,23 @@ def _trivial():
 
 
 def count_compiles() -> dict:
-    """Compiles over all layer shapes of Llama-3 8B and 70B, for each output dtype and state kind.
-
-    `compiles`: machine codes of this kernel that appeared in the (initially empty) Triton cache;
-    `specializations`: entries in the jit function's own in-memory cache, None where this Triton hides it.
-    """
+    """Machine codes of the kernel that appear in the (initially empty) Triton cache over all layer shapes of
+    Llama-3 8B and 70B, for each output dtype and state kind."""
     import torch
 
     from helpers.measure.workload import LLAMA_3, make_buffers
-    from helpers.nf4 import kernel as module
+    from helpers.nf4 import kernel
 
-    kernel, cache = module._your_dequantize_nf4_kernel, Path(os.environ["TRITON_CACHE_DIR"])
-
-    def seen() -> tuple[int, int | None]:
-        known = getattr(kernel, "device_caches", None)
-        entries = None if known is None else sum(len(entry[0]) for entry in known.values())
-        return len(list(cache.rglob(f"{kernel.fn.__name__}*.cubin"))), entries
-
-    rows, before, shapes = [], seen(), sorted(set(LLAMA_3))
+    name, cache = kernel._your_dequantize_nf4_kernel.fn.__name__, Path(os.environ["TRITON_CACHE_DIR"])
+    rows, before, shapes = [], 0, sorted(set(LLAMA_3))
     for nested in (True, False):
         for dtype in (torch.float16, torch.bfloat16):
             for shape in shapes:
-                module.your_dequantize_nf4(make_buffers(shape, dtype, 1, nested).layers[0])
+                kernel.your_dequantize_nf4(make_buffers(shape, dtype, 1, nested).layers[0])
             torch.cuda.synchronize()
-            after = seen()
-            row = {"dtype": str(dtype).removeprefix("torch."), "state": "nested" if nested else "flat"}
-            row |= {"shapes": len(shapes), "compiles": after[0] - before[0]}
-            rows.append(row | {"specializations": None if after[1] is None else after[1] - before[1]})
+            after = len(list(cache.rglob(f"{name}*.cubin")))
+            row = {"dtype": dtype_name(dtype), "state": "nested" if nested else "flat"}
+            rows.append(row | {"shapes": len(shapes), "compiles": after - before})
             before = after
     return {"rows": rows, "shapes": shapes}
 
@@ -141,7 +110,7 @@ def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
 
 
 def cold(bench) -> Cold:
-    """First call with an empty Triton cache and in a new process with a warm one; imports apart."""
+    """First call with an empty Triton cache and in a new process with a warm one, after all imports."""
     repeats = bench.rounds(2, 1)
     with bench.bar((2 if bench.quick else 4) * repeats, "cold") as bar:
         kernel = starts("kernel", repeats, bar.update)

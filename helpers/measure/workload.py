@@ -1,12 +1,13 @@
 """What is measured: sizes, layer shapes of real models, and rotated buffers that no cache can hold."""
 
-import functools
+import copy
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
+from helpers.oracle.layers import quantized_layer
 from helpers.record.names import LARGEST, SMALLEST, TARGET_SIZES, bytes_moved
 from helpers.submission import protocol
 
@@ -20,7 +21,6 @@ LLAMA_3 = (
 )
 ROTATE_BYTES = 1_100_000_000
 MOST_BUFFERS = 2048
-_ALIGN = 512  # bytes; torch's allocator gives the same
 
 
 @dataclass
@@ -34,13 +34,9 @@ class Buffers:
     nested: bool
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def bytes_moved(self) -> int:
         """By one dequantization."""
-        return bytes_moved(self.numel, self.dtype.itemsize, self.nested)
+        return bytes_moved(math.prod(self.shape), self.dtype.itemsize, self.nested)
 
     @property
     def bytes_rotated(self) -> int:
@@ -64,28 +60,6 @@ def rotation(numel: int, nbytes: int = ROTATE_BYTES) -> int:
     return max(2, min(MOST_BUFFERS, math.ceil(nbytes / bytes_moved(numel))))
 
 
-def quick_bytes(l2_bytes: int) -> int:
-    """Enough to rotate through in a quick run: eight times the card's own L2 cache, 64 MB at least."""
-    return min(ROTATE_BYTES, max(64_000_000, 8 * l2_bytes))
-
-
-@functools.cache
-def _template(nested: bool, device: str):
-    """The quant state of a small real layer: codebooks, offset and the size of its second-level scales."""
-    from bitsandbytes.functional import quantize_4bit
-
-    generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(256, 4096, generator=generator) * 0.02).to(device)
-    return quantize_4bit(weight, blocksize=64, compress_statistics=nested, quant_type="nf4")[1]
-
-
-def _rows(count: int, length: int, dtype, device, make):
-    """`count` rows of `length` elements of one allocation, each aligned as a tensor of its own would be."""
-    per_row = _ALIGN // dtype.itemsize
-    slab = make((count, -(-length // per_row) * per_row), dtype=dtype, device=device)
-    return [row[:length] for row in slab]
-
-
 def make_buffers(
     shape, dtype, count: int, nested: bool = True, outputs: bool = False, device: str = "cuda"
 ) -> Buffers:
@@ -93,40 +67,28 @@ def make_buffers(
 
     shape: (out_features, in_features), in all a multiple of 64 elements. Every set has contents of its own.
     """
-    from bitsandbytes.functional import QuantState
-
     numel = math.prod(shape)
     if numel % 64:
         raise ValueError(f"sizes must be a multiple of 64 elements, got {tuple(shape)}")
-    blocks = numel // 64
-    template = _template(nested, device)
+    real = quantized_layer(4096, 256, dtype, nested, device=device).weight.quant_state
 
-    def random_bytes(size, dtype, device):
-        return torch.randint(0, 256, size, dtype=dtype, device=device)
+    def random_bytes(*size):
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
 
-    def scales_like(values):
-        low, high = values.min().item(), values.max().item()
-        return lambda size, dtype, device: torch.rand(size, dtype=dtype, device=device) * (high - low) + low
+    def scales_like(values, size):
+        low, high = values.aminmax()
+        return torch.rand(size, device=device) * (high - low) + low
 
-    common = dict(shape=torch.Size(shape), code=template.code, blocksize=64, quant_type="nf4", dtype=dtype)
-    if nested:
-        second = template.state2
-        absmax = _rows(count, blocks, torch.uint8, device, random_bytes)
-        absmax2 = _rows(count, -(-blocks // 256), torch.float32, device, scales_like(second.absmax))
-        states = [
-            QuantState(
-                absmax=a,
-                offset=template.offset,
-                state2=QuantState(absmax=b, code=second.code, blocksize=256, dtype=torch.float32),
-                **common,
-            )
-            for a, b in zip(absmax, absmax2, strict=True)
-        ]
-    else:
-        absmax = _rows(count, blocks, torch.float32, device, scales_like(template.absmax))
-        states = [QuantState(absmax=a, **common) for a in absmax]
-    weights = [row.view(-1, 1) for row in _rows(count, numel // 2, torch.uint8, device, random_bytes)]
-    for weight, state in zip(weights, states, strict=True):
+    layers = []
+    for _ in range(count):
+        weight, state = random_bytes(numel // 2, 1), copy.copy(real)
+        state.shape = torch.Size(shape)
+        if nested:
+            state.absmax, state.state2 = random_bytes(numel // 64), copy.copy(real.state2)
+            state.state2.absmax = scales_like(real.state2.absmax, -(-numel // 16384))
+        else:
+            state.absmax = scales_like(real.absmax, numel // 64)
         weight.quant_state = state
-    outs = [row.view(shape) for row in _rows(count, numel, dtype, device, torch.empty)] if outputs else []
-    return Buffers([SimpleNamespace(weight=w) for w in weights], outs, tuple(shape), dtype, nested)
+        layers.append(SimpleNamespace(weight=weight))
+    outs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)] if outputs else []
+    return Buffers(layers, outs, tuple(shape), dtype, nested)

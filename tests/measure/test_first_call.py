@@ -36,7 +36,7 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
 @pytest.mark.slow
 def test_first_calls_are_measured_in_order(tmp_path):
     seconds = first_call.measure("kernel", str(tmp_path))
-    assert list(seconds)[-3:] == ["prepare", "first_call", "second_call"]
+    assert list(seconds) == ["first_call", "second_call"]
     assert seconds["second_call"] < seconds["first_call"]
     assert list(tmp_path.rglob("*.cubin"))
 
