@@ -1,8 +1,8 @@
-"""The kernel inside real work: QLoRA steps, prefill, dequantizing a model, merging an adapter.
+"""Times of whole QLoRA training steps, of prefill, dequantizing a model, merging an adapter.
 
 `python -m helpers train-bench`: Llama-3 8B's layers, four of them, with a 32k-vocabulary head, for PEFT with
 bitsandbytes and for Unsloth, each in a process of its own (Unsloth changes the others for good). With and
-without the kernel alternate round by round. A full run is written to results/<gpu>/training.json.
+without the kernel alternate round by round. The result is written to results/<gpu>/training.json.
 """
 
 import argparse
@@ -24,10 +24,10 @@ NAME = "training"  # of the result file
 LIBRARIES = ("peft", "unsloth")
 LAYERS, RANK = 4, 16
 SIZES = ((1, 128), (1, 512), (1, 2048), (4, 2048))  # sequences, tokens each
-QUICK_SIZES = ((1, 128), (1, 2048))
-PROMPTS, QUICK_PROMPTS = (2048, 8192), (2048,)  # tokens of one prefill
+PROMPTS = (2048, 8192)  # tokens of one prefill
 ARMS = ("without", "with")
-ROUNDS, QUICK_ROUNDS = 60, 6  # on a shared host one round's ratio may be 15% off
+ROUNDS = 60  # on a shared host one round's ratio may be 15% off
+WARM_UP = 2  # rounds that are not timed
 LONGEST = 45  # seconds; a slower card stops after the round that reaches them, or it would never end
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
@@ -50,27 +50,24 @@ def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int 
             return contextlib.nullcontext()
         return use_nf4_kernel(library, "bitsandbytes", quiet=True)
 
-    start = time.perf_counter()
-    with arm("with") as switch:
-        print(switch, flush=True)
     setup = runs.Setup(folder, library, rank=RANK, context=max(2048, *prompts))
     model = runs.adapted(setup, attention="sdpa")
     adapters = [p for p in model.parameters() if p.requires_grad]
     device = adapters[0].device
     optimizer = torch.optim.AdamW(adapters, lr=1e-5, fused=True)
     # PEFT as trl sets QLoRA up: adapters in bf16. Unsloth keeps them in fp32 and trains under autocast.
-    amp = library == "unsloth"
-    data = {"load_seconds": time.perf_counter() - start, "autocast": amp, "sizes": []}
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=library == "unsloth")
 
     def tokens(rows, length):
         generator = torch.Generator().manual_seed(length)
         return torch.randint(3, model.config.vocab_size, (rows, length), generator=generator).to(device)
 
+    data = {"sizes": [], "operations": []}
     for rows, length in sizes:
         ids = tokens(rows, length)
 
         def backward(ids=ids):
-            with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            with autocast:
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             return loss
@@ -80,24 +77,24 @@ def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int 
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
+        def warm(step=step):
+            step()  # untimed: what the other arm left in caches is not this one's
+            return step
+
         size = {"rows": rows, "length": length, "tokens": rows * length}
         size |= sameness(arm, backward, optimizer, adapters)
-        size |= times(arm, step, rounds, steps_per_sample(rows * length))
+        size |= times(arm, warm, rounds, steps_per_sample(rows * length))
         for name in ARMS:
-            with arm(name) as switch:
+            with arm(name):
                 size[name] = {"ms": size[name], "peak_bytes": _peak(step), **_profile(step)}
-                if switch:
-                    size["calls"] = _calls(switch, step)
+        with arm("with") as switch:
+            step()
+            size["calls"] = _calls(switch)
         data["sizes"].append(size)
-        print(line(library, msgspec.convert(size, results.TrainingSize)), flush=True)
 
     def prefill(ids):
-        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=amp):
+        with torch.no_grad(), autocast:
             return [model(input_ids=ids).logits]
-
-    def clone(change):
-        """A changed copy of the model, outside of the clock."""
-        return change(copy.deepcopy(model))
 
     model.train(device.type == "cpu")  # eval mode there may repack weights for bitsandbytes' CPU product
     todo = []
@@ -106,37 +103,28 @@ def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int 
         todo.append((f"prefill, {length} tokens", lambda ids=ids: lambda: prefill(ids), rounds // 3))
     if library == "peft":
         todo += [
-            ("dequantize the model", lambda: clone(lambda m: m.unload()).dequantize, rounds // 6),
-            ("merge the adapter", lambda: clone(lambda m: m).merge_and_unload, rounds // 6),
+            ("dequantize the model", lambda: copy.deepcopy(model).unload().dequantize, rounds // 6),
+            ("merge the adapter", lambda: copy.deepcopy(model).merge_and_unload, rounds // 6),
         ]
-    data["operations"] = [operation(name, arm, prepare, max(1, count)) for name, prepare, count in todo]
-    for row in data["operations"]:
-        print(operation_line(library, msgspec.convert(row, results.Operation)), flush=True)
+    for name, prepare, count in todo:
+        data["operations"].append(operation(name, arm, prepare, max(1, count)))
     return data
 
 
 def operation(name: str, arm, prepare, rounds: int) -> dict:
     """Times, bits and calls of an operation on a whole model. prepare() -> what is timed and done once."""
     try:
-        digests = {}
+        digests, calls = set(), {}
         for each in ARMS:
             with arm(each) as switch:
-                result, run = [], prepare()
-                calls = _calls(switch, lambda run=run, result=result: result.append(run()))
-                tensors = result[0] if isinstance(result[0], list) else result[0].parameters()
-                digests[each] = runs.digest(tensors)
-                del result, run, tensors
-        row = times(arm, prepare, rounds, prepared=True)
-        return {"name": name, **row, "same_bits": digests["with"] == digests["without"], "calls": calls}
+                run = prepare()
+                result = run()
+                digests.add(runs.digest(result if isinstance(result, list) else result.parameters()))
+                calls = _calls(switch) if switch else {}
+                del run, result
+        return {"name": name, **times(arm, prepare, rounds), "same_bits": len(digests) == 1, "calls": calls}
     except Exception as error:  # the others are no worse for it
         return {"name": name, "failed": f"{type(error).__name__}: {error}"}
-
-
-def _wait() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def sameness(arm, backward, optimizer, adapters) -> dict:
@@ -172,26 +160,25 @@ def sameness(arm, backward, optimizer, adapters) -> dict:
     }
 
 
-def times(arm, step, rounds: int, count: int = 1, prepared: bool = False) -> dict:
-    """Milliseconds of `count` steps per round of both arms, alternating which comes first.
+def times(arm, prepare, rounds: int, count: int = 1) -> dict:
+    """Milliseconds of what `prepare()` returns, in both arms, alternating which comes first.
 
-    The ratio is of the same round, with a 95% interval of its median, "low" to "high". "rounds": how many
-    there was time for. prepared: `step()` is not timed, but makes what is: a step that can be taken once.
+    A round times `count` runs of it. The ratio is of the same round, with a 95% interval of its median, "low"
+    to "high". "rounds": how many there was time for.
     """
-    from helpers.measure.clocks import median_interval, percentiles
+    from helpers.measure.clocks import median_interval, percentiles, synchronize
 
     seconds = {name: [] for name in ARMS}
     began = time.perf_counter()
-    for turn in tqdm(range(-2, rounds), leave=False):  # two rounds to warm up
+    for turn in tqdm(range(-WARM_UP, rounds), leave=False):
         for name in ARMS if turn % 2 else ARMS[::-1]:
             with arm(name):
-                run = step()  # untimed: what the other arm left in caches is not this one's
-                run = run if prepared else step
-                _wait()
+                run = prepare()
+                synchronize()
                 start = time.perf_counter()
                 for _ in range(count):
                     run()
-                _wait()
+                synchronize()
                 if turn >= 0:
                     seconds[name].append((time.perf_counter() - start) / count)
                 del run
@@ -221,61 +208,28 @@ def _profile(step, steps: int = 2) -> dict:
 
     bitsandbytes adds the nested offset with a plain elementwise kernel, which is not counted as dequantizing.
     """
-    rows, names = runs.gpu_rows(step, steps), runs.DEQUANTIZERS
+    others = sorted(runs.gpu_rows(step, steps), key=lambda row: -row.self_device_time_total)
 
-    def milliseconds(some):
-        return sum(row.self_device_time_total for row in some) / 1e3 / steps
+    def milliseconds(*rows):
+        return sum(row.self_device_time_total for row in rows) / 1e3 / steps
 
-    dequantizing = {library: [row for row in rows if name in row.key] for library, name in names.items()}
-    others = [row for row in rows if not any(name in row.key for name in names.values())]
-    others.sort(key=lambda row: -row.self_device_time_total)
-    return {
-        "gpu_ms": milliseconds(rows),
-        "dequantize_ms": sum(milliseconds(some) for some in dequantizing.values()),
-        "dequantize_launches": {
-            library: sum(row.count for row in some) / steps for library, some in dequantizing.items()
-        },
-        "remains": [
-            {"kernel": row.key[:100], "ms": milliseconds([row]), "launches": row.count / steps}
-            for row in others[:6]
-        ],
-    }
+    found = {"gpu_ms": milliseconds(*others), "dequantize_ms": 0.0, "dequantize_launches": {}}
+    for library, name in runs.DEQUANTIZERS.items():
+        rows = [row for row in others if name in row.key]
+        others = [row for row in others if name not in row.key]
+        found["dequantize_ms"] += milliseconds(*rows)
+        found["dequantize_launches"][library] = sum(row.count for row in rows) / steps
+    found["remains"] = [
+        {"kernel": row.key[:100], "ms": milliseconds(row), "launches": row.count / steps}
+        for row in others[:6]
+    ]
+    return found
 
 
-def _calls(switch, step) -> dict[str, int]:
-    """Per step: dequantizations the kernel did, those left to the library, products fused by bitsandbytes."""
-    before = switch.counts() if switch else {}
-    step()
-    after = switch.counts() if switch else {}
-    return {
-        kind: sum(after[name][kind] - before[name][kind] for name in after)
-        for kind in ("kernel", "library", "fused")
-    }
-
-
-def line(library: str, size: results.TrainingSize) -> str:
-    """One size of a library's steps."""
-    arms, speed, calls = (size.without, size.with_), size.speedup, size.calls
-    share = " -> ".join(f"{arm.dequantize_ms / (arm.gpu_ms or 1):.0%}" for arm in arms)
-    return (
-        f"{library:8} {size.tokens:5} tokens  {arms[0].ms.p50:8.2f} -> {arms[1].ms.p50:8.2f} ms  "
-        f"{speed.p50:.3f}x ({speed.low:.3f} to {speed.high:.3f})  "
-        f"dequantizing {share} of GPU time  GPU {arms[0].gpu_ms:.2f} -> {arms[1].gpu_ms:.2f} ms  "
-        f"caught {calls['kernel']} of {calls['kernel'] + calls['library']}  same bits: {size.same_bits}"
-        + ("" if size.repeatable else " (not repeatable without the kernel either)")
-    )
-
-
-def operation_line(library: str, row: results.Operation) -> str:
-    """One operation on a whole model."""
-    if row.failed:
-        return f"{library:8} {row.name}: failed: {row.failed}"
-    speed, calls = row.speedup, row.calls
-    return (
-        f"{library:8} {row.name:22}  {row.without.p50:8.2f} -> {row.with_.p50:8.2f} ms  "
-        f"{speed.p50:.3f}x ({speed.low:.3f} to {speed.high:.3f})  "
-        f"caught {calls['kernel']} of {calls['kernel'] + calls['library']}  same bits: {row.same_bits}"
-    )
+def _calls(switch) -> dict[str, int]:
+    """Dequantizations by the kernel, those left to the library, products fused by bitsandbytes."""
+    counts = switch.counts().values()
+    return {kind: sum(site[kind] for site in counts) for kind in ("kernel", "library", "fused")}
 
 
 def table(data: results.Training) -> str:
@@ -284,35 +238,39 @@ def table(data: results.Training) -> str:
         return f"not measured ({data.not_measured})"
     lines = []
     for name, library in data.libraries.items():
-        if library.failed:
-            lines.append(f"{name}: failed: {library.failed}")
-        lines += [line(name, size) for size in library.sizes]
-        lines += [operation_line(name, row) for row in library.operations]
+        rows = [(f"{size.tokens} tokens", size.without.ms, size.with_.ms, size) for size in library.sizes]
+        rows += [(row.name, row.without, row.with_, row) for row in library.operations if not row.failed]
+        for what, without, with_, row in rows:
+            speed, calls = row.speedup, row.calls
+            same = row.same_bits if getattr(row, "repeatable", True) else "not repeatable without it either"
+            lines.append(
+                f"{name:8} {what:22} {without.p50:8.2f} -> {with_.p50:8.2f} ms  "
+                f"{speed.p50:.3f}x ({speed.low:.3f} to {speed.high:.3f})  "
+                f"caught {calls['kernel']} of {calls['kernel'] + calls['library']}  same bits: {same}"
+            )
+        failed = [(f"{name} {row.name}", row.failed) for row in library.operations]
+        lines += [f"{what}: failed: {why}" for what, why in [*failed, (name, library.failed)] if why]
     return "\n".join(lines)
 
 
-def measure(only=LIBRARIES, quick: bool = False) -> dict:
-    """Both libraries (or `only` those), each in a new process on the same model."""
+def measure() -> dict:
+    """Both libraries, each in a new process on the same model."""
     if problem := environment.no_gpu() or environment.old_gpu():
         return {"not_measured": problem}
-    data = {"quick": quick, "layers": LAYERS, "rank": RANK, "model": tiny_models.LLAMA3_8B, "libraries": {}}
-
-    def run(folder, *arguments):  # in that folder: Unsloth writes generated modules where it runs
-        command = ["-m", "helpers", "train-bench", "--folder", folder, *arguments]
-        start = time.perf_counter()
-        child.python(command, folder=folder, variables=runs.VARIABLES, timeout=600)
-        return time.perf_counter() - start
-
+    data = {"layers": LAYERS, "rank": RANK, "model": tiny_models.LLAMA3_8B, "libraries": {}}
     with tempfile.TemporaryDirectory() as folder:
-        data["make_seconds"] = run(folder, "--make")
-        for library in only:
+
+        def run(work):  # in that folder: Unsloth writes generated modules where it runs
+            command = ["-m", "helpers", "train-bench", "--worker", work]
+            child.python(command, folder=folder, variables=runs.VARIABLES, timeout=600)
+
+        run("make")
+        for library in LIBRARIES:
             print(f"{library} ...", flush=True)
-            out = Path(folder, f"{library}.json")
             try:
-                seconds = run(folder, "--worker", library, "--json", str(out), *["--quick"] * quick)
-                data["libraries"][library] = json.loads(out.read_text(encoding="utf-8"))
-                data["libraries"][library]["seconds"] = seconds
-            except (child.ChildFailed, OSError) as error:
+                run(library)
+                data["libraries"][library] = json.loads(Path(folder, f"{library}.json").read_text("utf-8"))
+            except child.ChildFailed as error:
                 data["libraries"][library] = {"failed": str(error)}
     return data
 
@@ -321,24 +279,19 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; no result file")
-    parser.add_argument("--only", nargs="+", choices=LIBRARIES, default=LIBRARIES)
     parser.add_argument("--json", help="write the result here, not to results/<gpu>/training.json")
-    for name in ("--worker", "--folder"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--make", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=("make", *LIBRARIES), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.make:
-        tiny_models.make(args.folder, device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
-        return 0
+    if args.worker == "make":
+        tiny_models.make(".", device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
+    elif args.worker:
+        data = worker(args.worker, str(Path.cwd()))
+        Path(f"{args.worker}.json").write_text(json.dumps(data), encoding="utf-8")
     if args.worker:
-        full = (SIZES, PROMPTS, ROUNDS)
-        todo = (QUICK_SIZES, QUICK_PROMPTS, QUICK_ROUNDS) if args.quick else full
-        Path(args.json).write_text(json.dumps(worker(args.worker, args.folder, *todo)), encoding="utf-8")
         return 0
-    data = msgspec.convert(measure(args.only, args.quick), results.Training)
+    data = msgspec.convert(measure(), results.Training)
     print(table(data))
-    if args.json or not (args.quick or data.not_measured):
+    if args.json or not data.not_measured:
         target = Path(args.json or NAME).resolve()
         folder = target.parent if args.json else None
         print(f"written to {results.write(target.stem, data, folder, results.Training)}")

@@ -18,6 +18,7 @@ def test_worker_and_table(tmp_path, monkeypatch):
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
     folder = tiny_models.make(tmp_path, **sizes)
     monkeypatch.setattr(train_bench, "REPEATS", 2)  # the interpreter is slow
+    monkeypatch.setattr(train_bench, "WARM_UP", 0)
     monkeypatch.setattr(train_bench, "steps_per_sample", lambda tokens: 1)
     measured = train_bench.worker("peft", str(folder), sizes=((1, 16),), prompts=(24,), rounds=1)
     [size] = measured["sizes"]
@@ -47,9 +48,8 @@ def test_an_operation_that_fails_is_reported():
 
     row = train_bench.operation("merge", lambda name: contextlib.nullcontext(), prepare, 1)
     assert row == {"name": "merge", "failed": "RuntimeError: out of memory"}
-    assert "merge: failed: RuntimeError: out of memory" in train_bench.operation_line(
-        "peft", msgspec.convert(row, results.Operation)
-    )
+    data = msgspec.convert({"libraries": {"peft": {"operations": [row]}}}, results.Training)
+    assert train_bench.table(data) == "peft merge: failed: RuntimeError: out of memory"
 
 
 def test_what_can_be_done_once_is_made_outside_of_the_clock():
@@ -59,7 +59,7 @@ def test_what_can_be_done_once_is_made_outside_of_the_clock():
         made.append(len(made))
         return lambda made=made[-1]: done.append(made)
 
-    row = train_bench.times(lambda name: contextlib.nullcontext(), prepare, 3, prepared=True)
+    row = train_bench.times(lambda name: contextlib.nullcontext(), prepare, 3)
     assert row["rounds"] == 3 and made == done == list(range(2 * 5))
 
 
@@ -114,7 +114,7 @@ def test_another_failure_of_a_compared_step_is_not_hidden():
 @pytest.mark.parametrize(("longest", "rounds"), [(1000, 7), (-1, 1)])
 def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rounds):
     monkeypatch.setattr(train_bench, "LONGEST", longest)
-    row = train_bench.times(lambda name: contextlib.nullcontext(), lambda: None, 7)
+    row = train_bench.times(lambda name: contextlib.nullcontext(), lambda: int, 7)
     assert row["rounds"] == rounds and row["speedup"]["low"] <= row["speedup"]["p50"]
 
 
@@ -125,11 +125,34 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert "not_measured" in json.loads((tmp_path / "found.json").read_text())["data"]
 
 
-@pytest.mark.gpu
 def test_a_worker_that_fails_is_reported(monkeypatch):
+    monkeypatch.setattr(environment, "no_gpu", lambda: None)
+    monkeypatch.setattr(environment, "old_gpu", lambda: None)
+
     def fail(arguments, **options):
-        if "--worker" in arguments:
+        if "make" not in arguments:
             raise child.ChildFailed("no memory")
 
     monkeypatch.setattr(child, "python", fail)
-    assert train_bench.measure(["peft"])["libraries"]["peft"]["failed"] == "no memory"
+    assert train_bench.measure()["libraries"] == dict.fromkeys(train_bench.LIBRARIES, {"failed": "no memory"})
+
+
+def test_the_workers_leave_their_files_where_they_run(monkeypatch, tmp_path):
+    """What `measure` does with a GPU, with workers in this process that measure nothing."""
+    seen = []
+
+    def here(arguments, folder, **options):
+        monkeypatch.chdir(folder)
+        assert arguments[:3] == ["-m", "helpers", "train-bench"] and train_bench.main(arguments[3:]) == 0
+
+    monkeypatch.setattr(environment, "no_gpu", lambda: None)
+    monkeypatch.setattr(environment, "old_gpu", lambda: None)
+    monkeypatch.setattr(child, "python", here)
+    monkeypatch.setattr(tiny_models, "make", lambda folder, **sizes: seen.append(sizes["num_hidden_layers"]))
+    monkeypatch.setattr(train_bench, "worker", lambda library, folder: seen.append(folder) or {"sizes": []})
+    data = msgspec.convert(train_bench.measure(), results.Training)
+    monkeypatch.chdir(tmp_path)
+    assert list(data.libraries) == ["peft", "unsloth"] and not any(
+        one.failed for one in data.libraries.values()
+    )
+    assert seen[0] == train_bench.LAYERS and seen[1] == seen[2]
