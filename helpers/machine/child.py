@@ -39,7 +39,8 @@ def python(
     After `timeout` seconds it is ended with all processes it started. check: raise ChildFailed unless its
     status is 0.
     """
-    environment = {**os.environ, "PYTHONPATH": _path(), **(variables or {})}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
@@ -64,10 +65,6 @@ def python(
         text = f"{done.out.strip()[-2000:]}\n{done.err.strip()[-6000:]}".strip()
         raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
     return done
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -105,14 +105,13 @@ def _plain(settings) -> dict:
     return {name: value for name, value in dataclasses.asdict(settings).items() if name not in SHOWN}
 
 
-def kernel():
-    """The stamp of a result: the kernel as it is now, with its decisions for the card at hand."""
+def stamp() -> dict:
+    """Fields of `results.Kernel`: the kernel as it is now, with its decisions for the card at hand."""
     from helpers.nf4 import kernel as nf4_kernel
-    from helpers.record.results import Kernel
 
     settings = nf4_kernel.settings()
     facts = {"sms": settings.sms, "capability": settings.capability}
-    return Kernel(label=label(), device=device(), host=host(), settings=_plain(settings) | facts)
+    return {"label": label(), "device": device(), "host": host(), "settings": _plain(settings) | facts}
 
 
 def decisions(environment, sms: int) -> dict:
@@ -138,8 +137,8 @@ _unused = iter(range(1 << 20, 1 << 30))  # indices of no card: what the kernel k
 
 def device_changed(result) -> bool:
     """Whether what was compiled for a stored result differs from what would be compiled for it now."""
-    stamp = result.kernel
-    if stamp.device != device():
+    measured = result.kernel
+    if measured.device != device():
         return True
-    stored = {name: value for name, value in stamp.settings.items() if name not in SHOWN}
-    return stored != decisions(result.environment, stamp.settings["sms"])
+    stored = {name: value for name, value in measured.settings.items() if name not in SHOWN}
+    return stored != decisions(result.environment, measured.settings["sms"])

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from helpers.machine import environment
+from helpers.record import hashes
 
 EARLIER = "measured with an earlier kernel"
 
@@ -497,10 +498,8 @@ class Result(Record, Generic[Data], omit_defaults=False):
 
 def now(data: Data) -> Result[Data]:
     """A result of this machine and of the kernel as it is now."""
-    from helpers.record import hashes
-
     facts = msgspec.convert(environment.describe(), Environment)
-    return Result(environment=facts, kernel=hashes.kernel(), data=data)
+    return Result(environment=facts, kernel=Kernel(**hashes.stamp()), data=data)
 
 
 def _file(name: str, folder: Path) -> Path:
@@ -548,8 +547,6 @@ def stale(result: Result, what: str = "call") -> bool:
 
     what: "gpu" for GPU times (they depend on what is compiled alone), "call" for everything else.
     """
-    from helpers.record import hashes
-
     if what not in ("gpu", "call"):
         raise ValueError(f"what is {what!r}, expected 'gpu' or 'call'")
     return hashes.device_changed(result) or (what == "call" and result.kernel.host != hashes.host())

@@ -58,14 +58,11 @@ def gemm(data: Benchmark) -> Table:
     """Dequantize + multiply, microseconds, and the multiple of the multiplication alone."""
     cases = data.gemm.cases if data.gemm else []
     names = _names([case.rows for case in cases])
-    rows = [
-        [
-            f"{case.tokens} x {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}",
-            *_times(case.rows, names, "multiplication alone"),
-        ]
-        for case in cases
-    ]
-    return [["dequantize + multiply, us (over multiply)", *map(label, names)], *rows] if rows else []
+    table = [["dequantize + multiply, us (over multiply)", *map(label, names)]]
+    for case in cases:
+        product = f"{case.tokens} x {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}"
+        table.append([product, *_times(case.rows, names, "multiplication alone")])
+    return table if cases else []
 
 
 def compiled(data: Benchmark) -> Table:
@@ -73,13 +70,10 @@ def compiled(data: Benchmark) -> Table:
     found = data.compile
     if not found or not found.cases:
         return []
-    cases = {
-        f"{case.tokens} tokens, {'forward and backward' if case.backward else 'forward'}": (
-            case.eager,
-            case.compiled,
-        )
-        for case in found.cases
-    }
+    cases = {}
+    for case in found.cases:
+        passes = "forward and backward" if case.backward else "forward"
+        cases[f"{case.tokens} tokens, {passes}"] = case.eager, case.compiled
     cases["one weight alone, until the call returns"] = found.call_eager, found.call_compiled
     names = _names([eager for eager, _ in cases.values()])
     table = [[f"{found.weights} weights and products, us, eager -> compiled", *map(label, names)]]
