@@ -5,6 +5,7 @@ same code, and so is the tile. What ours loses against it is what decoding costs
 """
 
 import copy
+import functools
 import gc
 import time
 from unittest import mock
@@ -21,39 +22,31 @@ from helpers.submission import protocol
 KERNEL = "_your_dequantize_nf4_kernel"
 
 
-def _seconds(dequantize, X, mlp, rounds: int) -> float:
-    """The protocol's rounds and nothing else, after one untimed."""
-    protocol.mlp_dequantize(X, mlp, dequantize)
-    start = time.perf_counter()
-    for _ in range(rounds):
-        protocol.mlp_dequantize(X, mlp, dequantize)
-    return time.perf_counter() - start
-
-
 def label(config: protocol.Config) -> str:
     return f"{config.hidden}x{config.intermediate} {dtype_name(config.dtype)}"
 
 
 def byte_mover(bench: Bench) -> ByteMover:
-    """Seconds of ours and of the byte-mover, who take turns on layers of their own."""
+    """Seconds of ours and of the byte-mover for the protocol's rounds; in turns, on layers of their own."""
     configs, rounds, repeats = bench.scope.configs, bench.rounds(1000, 1000), bench.rounds(5, 3)
-    dequantize, parts = bench.module.your_dequantize_nf4, {"kernel": [], BYTE_MOVER: []}
-    with bench.bar(len(configs) * repeats, "byte mover") as bar:
+    kernels = {"kernel": getattr(bench.module, KERNEL), BYTE_MOVER: moving_kernel}
+    totals = {name: [0.0] * repeats for name in kernels}
+    with bench.bar(len(configs) * repeats * len(kernels), "byte mover") as bar:
         for config in configs:
             mlp, X = protocol.build(config)
-            others = copy.deepcopy(mlp)  # a copied state starts without a plan
-            seconds = {name: [] for name in parts}
-            for repeat in range(repeats):
-                for name in list(parts) if repeat % 2 else list(parts)[::-1]:
-                    ours = name == "kernel"
-                    kernel = getattr(bench.module, KERNEL) if ours else moving_kernel
-                    with mock.patch.object(bench.module, KERNEL, kernel), clocks.collector_off():
-                        seconds[name].append(_seconds(dequantize, X, mlp if ours else others, rounds))
+            layers = {"kernel": mlp, BYTE_MOVER: copy.deepcopy(mlp)}  # a copied state starts without a plan
+            for turn, name in enumerate(clocks.turns(kernels, repeats)):
+                one_round = functools.partial(
+                    protocol.mlp_dequantize, X, layers[name], bench.module.your_dequantize_nf4
+                )
+                with mock.patch.object(bench.module, KERNEL, kernels[name]), clocks.collector_off():
+                    one_round()
+                    start = time.perf_counter()
+                    for _ in range(rounds):
+                        one_round()
+                    totals[name][turn // len(kernels)] += time.perf_counter() - start
                 bar.update()
-            for name in parts:
-                parts[name].append(seconds[name])
-            del mlp, others, X
+            del mlp, layers, X, one_round
             gc.collect()
             torch.cuda.empty_cache()
-    totals = {name: [sum(each) for each in zip(*of, strict=True)] for name, of in parts.items()}
     return ByteMover(rounds=rounds, configs=[label(config) for config in configs], seconds=totals)

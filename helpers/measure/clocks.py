@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -22,11 +22,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
     if not values:
         raise ValueError("percentiles of nothing: at least one value is needed")
     ordered, last = sorted(values), len(values) - 1
-    return {
-        "p20": ordered[round(0.2 * last)],
-        "p50": statistics.median(ordered),
-        "p80": ordered[round(0.8 * last)],
-    }
+    low, high = (ordered[round(share * last)] for share in (0.2, 0.8))
+    return {"p20": low, "p50": statistics.median(ordered), "p80": high}
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
@@ -57,6 +54,14 @@ def collector_off():
             gc.enable()
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once in every round; who goes first changes every round."""
+    order = list(names)
+    for _ in range(rounds):
+        yield from order
+        order.append(order.pop(0))
+
+
 def time_interleaved(
     calls: dict[str, Callable],
     rounds: int,
@@ -70,30 +75,27 @@ def time_interleaved(
     """Host seconds per call of each function, one value a round.
 
     wait=False times `inner` calls until they return; the device is drained between batches, off the clock.
-    wait=True waits for the device after every single call, on the clock. Who goes first changes every round.
-    One untimed call precedes each batch, both inside `around(name)`. `inner` must stay below the launch
-    queue's depth (about 1000 kernels), or the calls would wait for the GPU. `drain`, `clock`: for tests.
+    wait=True waits for the device after every single call, on the clock. One untimed call precedes each
+    batch, both inside `around(name)`. `inner` must stay below the launch queue's depth (about 1000 kernels),
+    or the calls would wait for the GPU. `drain`, `clock`: for tests.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
     with collector_off():
-        for _ in range(rounds):
-            for name in order:
-                call = calls[name]
-                with around(name):
-                    call()
-                    drain()
-                    start = clock()
-                    if wait:
-                        for _ in range(inner):
-                            call()
-                            drain()
-                    else:
-                        for _ in range(inner):
-                            call()
-                    times[name].append((clock() - start) / inner)
-                    drain()
-            order.append(order.pop(0))
+        for name in turns(calls, rounds):
+            call = calls[name]
+            with around(name):
+                call()
+                drain()
+                start = clock()
+                if wait:
+                    for _ in range(inner):
+                        call()
+                        drain()
+                else:
+                    for _ in range(inner):
+                        call()
+                times[name].append((clock() - start) / inner)
+                drain()
     return times
 
 
@@ -155,18 +157,15 @@ def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[
     starts, so the host's launch time is not counted, and the caches are as the candidate leaves them.
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    order = list(graphs)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(rounds):
-        for name in order:
-            graph, count = graphs[name]
-            graph.replay()
-            start.record()
-            graph.replay()
-            stop.record()
-            stop.synchronize()
-            times[name].append(start.elapsed_time(stop) * 1e-3 / count)
-        order.append(order.pop(0))
+    for name in turns(graphs, rounds):
+        graph, count = graphs[name]
+        graph.replay()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times[name].append(start.elapsed_time(stop) * 1e-3 / count)
     return times
 
 

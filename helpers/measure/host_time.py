@@ -1,5 +1,6 @@
 """Time of a call on the host, what it consists of, and what it executes in Python."""
 
+import collections
 import contextlib
 import functools
 import sys
@@ -188,34 +189,31 @@ def steps(bench: Bench) -> Rows:
 
 def _count(call: Callable) -> CallCost:
     """What one call executes: bytecodes and calls of Python functions, at any depth, and calls into C."""
-    bytecodes = python_calls = c_calls = 0
+    seen = collections.Counter()
 
     def trace(frame, event, argument):
-        nonlocal bytecodes, python_calls
         if event == "call":
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            python_calls += 1
-        bytecodes += event == "opcode"
+        seen[event] += 1
         return trace
 
     def profile(frame, event, argument):
-        nonlocal c_calls
-        c_calls += event == "c_call" and argument is not sys.setprofile
+        seen["into C"] += event == "c_call" and argument not in (sys.settrace, sys.setprofile)
 
     before = sys.gettrace(), sys.getprofile()
     call()
     try:
         for _ in range(2):  # Python 3.12 counts bytecodes only once it was told to for some frame
-            bytecodes = python_calls = 0
+            seen.clear()
+            sys.setprofile(profile)
             sys.settrace(trace)
             call()
             sys.settrace(before[0])
-        sys.setprofile(profile)
-        call()
+            sys.setprofile(before[1])
     finally:
-        sys.setprofile(before[1])
         sys.settrace(before[0])
-    return CallCost(bytecodes=bytecodes, python_calls=python_calls, c_calls=c_calls)
+        sys.setprofile(before[1])
+    return CallCost(bytecodes=seen["opcode"], python_calls=seen["call"], c_calls=seen["into C"])
 
 
 def call_cost(bench: Bench) -> dict[str, CallCost]:
