@@ -222,6 +222,8 @@ def t4_kernels() -> str:
 def machine_code() -> str:
     """Everyone's machine code for a T4, and this kernel's for the other generations."""
     result = sass.stored(RESULTS)
+    if result is None:
+        return "No machine code is stored: `python -m helpers sass --store`"
     table = with_caption(result, sass.table(result.data.code), "gpu")
     return f"{table}\n\n{sass.LEGEND}. {sass.verdict(result.data.code)}."
 
@@ -229,6 +231,8 @@ def machine_code() -> str:
 def forced() -> str:
     """What the whole notebook found with a T4's decisions forced on the card that README quotes."""
     result = stored("score", f"{names.CARD}-forced-t4")
+    if result is None:
+        return "No run with a T4's decisions forced is stored."
     other = [line for line in result.data.lines if "peed" not in line.name]  # times are the card's own
     points, best = sum(line.points["today"] or 0 for line in other), sum(line.best for line in other)
     return (
