@@ -62,6 +62,10 @@ class Bench:
     def bar(self, total: int, what: str):
         return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
 
+    def progress(self, items, what: str):
+        """The items, with a bar."""
+        return tqdm(list(items), desc=what, leave=False, disable=None)
+
     def contenders(self) -> dict[str, Callable]:
         """layer -> weight, the kernel first."""
         present = {name: baseline.fn for name, baseline in self.baselines.items() if baseline.fn is not None}

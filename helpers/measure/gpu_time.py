@@ -1,6 +1,7 @@
 """GPU time by graph replay over rotated buffers: all sizes, dequantize + multiply, one decision changed."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,18 +36,17 @@ def _capture(bench: Bench, candidates: dict[str, Candidate], buffers: workload.B
     graphs, failures, pool = {}, {}, None
     for name, (call, overrides) in candidates.items():
         with bench.forced(overrides):
-            reason = wrong_bits(lambda call=call: call(0), first)
-            if not reason:
-                try:
-                    graph, out = bench.gpu.capture(call, count, warm=count, pool=pool, keep=True)
-                except Exception as error:
-                    reason = f"cannot be captured: {why(error)}"
-                    clocks.synchronize()
-        if not reason:
-            wrong = wrong_bits(lambda graph=graph, out=out: (graph.replay(), out)[1], last, out)
-            reason = wrong and f"its graph does not write the result: {wrong}"
-        if reason:
-            failures[name] = reason
+            if wrong := wrong_bits(lambda call=call: call(0), first):
+                failures[name] = wrong
+                continue
+            try:
+                graph, out = bench.gpu.capture(call, count, warm=count, pool=pool, keep=True)
+            except Exception as error:
+                failures[name] = f"cannot be captured: {why(error)}"
+                clocks.synchronize()
+                continue
+        if wrong := wrong_bits(lambda graph=graph, out=out: (graph.replay(), out)[1], last, out):
+            failures[name] = f"its graph does not write the result: {wrong}"
         else:
             graphs[name], pool = (graph, count), graph.pool()
     return graphs, failures
@@ -125,30 +125,22 @@ def _gate(device: str, quick: bool):
 
 def gpu(bench: Bench) -> Gpu:
     """GPU time by graph replay over rotated buffers, from 64K to 1G elements."""
-    sizes, rounds, cases = bench.scope.sizes, bench.rounds(21, 7), []
+    rounds = bench.rounds(21, 7)
     _gate(bench.device, bench.quick)
-    with bench.bar(len(DTYPES) * len(sizes), "gpu") as bar:
-        for numel in sizes:
-            for name in DTYPES:
-                cases.append(_gpu_case(bench, numel, name, rounds))
-                bar.update()
+    sizes = bench.progress(itertools.product(bench.scope.sizes, DTYPES), "gpu")
+    cases = [_gpu_case(bench, numel, name, rounds) for numel, name in sizes]
     return Gpu(sizes=cases, l2_bytes=bench.gpu.l2_bytes())
 
 
 def gemm(bench: Bench) -> Gemm:
     """Dequantize and X @ W.t() as one unit, as training runs it, under each store policy."""
-    configs, cases = bench.scope.gemm, []
-    with bench.bar(2 * len(configs), "gemm") as bar:
-        for config in configs:
-            sizes = config.intermediate, config.hidden
-            for layer, shape in (("up", sizes), ("down", sizes[::-1])):
-                cases.append(_gemm_case(bench, config, layer, shape))
-                bar.update()
-    return Gemm(cases=cases)
+    layers = bench.progress(itertools.product(bench.scope.gemm, ("up", "down")), "gemm")
+    return Gemm(cases=[_gemm_case(bench, config, layer) for config, layer in layers])
 
 
-def _gemm_case(bench: Bench, config: protocol.Config, layer: str, shape: tuple[int, int]) -> GemmCase:
+def _gemm_case(bench: Bench, config: protocol.Config, layer: str) -> GemmCase:
     dequantizers, rows = bench.on_gpu(), config.batch * config.seq
+    shape = (config.intermediate, config.hidden)[:: 1 if layer == "up" else -1]
     buffers = workload.make_buffers(shape, config.dtype, UNITS, device=bench.device)
     generator = torch.Generator(device=bench.device).manual_seed(config.seed)
     X = torch.randn(rows, shape[1], dtype=config.dtype, device=bench.device, generator=generator)
@@ -184,44 +176,31 @@ def _gemm_case(bench: Bench, config: protocol.Config, layer: str, shape: tuple[i
 def decisions(settings, numel: int) -> dict[str, dict]:
     """{decision that is changed: the override that does it}, of those that change something at this size."""
     words = "words_small" if numel <= settings.small_up_to else "words"
+    hinted = numel <= settings.hint_loads_up_to
     changes = {
         "portable path (general, no assembly)": {"asm": False},
         "no cache hints": {"hints": False},
-        "hints on loads": {"hint_loads_up_to": numel},
-        "no hints on loads": {"hint_loads_up_to": 0},
+        "no hints on loads" if hinted else "hints on loads": {"hint_loads_up_to": 0 if hinted else numel},
         **{f"{count} words per thread": {words: count} for count in (1, 2, 4, 8)},
         **{f"{warps} warps": {"num_warps": warps} for warps in (2, 4, 8)},
         "code2 not staged in shared memory": {"stage": False},
-        **{
-            f"{most or 'any number of'} programs per SM": {
-                "programs_per_sm": most,
-                "programs_per_sm_huge": most,
-            }
-            for most in (0, 4, 6, 8)
-        },
         "bf16 rounded in integers": {"int_bf16": True},
     }
+    for most in (0, 4, 6, 8):
+        name = f"{most or 'any number of'} programs per SM"
+        changes[name] = {"programs_per_sm": most, "programs_per_sm_huge": most}
     chosen = dataclasses.asdict(settings)
-    if numel <= settings.hint_loads_up_to:
-        del changes["hints on loads"]
-    else:
-        del changes["no hints on loads"]
     return {name: override for name, override in changes.items() if not override.items() <= chosen.items()}
 
 
 def ablation(bench: Bench) -> Ablation:
     """GPU time with one decision changed at a time."""
-    sizes, cases = bench.scope.ablation, []
-    with bench.bar(len(sizes) * len(DTYPES), "ablation") as bar:
-        for numel in sizes:
-            for name in DTYPES:
-                bench.gpu.free_bytes()
-                cases.append(_ablation_case(bench, numel, name))
-                bar.update()
-    return Ablation(cases=cases)
+    sizes = bench.progress(itertools.product(bench.scope.ablation, DTYPES), "ablation")
+    return Ablation(cases=[_ablation_case(bench, numel, name) for numel, name in sizes])
 
 
 def _ablation_case(bench: Bench, numel: int, dtype_name: str) -> AblationCase:
+    bench.gpu.free_bytes()
     shape, count = workload.as_shape(numel), bench.sets(numel)
     buffers = workload.make_buffers(shape, DTYPES[dtype_name], count, device=bench.device)
     changes = decisions(bench.module.settings(), numel)
