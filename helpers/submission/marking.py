@@ -101,7 +101,7 @@ def summary(lines, totals, speeds, failed):
 
 
 def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
-    """Write {"environment", "data": {"score", "protocol"}} and `stamp` to nf4_<card>.json, and say so."""
+    """Write environment, score, protocol and `stamp` to nf4_<card>.json, and say so."""
     facts = machine()
     card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
     data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
@@ -114,7 +114,7 @@ def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.P
 
 
 # %% id="marking"
-TABLE = (  # line, what decides (a check, or a test of the speedup), points where it holds and where not
+TABLE = (  # line, what decides (a check, or the speedup), points where it holds and where not
     ("One fused kernel", "single_kernel", 3, 0),
     ("Penalty: speedup at most 1.00", lambda ratio: ratio > 1.00, 0, -3),
     ("Speedup at least 1.05", lambda ratio: ratio >= 1.05, 1, 0),
@@ -160,7 +160,7 @@ def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
     judges = [judge for _, judge, _, _ in TABLE]
     also = [seen for check, seen in evidence.items() if check not in judges]
     totals = {column: sum(line.points[column] or 0 for line in lines) for column in COLUMNS}
-    headline = summary(lines, totals, speeds, [seen.criterion for seen in also if seen.passed is False])
+    failed = [seen.criterion for seen in also if seen.passed is False]
     verdicts = {True: "yes; ", False: "NO; ", None: ""}
     also = {seen.criterion: f"{verdicts[seen.passed]}{seen}" for seen in also}
-    return Score(headline, totals, lines, also, evidence)
+    return Score(summary(lines, totals, speeds, failed), totals, lines, also, evidence)

@@ -1,6 +1,7 @@
 """Where the notebook's repository is: on disk, where Colab got the notebook from, or at an address given."""
 
 # %% Find the repository id="repository-find" folded=true
+import contextlib
 import json
 import os
 import pathlib
@@ -36,26 +37,22 @@ def _provenance():
 
 def colab_addresses():
     """[(address to clone, branch)] of this notebook as Colab has them; [] where it has none."""
-    addresses = []
+    texts = []
     for ask in (_session_paths, _provenance):
-        try:
-            texts = [urllib.parse.unquote(text) for text in ask()]
-        except Exception:  # not on Colab, no answer in time, or one of another form: each is optional
-            continue
-        matches = [re.fullmatch(ON_GITHUB, text, re.ASCII) for text in texts]
-        addresses += [(f"https://github.com/{m[1]}/{m[2]}", m[3]) for m in matches if m]
-    return list(dict.fromkeys(addresses))
+        with contextlib.suppress(Exception):  # not on Colab, no answer in time, or of another form
+            texts += [urllib.parse.unquote(text) for text in ask()]
+    matches = [re.fullmatch(ON_GITHUB, text, re.ASCII) for text in texts]
+    return list(dict.fromkeys((f"https://github.com/{m[1]}/{m[2]}", m[3]) for m in matches if m))
 
 
 def _cloned(address, branch=None):
     """The folder of a fresh clone, announced before it is made."""
     folder = tempfile.mkdtemp(prefix="nf4-")
     print(f"cloning {address}{f', branch {branch}' if branch else ''} into {folder}", flush=True)
-    of_branch = [f"--branch={branch}"] if branch else []
+    command = ["git", "clone", "--quiet", "--depth=1", *[f"--branch={branch}"] * bool(branch)]
     subprocess.run(
-        ["git", "clone", "--quiet", "--depth=1", *of_branch, "--", address, folder],
-        env=os.environ | {"GIT_TERMINAL_PROMPT": "0"}, stdin=subprocess.DEVNULL,
-        timeout=120, check=True, capture_output=True, text=True,
+        [*command, "--", address, folder], env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},
+        stdin=subprocess.DEVNULL, timeout=120, check=True, capture_output=True, text=True,
     )  # fmt: skip
     return folder
 

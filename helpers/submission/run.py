@@ -100,7 +100,7 @@ def score_text(notebook) -> str:
 
 
 def stamp(notebook) -> dict:
-    """Write into the notebook's metadata of which kernel and machine its outputs are; returns the machine."""
+    """Write into the notebook's metadata of which kernel its outputs are; returns of which machine."""
     facts = environment.describe()
     notebook.metadata.setdefault("nf4", {}).update({"kernel": hashes.label(), "environment": facts})
     return facts
@@ -129,7 +129,7 @@ def store_forced(notebook, folder: Path) -> Path:
 
 
 def keep(out: Path, seconds: dict[str, float]) -> None:
-    """Store each cell's seconds, and what the run itself wrote (nf4_<card>.json) as score and protocol."""
+    """Store each cell's seconds, and the score and protocol that the run wrote (nf4_<card>.json)."""
     cells = [{"title": name, "seconds": round(value, 3)} for name, value in seconds.items()]
     for cell in cells:
         if cell["title"] in FLAGS:

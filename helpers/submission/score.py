@@ -22,4 +22,5 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         results.write(options.json.name, score, options.json.parent, schema=results.Score)
     failed = any(one.passed is False for one in score.evidence.values())
-    return 1 if failed or any((p or 0) < 0 for line in score.lines for p in line.points.values()) else 0
+    points = [p or 0 for line in score.lines for p in line.points.values()]
+    return 1 if failed or min(points) < 0 else 0
