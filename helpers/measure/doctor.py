@@ -1,16 +1,18 @@
 """`python -m helpers doctor`: what is here, what is missing, whether the kernel is right and fast here."""
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from typing import NamedTuple
 
 from helpers.machine import environment, install
+from helpers.record.names import CONTENDERS, label
 
 SIZES = (1024, 4096, 8192)  # square layers
 DTYPES = ("float16", "bfloat16")
 LAYER = (200, 33)  # (in_features, out_features): 6600 elements end mid-tile, mid-block and on half a word
-KERNEL = "this kernel"
+KERNEL = label("kernel")
 SETUP = "bash colab_setup.sh"
 
 
@@ -110,26 +112,21 @@ def _first_call() -> tuple[bool, str]:
     return True, f"{empty:.2f} s to compile, {warm:.2f} s from Triton's cache"
 
 
-def speed() -> Speed:
-    """The kernel and the baselines, interleaved, each call with a synchronize as in the protocol."""
-    import torch
-
-    from helpers.measure.clocks import time_interleaved
+def _speed(rows: Speed) -> tuple[bool, str]:
+    """Fill in rows of the kernel and the baselines, interleaved, each call with a synchronize."""
+    from helpers.measure.contenders import Bench
+    from helpers.measure.host_time import case
     from helpers.nf4 import kernel
-    from helpers.oracle.layers import quantized_layer
     from helpers.submission import protocol
 
-    functions = {KERNEL: kernel.your_dequantize_nf4}
-    functions |= {baseline.label: baseline.fn for baseline in protocol.baselines().values() if baseline.fn}
-    rows = {}
-    for dtype in DTYPES:
-        for size in SIZES:
-            layer = quantized_layer(size, size, getattr(torch, dtype), device="cuda")
-            calls = {name: lambda fn=fn, layer=layer: fn(layer) for name, fn in functions.items()}
-            times = time_interleaved(calls, rounds=15, inner=50, wait=True)
-            rows[size, dtype] = {name: statistics.median(each) * 1e6 for name, each in times.items()}
-            torch.cuda.empty_cache()
-    return rows
+    bench = Bench(kernel, protocol.baselines(), quick=True)
+    for dtype, size in itertools.product(DTYPES, SIZES):
+        timed, _ = case(bench, (size, size), dtype)
+        if "kernel" in timed.failures:
+            return False, f"{size}x{size} {dtype}: {timed.failures['kernel']}"
+        us = {label(name): row.p50 for name, row in timed.synchronized.items() if name in CONTENDERS}
+        rows[size, dtype] = us
+    return True, "the table below"
 
 
 def recommend(checks: list[Check], rows: Speed) -> str:
@@ -174,7 +171,9 @@ def examine() -> tuple[list[Check], Speed]:
     if not right or device == "cpu":
         why = "the kernel is not right here" if not right else "needs an NVIDIA GPU"
         return [*checks, Check("speed", None, f"not measured ({why})")], {}
-    return [*checks, _attempt("first call of a process", _first_call)], speed()
+    rows = {}
+    checks += [_attempt("first call of a process", _first_call), _attempt("speed", _speed, rows)]
+    return checks, rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -80,34 +80,34 @@ def _parts(bench: Bench, name: str, call: Callable, units: Rows, case: HostCase)
     return parts
 
 
-def _allocate_fill(like: torch.Tensor) -> Callable:
-    """Allocate and fill a tensor such as `like`: the least a call can cost that returns new memory."""
-    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
-    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
-
-
 def _calls(bench: Bench, layer, expected: torch.Tensor) -> tuple[dict[str, Callable], dict[str, str]]:
     """({name: call} of all contenders whose bits are right, {name: why not} of the others)."""
-    contenders, failures = bench.contenders(), {}
+    contenders, calls, failures = bench.contenders(), {}, {}
     if users := users_bitsandbytes():
         contenders["bitsandbytes_zoo"] = users
-    calls = {name: functools.partial(contender, layer) for name, contender in contenders.items()}
-    for name in list(calls):
-        if wrong := wrong_bits(calls[name], expected):
+    for name, contender in contenders.items():
+        call = functools.partial(contender, layer)
+        if wrong := wrong_bits(call, expected):
             failures[name] = wrong
-            del calls[name]
+        else:
+            calls[name] = call
     return calls, failures
 
 
-def _case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable], torch.Tensor]:
-    """(one layer's rows, what was timed, what bitsandbytes returns for the layer)."""
-    layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+def _layer(bench: Bench, shape, dtype_name: str):
+    return quantized_layer(*shape[::-1], DTYPES[dtype_name], device=bench.device)
+
+
+def case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable]]:
+    """(one layer's rows, what was timed: the last one is the least a call can cost with new memory)."""
+    layer = _layer(bench, shape, dtype_name)
     expected = bench.baselines["bitsandbytes"].fn(layer)
     calls, failures = _calls(bench, layer, expected)
-    calls[ALLOCATE_FILL] = _allocate_fill(expected)
+    strides, dtype, device = expected.stride(), expected.dtype, expected.device
+    calls[ALLOCATE_FILL] = lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
     nbytes, rounds = bytes_moved(expected.numel()), bench.rounds(60, 10)
     returned, synchronized = (_rows(bench, calls, rounds, wait, nbytes) for wait in (False, True))
-    case = HostCase(
+    timed = HostCase(
         shape=shape,
         dtype=dtype_name,
         calls_a_round=bench.scope.inner,
@@ -115,20 +115,18 @@ def _case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Cal
         synchronized=synchronized,
         failures=failures,
     )
-    return case, calls, expected
+    return timed, calls
 
 
 def host(bench: Bench) -> Host:
     """Time until a call returns and until it is done, and what the call consists of."""
-    cases, units, parts = [], {}, {}
-    with bench.bar(len(bench.scope.layers), "host") as bar:
-        for shape, dtype_name in bench.scope.layers:
-            case, calls, expected = _case(bench, shape, dtype_name)
-            cases.append(case)
-            if not parts:  # of the first layer, where the call weighs most
-                units = _units(bench, expected)
-                parts = {name: _parts(bench, name, call, units, case) for name, call in calls.items()}
-            bar.update()
+    cases, first = [], None
+    for shape, dtype_name in bench.progress(bench.scope.layers, "host"):
+        timed, calls = case(bench, shape, dtype_name)
+        cases.append(timed)
+        first = first or calls  # of the first layer, where the call weighs most
+    units = _units(bench, first[ALLOCATE_FILL]())
+    parts = {name: _parts(bench, name, call, units, cases[0]) for name, call in first.items()}
     return Host(cases=cases, units=units, parts=parts, steps=steps(bench))
 
 
@@ -178,7 +176,7 @@ def steps(bench: Bench) -> Rows:
 
     calls = {}
     for name in changes:  # each with a layer, and so with a plan, of its own
-        layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+        layer = _layer(bench, shape, dtype_name)
         calls[name] = functools.partial(module.your_dequantize_nf4, layer)
         with around(name):
             calls[name]()
@@ -219,7 +217,7 @@ def _count(call: Callable) -> CallCost:
 def call_cost(bench: Bench) -> dict[str, CallCost]:
     """What a call costs free of noise, of every contender and of the least there can be."""
     shape, dtype_name = bench.scope.layers[0]
-    layer = quantized_layer(shape[1], shape[0], DTYPES[dtype_name], device=bench.device)
+    layer = _layer(bench, shape, dtype_name)
     expected = bench.baselines["bitsandbytes"].fn(layer)
     calls, _ = _calls(bench, layer, expected)
     launch = _launches(torch.zeros(4, dtype=torch.int32, device=expected.device)).get(LAUNCHES[-1])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.machine import environment, install
-from helpers.measure import ceilings, doctor
+from helpers.measure import ceilings, contenders, doctor
 from helpers.measure.doctor import KERNEL, Check
 from helpers.oracle import reference
 
@@ -47,11 +47,24 @@ def test_a_kernel_with_one_wrong_element_is_caught_and_not_timed(complete, kerne
         return weight
 
     monkeypatch.setattr(kernel, "your_dequantize_nf4", nearly)
-    monkeypatch.setattr(doctor, "speed", lambda: pytest.fail("timed a wrong kernel"))
+    monkeypatch.setattr(doctor, "_speed", lambda rows: pytest.fail("timed a wrong kernel"))
     checks, rows = doctor.examine()
     details = {check.name: check.detail for check in checks}
     assert states(checks)["bit-equal, float16"] is False and rows == {} and "backend" not in details
     assert "1 of 6600 elements differ from bitsandbytes" in details["bit-equal, float16"]
+
+
+def test_speed_is_of_right_weights_alone(bench, monkeypatch):
+    monkeypatch.setattr(contenders, "Bench", lambda *arguments, **more: bench)
+    monkeypatch.setattr(doctor, "SIZES", (64, 128))
+    rows = {}
+    assert doctor._speed(rows) == (True, "the table below")
+    assert set(rows) == {(size, dtype) for size in (64, 128) for dtype in doctor.DTYPES}
+    assert all({KERNEL, "bitsandbytes"} <= us.keys() for us in rows.values())
+    right = bench.module.your_dequantize_nf4
+    monkeypatch.setattr(bench.module, "your_dequantize_nf4", lambda layer: right(layer).neg())
+    ok, detail = doctor._speed({})
+    assert ok is False and detail.startswith("64x64 float16: not bit-identical")
 
 
 def test_a_missing_package_gives_the_command_that_fixes_it(monkeypatch, capsys):
