@@ -533,6 +533,19 @@ def test_a_missing_function_is_an_error_and_nothing_is_changed(monkeypatch):
         assert not use_nf4_kernel(quiet=True).sites
 
 
+def test_without_bitsandbytes_it_says_so(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: real(name, *more) if name != "bitsandbytes" else None
+    )
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    with pytest.raises(ImportError, match="bitsandbytes is not installed"):
+        use_nf4_kernel("bitsandbytes")
+    switch = use_nf4_kernel(quiet=True)
+    assert not switch.sites and "The NF4 kernel is not used." in str(switch)
+    assert switch.refused["bitsandbytes"] == "not installed"
+
+
 # NF4_TRITON=1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from helpers.machine import child
+from helpers.nf4.integrate import LIBRARIES
 
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("hatchling", reason="hatchling builds the wheel: it is in requirements.txt, group test")
@@ -60,36 +61,41 @@ def step():
 """
 
 
-def test_a_training_step_and_the_doctor(installed):
-    printed = python(
+@pytest.fixture(scope="module")
+def plain(installed):
+    """What a script prints that trains a step without the kernel and with it, and asks the doctor."""
+    return python(
         installed,
         STEP
         + """
+print([name for name in sys.modules if name.startswith("nf4_triton")])
+without = step()
+print("without:", without)
 import nf4_triton, nf4_triton.__main__
 from nf4_triton import use_nf4_kernel, dequantize
-without = step()
 with use_nf4_kernel("bitsandbytes", quiet=True) as switch:
     assert step() == without and without[2] < without[0], without
 counts = switch.counts()["bitsandbytes.functional.dequantize_4bit"]
 assert counts["kernel"] == 3 and not counts["library"], counts
-packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(64, 64).bfloat16(), quant_type="nf4")
 print(nf4_triton.__file__)
 nf4_triton.__main__.main(["doctor"])
 """,
     )
-    assert (
-        str(installed) in printed and "dequantizations went through the library; results the same" in printed
-    )
-    assert printed.rstrip().endswith("It works here.")
-    assert len(printed.splitlines()) < 15
 
 
-def test_the_variable_switches_at_the_first_use(installed):
+def test_a_training_step_and_the_doctor(installed, plain):
+    assert str(installed) in plain and "dequantizations went through the library; results the same" in plain
+    assert plain.rstrip().endswith("It works here.")
+    assert len(plain.splitlines()) < 17
+
+
+def test_the_variable_switches_at_the_first_use(installed, plain):
     """No line of the script names nf4_triton. Losses as without the variable, which imports nothing of it."""
-    code = STEP + "print([n for n in sys.modules if n.startswith('nf4_triton')]); print(step())"
-    without, with_it = python(installed, code), python(installed, code, NF4_TRITON="1")
-    assert without.splitlines()[-1] == with_it.splitlines()[-1]
-    assert "['nf4_triton', 'nf4_triton.autoload']" in without and "NF4_TRITON=1" not in without
+    names = "[n for n in sys.modules if n.startswith('nf4_triton')]"
+    with_it = python(installed, STEP + f"print({names}); print('without:', step())", NF4_TRITON="1")
+    (losses,) = [line for line in plain.splitlines() if line.startswith("without:")]
+    assert with_it.splitlines()[-1] == losses
+    assert "['nf4_triton', 'nf4_triton.autoload']" in plain and "NF4_TRITON=1" not in plain
     assert "['nf4_triton', 'nf4_triton.autoload']" in with_it  # nothing more until the first use
     assert with_it.count("NF4_TRITON=1: The NF4 kernel decodes in") == 1
 
@@ -117,28 +123,14 @@ def test_where_it_cannot_work_the_variable_says_so_in_a_line_and_all_else_works(
     assert "trained True" in printed and "Traceback" not in printed
 
 
-def test_without_bitsandbytes_it_says_so(installed):
-    printed = python(
-        installed,
-        """
-import importlib.util, sys
-real = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *more: None if name == "bitsandbytes" else real(name, *more)
-import nf4_triton
-try:
-    nf4_triton.use_nf4_kernel("bitsandbytes")
-except ImportError as error:
-    print("named:", error)
-print(nf4_triton.use_nf4_kernel(quiet=True))
-""",
-    )
-    assert "named: bitsandbytes is not installed" in printed
-    assert "The NF4 kernel is not used." in printed and "bitsandbytes" in printed.splitlines()[-1]
-
-
-def test_the_package_imports_nothing_of_ours():
+def test_the_package_imports_nothing_of_ours_and_no_library_before_it_is_asked_for():
     for file in (ROOT / "helpers" / "nf4").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        code = ast.parse(file.read_text(encoding="utf-8"))
+        for node in code.body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [f"{node.module}"] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not {name.split(".")[0] for name in names} & set(LIBRARIES), file
+        for node in ast.walk(code):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]

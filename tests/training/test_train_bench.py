@@ -15,7 +15,7 @@ pytest.importorskip("bitsandbytes")
 
 def test_worker_and_table(tmp_path, monkeypatch):
     """The worker on a toy: the real thing in miniature, whose times mean nothing."""
-    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     folder = tiny_models.make(tmp_path, **sizes)
     monkeypatch.setattr(train_bench, "REPEATS", 2)  # the interpreter is slow
     monkeypatch.setattr(train_bench, "WARM_UP", 0)

@@ -13,7 +13,7 @@ pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 SMALLEST = dict(
-    hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
 )
 # Two workers of some minutes each; the plugin may be absent on a GPU machine.
 patient = pytest.mark.timeout(900) if importlib.util.find_spec("pytest_timeout") else pytest.mark.gpu
