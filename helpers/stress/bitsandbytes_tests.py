@@ -1,33 +1,32 @@
 """bitsandbytes' own functional and Linear4bit 4-bit tests, with this kernel in place of its dequantization.
 
 `python -m helpers bitsandbytes-tests [FOLDER] [pytest arguments]`. FOLDER is bitsandbytes' source, or any
-folder that holds its `tests`; without one, the source distribution of the installed version is fetched into
-build/. The tests run twice, at the same time and in several processes: as they are, and with the kernel
+folder that holds its `tests` (default: build/bitsandbytes-VERSION, of the installed version). The tests run
+twice, at the same time and each in several processes (pytest-xdist): as they are, and with the kernel
 substituted; what fails in both is not this kernel's doing. This module is also the plugin of these processes:
-it takes a share of the tests, substitutes in the second run, and counts the launches.
+it substitutes in the second run, and counts the launches.
 """
 
 import argparse
+import concurrent.futures
+import importlib.util
 import json
 import os
-import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from helpers.machine import environment
+from helpers.machine import child, environment
 from helpers.record import results
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
 OPTIONS = ("-q", "-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "--tb=short", "-k", SELECTION)
 RUNS = ("original", "substituted")
+LIMIT = 6 * 3600  # seconds
 launches = {"functional": 0, "operator": 0}
-outcomes = {"passed": 0, "failed": [], "skipped": 0}
+outcomes = {"passed": 0, "failed": [], "skipped": 0, "launches": dict(launches)}
 
 
 def substitute() -> None:
@@ -74,11 +73,9 @@ def pytest_configure(config):
         substitute()
 
 
-@pytest.hookimpl(trylast=True)  # after -k
-def pytest_collection_modifyitems(config, items):
-    share, shares = map(int, os.environ["NF4_SHARE"].split("/"))
-    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % shares != share])
-    items[:] = items[share::shares]
+def pytest_runtest_teardown(item):
+    item.user_properties.append(("launches", dict(launches)))  # goes with the report to the first process
+    launches.update(functional=0, operator=0)
 
 
 def pytest_runtest_logreport(report):
@@ -88,86 +85,57 @@ def pytest_runtest_logreport(report):
         outcomes["skipped"] += 1
     elif report.when == "call":
         outcomes["passed"] += 1
+    for how, count in dict(report.user_properties).get("launches", {}).items():
+        outcomes["launches"][how] += count
 
 
 def pytest_sessionfinish(session):
-    report = {**outcomes, "failed": sorted(set(outcomes["failed"])), "launches": launches}
-    Path(os.environ["NF4_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
+    if not hasattr(session.config, "workerinput"):  # not in xdist's processes
+        report = {**outcomes, "failed": sorted(set(outcomes["failed"]))}
+        Path(os.environ["NF4_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
 
 
-def start(folder: Path, arguments: list[str], run: str, share: str, report: Path) -> subprocess.Popen:
-    """A pytest process over a share ("0/4") of bitsandbytes' tests; its output goes beside the report."""
+def run_tests(folder: Path, arguments: list[str], run: str, report: Path) -> str:
+    """Run bitsandbytes' tests as they are, or with the kernel; returns what they print."""
     variables = {
-        **os.environ,
         "NF4_SUBSTITUTE": run,
-        "NF4_SHARE": share,
         "NF4_REPORT": str(report),
         "BNB_TEST_DEVICE": "cuda" if environment.has_gpu() else "cpu",
         "PYTHONPATH": os.pathsep.join([str(folder), str(environment.ROOT), *sys.path]),
     }
     files = [str(folder / "tests" / name) for name in FILES if (folder / "tests" / name).exists()]
-    command = [sys.executable, "-m", "pytest", "-p", __name__, *OPTIONS, *files, *arguments]
-    with open(f"{report}.log", "w", encoding="utf-8") as log:
-        return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT)
-
-
-def merged(reports: list[Path]) -> dict:
-    """The sum of several processes' reports."""
-    rows = [json.loads(report.read_text(encoding="utf-8")) for report in reports]
-    total = {name: sum(row[name] for row in rows) for name in ("passed", "skipped")}
-    total["failed"] = sorted(name for row in rows for name in row["failed"])
-    total["launches"] = {name: sum(row["launches"][name] for row in rows) for name in launches}
-    return total
-
-
-def source() -> Path | None:
-    """The folder of bitsandbytes' source, fetched from the package registry; None where that fails."""
-    version, build = environment.version_of("bitsandbytes"), environment.ROOT / "build"
-    folder = build / f"bitsandbytes-{version}"
-    if not (folder / "tests").exists():
-        fetch = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", "bitsandbytes"]
-        command = [sys.executable, "-m", "pip", *fetch, f"bitsandbytes=={version}", "-d", str(build)]
-        if subprocess.run(command).returncode:
-            return None
-        with tarfile.open(f"{folder}.tar.gz") as archive:
-            archive.extractall(build)
-    return folder
+    processes = str(max(1, (os.cpu_count() or 1) // 3))
+    parallel = ["-n", processes] if importlib.util.find_spec("xdist") else []
+    command = ["-m", "pytest", "-p", __name__, *parallel, *OPTIONS, *files, *arguments]
+    done = child.python(command, variables=variables, folder=folder, timeout=LIMIT, check=False)
+    return done.out + done.err
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folder", nargs="?", type=Path, help="of bitsandbytes' source (default: fetched)")
+    version = environment.version_of("bitsandbytes")
+    default = environment.ROOT / "build" / f"bitsandbytes-{version}"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="of bitsandbytes' source")
     arguments, others = parser.parse_known_args(argv)
-    folder = (arguments.folder or source() or Path()).resolve()
+    folder = arguments.folder.resolve()
     if not (folder / "tests" / "test_functional.py").exists():
-        version = environment.version_of("bitsandbytes")
-        print(f"no tests of bitsandbytes {version}: clone its repository at that tag and give its folder")
+        print(f"no tests of bitsandbytes {version}: clone its repository at that tag to {folder}")
         return 2
-    shares = max(1, (os.cpu_count() or 1) // 3)
-    with tempfile.TemporaryDirectory() as scratch:
-        reports = {run: [Path(scratch) / f"{run}{i}.json" for i in range(shares)] for run in RUNS}
-        running = [
-            start(folder, others, run, f"{i}/{shares}", report)
-            for run in RUNS
-            for i, report in enumerate(reports[run])
-        ]
-        for process in running:
-            process.wait()
-        logs = {
-            run: [Path(f"{each}.log").read_text(encoding="utf-8") for each in reports[run]] for run in RUNS
-        }
-        if not all(report.exists() for run in RUNS for report in reports[run]):
-            print("\n".join(log[-3000:] for run in RUNS for log in logs[run]))
+    with tempfile.TemporaryDirectory() as scratch, concurrent.futures.ThreadPoolExecutor() as pool:
+        reports = [Path(scratch) / f"{run}.json" for run in RUNS]
+        logs = list(pool.map(lambda *which: run_tests(folder, others, *which), RUNS, reports))
+        if not all(report.exists() for report in reports):
+            print("\n".join(log[-6000:] for log in logs))
             return 1
-        original, substituted = (merged(reports[run]) for run in RUNS)
+        original, substituted = (json.loads(report.read_text(encoding="utf-8")) for report in reports)
     new = sorted(set(substituted["failed"]) - set(original["failed"]))
     for name, row in (("as they are", original), ("with this kernel", substituted)):
         print(f"{name}: {row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped")
     print(f"launches of this kernel: {substituted['launches']}")
     if new:
-        print(f"failed only with this kernel: {new}\n{''.join(log[-4000:] for log in logs['substituted'])}")
+        print(f"failed only with this kernel: {new}\n{logs[1][-8000:]}")
     data = {
-        "bitsandbytes": environment.version_of("bitsandbytes"),
+        "bitsandbytes": version,
         "tests": folder.name,
         "selection": SELECTION,
         "original": original,

@@ -1,6 +1,6 @@
 """Random layouts, sizes, values and settings against the exact oracle, bit for bit.
 
-One description of what can be drawn serves both: Hypothesis draws from it on the CPU, with shrinking
+What can be drawn is said once: Hypothesis draws from it on the CPU, with shrinking
 (tests/stress/test_fuzz.py), `random.Random` on the GPU, where `python -m helpers fuzz --cases 100000` spreads
 the cases over processes and compares on the GPU, with one synchronization per batch. A failure is printed as
 a Case that can be pasted into `fuzz.check(...)`.
@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -55,7 +56,6 @@ class Kind:
 
     dtype: str
     quant_type: str
-    nested: bool
     blocksize: int
     blocksize2: int  # 0 in a flat state
     way: str
@@ -72,33 +72,29 @@ class Case:
     seed: int  # where in the random memory each tensor starts
 
 
-def draw_kind(pick: Callable, ways=tuple(WAYS)) -> Kind:
-    """pick(options) returns one element of a sequence or range; by Hypothesis or by random.Random."""
-    nested = pick((True, False))
-    return Kind(
-        pick(tuple(DTYPES)),
-        pick(("nf4", "fp4")),
-        nested,
-        pick(BLOCKSIZES),
-        pick(BLOCKSIZES2) if nested else 0,
-        pick(ways),
-    )
+def every_kind(nested: bool, ways=tuple(WAYS)) -> list[Kind]:
+    """All kinds of nested or of flat states."""
+    second = BLOCKSIZES2 if nested else (0,)
+    return [Kind(*each) for each in itertools.product(DTYPES, ("nf4", "fp4"), BLOCKSIZES, second, ways)]
+
+
+def kinds(count: int, seed: int, ways=tuple(WAYS)) -> list[Kind]:
+    """`count` different kinds at random, half of them of nested states."""
+    source, flat = random.Random(seed), every_kind(False, ways)
+    chosen = source.sample(flat, min(count // 2, len(flat)))
+    return chosen + source.sample(every_kind(True, ways), count - len(chosen))
 
 
 def draw_case(pick: Callable, kind: Kind, largest: int) -> Case:
-    """A case of at most about `largest` elements: often at the edges of words, blocks and tiles."""
+    """A case of at most about `largest` elements: often at the edges of words, blocks and tiles.
+
+    pick(options) returns one element of a sequence or range; by Hypothesis or by random.Random.
+    """
     edge = pick((8, kind.blocksize, 2048, 8192, 4096))
     n = pick((pick(range(0, 72)), pick(range(0, largest)), pick(range(1, 5)) * edge + pick(range(-9, 10))))
     n = min(max(n, 0), largest)
     inner = pick((1, 2, 3, 8, 64, 96))
-    rank = pick(("row", "column", "matrix", "cube", "line"))
-    shape = {
-        "row": (1, n),
-        "column": (n, 1),
-        "matrix": (n // inner, inner),
-        "cube": (2, n // (2 * inner), inner),
-        "line": (n,),
-    }[rank]
+    shape = pick(((1, n), (n, 1), (n // inner, inner), (2, n // (2 * inner), inner), (n,)))
     return Case(
         kind,
         shape,
@@ -140,17 +136,10 @@ def build(case: Case, device: str):
         length = 2  # a weight of shape (1, 1) would be its own transpose
     weight = cut(packed, length * size, size).view(STORAGES[case.storage])
     weight = weight.view(1, -1) if case.transposed else weight.view(-1, 1)
-    _, state = state_of(
-        case.shape,
-        DTYPES[kind.dtype],
-        functools.partial(cut, packed),
-        functools.partial(cut, floats),
-        kind.nested,
-        kind.quant_type,
-        kind.blocksize,
-        kind.blocksize2,
-    )
-    if kind.nested:
+    codes, scales = functools.partial(cut, packed), functools.partial(cut, floats)
+    layout = (kind.blocksize2 > 0, kind.quant_type, kind.blocksize, kind.blocksize2)
+    _, state = state_of(case.shape, codes, scales, DTYPES[kind.dtype], *layout)
+    if kind.blocksize2:
         state.offset = cut(plain, 1)[0]
     return weight, state
 
@@ -199,64 +188,40 @@ def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> di
     return {"cases": count, "elements": elements, "failed": failed}
 
 
-def kinds(count: int, seed: int, ways=tuple(WAYS)) -> list[Kind]:
-    """`count` different kinds; every option of every field occurs where `count` allows it."""
-    source, chosen = random.Random(seed), []
-    while len(chosen) < count:
-        candidates = [draw_kind(source.choice, ways) for _ in range(20)]
-        seen = [{getattr(kind, field.name) for kind in chosen} for field in dataclasses.fields(Kind)]
-        new = [kind for kind in candidates if kind not in chosen]
-        if new:
-            chosen.append(max(new, key=functools.partial(_news, seen)))
-    return chosen
-
-
-def _news(seen, kind):
-    """How many of a kind's options have not occurred before."""
-    return sum(value not in before for value, before in zip(dataclasses.astuple(kind), seen, strict=True))
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", type=int, default=100_000)
-    parser.add_argument(
-        "--kinds", type=int, default=112, help="combinations that need a compilation of their own"
-    )
+    parser.add_argument("--kinds", type=int, default=112, help="what needs a compilation of its own")
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--seed", type=int, default=3407)
     arguments = parser.parse_args(argv)
-    device = "cuda" if environment.has_gpu() else "cpu"
-    ways = tuple(WAYS) if device == "cuda" else ("own",)
-    largest = 40_000 if device == "cuda" else 5_000
-    chosen = kinds(arguments.kinds, arguments.seed, ways)
-    share, rest = divmod(arguments.cases, len(chosen))
+    gpu = environment.has_gpu()
+    device, ways, largest = ("cuda", tuple(WAYS), 40_000) if gpu else ("cpu", ("own",), 5_000)
+    chosen = kinds(min(arguments.kinds, arguments.cases), arguments.seed, ways)
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    rows = []
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        tasks = {
-            pool.submit(run_kind, kind, share + (i < rest), arguments.seed + i, device, largest): kind
-            for i, kind in enumerate(chosen)
-            if share + (i < rest)
-        }
-        with tqdm(total=arguments.cases, unit=" cases", file=sys.stdout, mininterval=2) as bar:
-            for task in concurrent.futures.as_completed(tasks):
-                rows.append({"kind": dataclasses.asdict(tasks[task]), **task.result()})
-                bar.update(rows[-1]["cases"])
-    failed = [case for row in rows for case in row["failed"]]
+        tasks = {}
+        for i, kind in enumerate(chosen):
+            count = len(range(i, arguments.cases, len(chosen)))  # an equal share
+            tasks[pool.submit(run_kind, kind, count, arguments.seed + i, device, largest)] = kind
+        done = concurrent.futures.as_completed(tasks)
+        for task in tqdm(done, total=len(tasks), unit=" kinds", file=sys.stdout, mininterval=2):
+            task.result()  # raises what the process did, at once
+    rows = {kind: task.result() for task, kind in tasks.items()}
+    failed = [case for row in rows.values() for case in row["failed"]]
     data = {
-        "cases": sum(row["cases"] for row in rows),
-        "elements": sum(row["elements"] for row in rows),
+        "cases": sum(row["cases"] for row in rows.values()),
+        "elements": sum(row["elements"] for row in rows.values()),
         "kinds": len(rows),
         "failed": len(failed),
         "first_failures": failed[:20],
         "seed": arguments.seed,
         "seconds": round(time.perf_counter() - start, 1),
         "device": device,
-        "ways": {way: sum(row["cases"] for row in rows if row["kind"]["way"] == way) for way in ways},
+        "ways": {way: sum(row["cases"] for kind, row in rows.items() if kind.way == way) for way in ways},
     }
     path = results.write("fuzz", data)
     print(json.dumps({name: value for name, value in data.items() if name != "first_failures"}))
-    print("\n".join(failed[:5]))
-    print(f"written: {path}")
-    return 1 if failed or data["cases"] != arguments.cases else 0
+    print("\n".join([*failed[:5], f"written: {path}"]))
+    return int(bool(failed) or data["cases"] != arguments.cases)

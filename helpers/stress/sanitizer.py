@@ -7,7 +7,9 @@ other kernel needs to run. The summary is sanitizer.txt in this card's folder un
 """
 
 import argparse
+import concurrent.futures
 import datetime
+import functools
 import itertools
 import os
 import re
@@ -16,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -24,7 +25,7 @@ from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import hashes
-from helpers.stress.states import state_of
+from helpers.stress.states import random_contents, state_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements), a large tile (8192), and just behind each.
@@ -47,47 +48,32 @@ def cases():
         yield n, dict(dtype=torch.bfloat16, blocksize2=1)
 
 
-def to(state, device: str):
-    """The state with its tensors on a device, each an allocation of its own."""
-    fields = {
-        name: value.to(device) if torch.is_tensor(value) else value for name, value in vars(state).items()
-    }
-    if getattr(state, "state2", None):
-        fields["state2"] = to(state.state2, device)
-    return SimpleNamespace(**fields)
-
-
 def run_cases() -> int:
     """All cases in this process."""
     device = "cuda" if environment.has_gpu() else "cpu"
-    count, wrong = 0, []
+    count, wrong, decode = 0, [], nf4_kernel._your_dequantize_nf4
     for way in WAYS if device == "cuda" else WAYS[:1]:
         with nf4_kernel.force(**way):
             for n, options in cases():
-                generator = torch.Generator().manual_seed(n)
-
-                def codes(count, generator=generator):
-                    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8)
-
-                def floats(count, generator=generator):
-                    return torch.rand(count, generator=generator) + 0.1
-
-                packed, state = state_of((n,), codes=codes, floats=floats, **options)
+                packed, state = state_of((n,), *random_contents(n, "cpu", "cpu"), **options)
                 expected = reference.dequantize(packed, state, flush_subnormal=device == "cuda")
-                weight, there = packed.to(device), to(state, device)
+                weight, state = state_of((n,), *random_contents(n, "cpu", device), **options)
                 # Twice (the second launch is the plan's), into an output that begins at an odd element, and
                 # from a weight that begins at an odd byte.
                 memory = torch.empty(n + 1, dtype=state.dtype, device=device)
                 shifted = torch.empty(len(packed) + 1, 1, dtype=torch.uint8, device=device)[1:]
                 shifted.copy_(weight)
-                outputs = [nf4_kernel._your_dequantize_nf4(weight, there) for _ in range(2)]
-                outputs.append(nf4_kernel._your_dequantize_nf4(weight, there, out=memory[1:]))
-                outputs.append(nf4_kernel._your_dequantize_nf4(shifted, there))
+                outputs = [
+                    decode(weight, state),
+                    decode(weight, state),
+                    decode(weight, state, out=memory[1:]),
+                ]
+                outputs.append(decode(shifted, state))
                 same = [reference.same_bits(result.cpu(), expected) for result in outputs]
                 wrong += [(way, n, options)] * same.count(False)
                 count += len(outputs)
     print(f"{count} launches of the edge cases, {len(wrong)} wrong {wrong[:3] if wrong else ''}")
-    return 1 if wrong else 0
+    return int(bool(wrong))
 
 
 def find_sanitizer() -> str | None:
@@ -101,56 +87,48 @@ def find_sanitizer() -> str | None:
 
 def summary(tool: str, status: int, log: str) -> str:
     """One line on a tool's run."""
-    launches = re.search(r".*launches of the edge cases.*", log)
-    errors = re.findall(r"^=* *(.*SUMMARY.*)$", log, re.M)
-    launches, errors = (
-        launches[0].strip() if launches else "did not finish",
-        errors[-1] if errors else "no summary",
-    )
-    return f"{tool}: exit {status}; {launches}; {errors}"
+    launches = re.findall(r".*launches of the edge cases.*", log) or ["did not finish"]
+    errors = re.findall(r"^=* *(.*SUMMARY.*)$", log, re.M) or ["no summary"]
+    return f"{tool}: exit {status}; {launches[0].strip()}; {errors[-1]}"
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--cases", action="store_true", help="only run the cases, watched by nobody")
-    parser.add_argument("tools", nargs="*", default=[], help=f"of {', '.join(TOOLS)} (default: all)")
+    parser.add_argument("tools", nargs="*", default=TOOLS, help=f"of {', '.join(TOOLS)} (default: all)")
     arguments = parser.parse_args(argv)
     if arguments.cases:
         return run_cases()
     sanitizer = find_sanitizer()
-    if problem := environment.no_gpu():
-        print(problem)
-        return 2
+    problem = environment.no_gpu()
     if sanitizer is None:
-        print(
+        problem = problem or (
             "compute-sanitizer was not found: pip install nvidia-cuda-sanitizer-api, or set COMPUTE_SANITIZER"
         )
+    if problem:
+        print(problem)
         return 2
     command = [sys.executable, "-m", "helpers", "sanitizer", "--cases"]
-    options = {
-        "cwd": environment.ROOT,
-        "env": os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-    }
-    subprocess.run(command, check=True, **options)
-    processes = {
-        tool: subprocess.Popen([sanitizer, "--tool", tool, *WATCHED, *command], **options)
-        for tool in arguments.tools or TOOLS
-    }
-    version = subprocess.run([sanitizer, "--version"], **options).stdout.strip().splitlines()[-1]
+    variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = functools.partial(
+        subprocess.run, cwd=environment.ROOT, env=variables, capture_output=True, text=True
+    )
+    run(command, check=True)
+    version = run([sanitizer, "--version"]).stdout.strip().splitlines()[-1]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")
     lines = [f"compute-sanitizer over the kernel's edge cases, kernel {hashes.label()}, {now}", version]
+    watched = [[sanitizer, "--tool", tool, *WATCHED, *command] for tool in arguments.tools]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = list(pool.map(run, watched))
     clean = True
-    for tool, process in processes.items():
-        log, _ = process.communicate()
-        lines.append(summary(tool, process.returncode, log))
-        if process.returncode or "did not finish" in lines[-1]:
+    for tool, done in zip(arguments.tools, runs, strict=True):
+        log = done.stdout + done.stderr
+        lines.append(summary(tool, done.returncode, log))
+        if done.returncode or "did not finish" in lines[-1]:
             clean = False
             print("\n".join(log.splitlines()[:60]))
     folder = environment.result_folder()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sanitizer.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    return 0 if clean else 1
+    return int(not clean)

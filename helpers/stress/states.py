@@ -8,9 +8,9 @@ import torch
 
 def state_of(
     shape,
-    dtype: torch.dtype,
     codes: Callable,
     floats: Callable,
+    dtype: torch.dtype,
     nested: bool = True,
     quant_type: str = "nf4",
     blocksize: int = 64,
@@ -23,15 +23,8 @@ def state_of(
     """
     shape = torch.Size(shape)
     blocks = -(-shape.numel() // blocksize)
-    state = SimpleNamespace(
-        shape=shape,
-        dtype=dtype,
-        quant_type=quant_type,
-        blocksize=blocksize,
-        nested=nested,
-        state2=None,
-        offset=None,
-    )
+    common = {"shape": shape, "dtype": dtype, "quant_type": quant_type, "blocksize": blocksize}
+    state = SimpleNamespace(**common, nested=nested, state2=None, offset=None)
     packed = codes((shape.numel() + 1) // 2).view(-1, 1)
     if not nested:
         state.absmax = floats(blocks)
@@ -41,6 +34,16 @@ def state_of(
         absmax=floats(-(-blocks // blocksize2)), code=floats(256), blocksize=blocksize2, dtype=torch.float32
     )
     return packed, state
+
+
+def random_contents(seed: int, made_on: str, device: str) -> tuple[Callable, Callable]:
+    """`codes` and `floats` for state_of: random, each tensor in an allocation of its own on `device`."""
+    generator = torch.Generator(made_on).manual_seed(seed)
+    same = {"generator": generator, "device": made_on}
+    return (
+        lambda count: torch.randint(256, (count,), dtype=torch.uint8, **same).to(device),
+        lambda count: (torch.rand(count, **same) + 0.1).to(device),
+    )
 
 
 def mismatches(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
