@@ -14,41 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
+_READ = ["weight_ptr", "absmax_ptr", "table_ptr", "code2_ptr", "absmax2_ptr", "offset_ptr"]
 
-@triton.jit(
-    do_not_specialize=["n_words", "n_tail"],
-    do_not_specialize_on_alignment=[
-        "weight_ptr",
-        "absmax_ptr",
-        "table_ptr",
-        "code2_ptr",
-        "absmax2_ptr",
-        "offset_ptr",
-    ],
-)
+
+@triton.jit(do_not_specialize=["n_words", "n_tail"], do_not_specialize_on_alignment=_READ)
 def moving_kernel(
-    weight_ptr,
-    out_ptr,
-    absmax_ptr,
-    table_ptr,
-    code2_ptr,
-    absmax2_ptr,
-    offset_ptr,
-    n_words,
-    n_tail,
-    ASM: tl.constexpr,
-    NESTED: tl.constexpr,
-    LOG2_BLOCK: tl.constexpr,
-    LOG2_BLOCK2: tl.constexpr,
-    MODE: tl.constexpr,
-    TAIL: tl.constexpr,
-    WORDS: tl.constexpr,
-    THREADS: tl.constexpr,
-    STAGE: tl.constexpr,
-    LOAD_HINT: tl.constexpr,
-    STORE_HINT: tl.constexpr,
-    FLUSH: tl.constexpr,
-):
+    weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr, offset_ptr, n_words, n_tail,
+    ASM: tl.constexpr, NESTED: tl.constexpr, LOG2_BLOCK: tl.constexpr, LOG2_BLOCK2: tl.constexpr,
+    MODE: tl.constexpr, TAIL: tl.constexpr, WORDS: tl.constexpr, THREADS: tl.constexpr,
+    STAGE: tl.constexpr, LOAD_HINT: tl.constexpr, STORE_HINT: tl.constexpr, FLUSH: tl.constexpr,
+):  # fmt: skip
     """Writes every 32-bit word four times, mixed with scales of its tile: 16-bit outputs of whole words."""
     tile: tl.constexpr = THREADS * WORDS
     pid = tl.program_id(0)

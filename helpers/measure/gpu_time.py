@@ -56,38 +56,34 @@ def _of(dequantize: Callable, buffers: workload.Buffers, **overrides) -> Candida
     return Candidate(lambda i: dequantize(buffers.layers[i]), overrides)
 
 
-def _movers(buffers: workload.Buffers, quick: bool) -> dict[str, Callable]:
-    """Calls of every launch choice of the ceilings, of copy and of fill; all write into buffers.outs."""
-    outs, count = buffers.outs, len(buffers.outs)
-    calls = {"copy": lambda i: outs[i].copy_(outs[(i + 1) % count]), "fill": lambda i: outs[i].fill_(0)}
+def _ceilings(buffers: workload.Buffers, quick: bool) -> dict[str, Callable]:
+    """Calls of every launch choice of the ceilings that can run here; all write into buffers.outs."""
+    calls = {}
     for kind, kernel in ceilings.kinds().items():
         for choice in ceilings.variants(kind, quick):
 
             def call(i, kernel=kernel, choice=choice):
                 weight = buffers.layers[i].weight
                 state = weight.quant_state
-                kernel(weight, state.absmax, state.state2.absmax, outs[i], **choice)
+                kernel(weight, state.absmax, state.state2.absmax, buffers.outs[i], **choice)
 
             calls[f"{kind} {choice['words']} {choice['threads']} {choice['store'] or 'plain'}"] = call
     return calls
 
 
-def _rows(times: dict[str, list[float]], nbytes: int, itemsize: int, numel: int) -> tuple[Rows, dict]:
-    """(a row for each name, the best launch choice for a ceiling; the median of every launch choice)."""
-    own_bytes = {"copy": 2 * numel * itemsize, "fill": numel * itemsize}
-    rows, variants = {}, {}
+def _rows(times: dict[str, list[float]], nbytes: int) -> Rows:
+    """A row for each name; of a ceiling that of its fastest launch choice."""
+    rows = {}
     for name, seconds in times.items():
         kind, _, choice = name.partition(" ")
-        row = Times.of(seconds, own_bytes.get(name, nbytes), variant=choice)
-        if choice:
-            variants[name] = row.p50
+        row = Times.of(seconds, nbytes, variant=choice)
         if kind not in rows or row.p50 < rows[kind].p50:
             rows[kind] = row
-    return rows, variants
+    return rows
 
 
 def _gpu_case(bench: Bench, numel: int, dtype_name: str, rounds: int) -> GpuCase:
-    """GPU time of one size: every contender, and everything that only moves bytes."""
+    """GPU time of one size: every contender, and what only moves the bytes."""
     dtype, shape = DTYPES[dtype_name], workload.as_shape(numel)
     count = bench.sets(numel)
     case = GpuCase(shape=shape, numel=numel, dtype=dtype_name, buffers=count)
@@ -99,10 +95,9 @@ def _gpu_case(bench: Bench, numel: int, dtype_name: str, rounds: int) -> GpuCase
     buffers = workload.make_buffers(shape, dtype, count, outputs=True, device=bench.device)
     candidates = {name: _of(fn, buffers) for name, fn in bench.on_gpu().items()}
     graphs, case.failures = _capture(bench, candidates, buffers)
-    for name, call in _movers(buffers, bench.quick).items():
+    for name, call in _ceilings(buffers, bench.quick).items():
         graphs[name] = (bench.gpu.capture(call, count)[0], count)
-    times = bench.gpu.replay_interleaved(graphs, rounds)
-    case.rows, case.variants = _rows(times, buffers.bytes_moved, dtype.itemsize, numel)
+    case.rows = _rows(bench.gpu.replay_interleaved(graphs, rounds), buffers.bytes_moved)
     case.bytes_rotated = buffers.bytes_rotated
     missing = ceilings.cuda_missing()
     case.absent = {"ceiling_cuda": missing} if missing else {}
