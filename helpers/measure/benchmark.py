@@ -31,10 +31,8 @@ def protocol(bench: Bench) -> Protocol:
     """Seconds of the official protocol for the kernel and every baseline."""
     contestants = sum(baseline.fn is not None for baseline in bench.baselines.values()) + 1
     with bench.bar(5 * len(bench.scope.configs) * contestants, "protocol") as bar:
-        candidates = {"kernel": bench.module.your_dequantize_nf4}
-        comparison = official.compare(
-            candidates, configs=bench.scope.configs, against=bench.baselines, tick=bar.update
-        )
+        candidates, configs = {"kernel": bench.module.your_dequantize_nf4}, bench.scope.configs
+        comparison = official.compare(candidates, configs=configs, against=bench.baselines, tick=bar.update)
     return msgspec.convert(comparison.to_dict(), Protocol)
 
 
@@ -60,13 +58,11 @@ def failures(data) -> list[str]:
         return [reason for item in data for reason in failures(item)]
     if not isinstance(data, dict):
         return []
-    found = [] if not data.get("failure") else [f"{data['label']}: {data['failure']}"]
-    for key, value in data.items():
-        if key in ("failures", "failed"):
-            found += [f"{name}: {reason}" for name, reason in value.items()]
-        else:
-            found += failures(value)
-    return found
+    reasons = {**data.get("failed", {}), **data.get("failures", {})}
+    if data.get("failure"):
+        reasons[data["label"]] = data["failure"]
+    deeper = [value for key, value in data.items() if key not in ("failed", "failures")]
+    return [f"{name}: {reason}" for name, reason in reasons.items()] + failures(deeper)
 
 
 def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kernel) -> Benchmark:
@@ -81,12 +77,11 @@ def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kerne
         return data
     bench = Bench(module, official.baselines(), quick, QUICK if quick else FULL)
     data.baselines = {
-        name: Baseline(label=b.label, version=b.version, absent=b.reason if b.fn is None else "")
+        name: Baseline(label=b.label, version=b.version, absent=b.reason)
         for name, b in bench.baselines.items()
     }
-    if bench.baselines["bitsandbytes"].fn is None:
-        reason = f"needs bitsandbytes, whose bits all must have: {bench.baselines['bitsandbytes'].reason}"
-        data.not_measured = dict.fromkeys(chosen, reason)
+    if reason := bench.baselines["bitsandbytes"].reason:
+        data.not_measured = dict.fromkeys(chosen, f"needs bitsandbytes, whose bits all must have: {reason}")
         return data
     with tqdm(chosen, desc="bench", disable=None) as bar:
         for name in bar:
@@ -115,9 +110,7 @@ def merge(files: list[Path]) -> Result[Benchmark]:
         facts = msgspec.structs.replace(part.environment, date=merged.environment.date)
         if (facts, part.kernel, part.data.quick) != (merged.environment, merged.kernel, False):
             raise ValueError(f"{path} is quick, or of another kernel, card or versions than {files[0]}")
-        for name in SECTIONS:
-            if getattr(part.data, name) is None:
-                continue
+        for name in (name for name in SECTIONS if getattr(part.data, name) is not None):
             if name in apart:
                 raise ValueError(f"{path} holds {name} once more, expected every section once")
             apart[name] = part.environment.date
@@ -146,14 +139,11 @@ def _store(data: Benchmark, options) -> Path | None:
 def main(argv: list[str] | None = None) -> int:
     """Measure, write the result file, print the table of goals. 1 when something failed, 0 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m helpers bench", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer sizes and rounds; never replaces a full run"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="these sections alone")
-    parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="FILE", help="store such files as one result"
-    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer sizes and rounds; never replaces a full run")
+    add("--json", type=Path, metavar="FILE", help="write the result here")
+    add("--only", nargs="+", choices=list(SECTIONS), help="these sections alone")
+    add("--merge", nargs="+", type=Path, metavar="FILE", help="store such files as one result")
     options = parser.parse_args(argv)
     if options.merge:
         path = options.json or environment.result_folder() / f"{NAME}.json"
@@ -168,9 +158,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: not measured ({reason})")
     if path := _store(data, options):
         print("written:", path)
-    problems = failures(msgspec.to_builtins(data))
     if data.seconds:
         print(tables.summary(data), tables.text(goals.table(data)), sep="\n\n")
+    problems = failures(msgspec.to_builtins(data))
     for problem in problems:
         print("FAILED", problem)
     return 1 if problems else 0

@@ -8,7 +8,7 @@ a torch that can compile CUDA source at run time).
 """
 
 import functools
-import itertools
+from itertools import product
 
 import torch
 import triton
@@ -92,13 +92,14 @@ def _check(weight, absmax, absmax2, out):
         raise ValueError(
             "a ceiling needs a contiguous 16-bit output whose size is a multiple of 8 below 2**31"
         )
-    sizes = {"weight": weight.nbytes, "absmax": absmax.nbytes, "absmax2": absmax2.nbytes}
-    needed = {"weight": numel // 2, "absmax": blocks, "absmax2": 4 * -(-blocks // 256)}
-    for name, need in needed.items():
-        if sizes[name] < need:
-            raise ValueError(
-                f"a ceiling needs {need} bytes of {name} for {numel} elements, got {sizes[name]}"
-            )
+    for name, tensor, need in (
+        ("weight", weight, numel // 2),
+        ("absmax", absmax, blocks),
+        ("absmax2", absmax2, 4 * -(-blocks // 256)),
+    ):
+        if tensor.nbytes < need:
+            text = f"a ceiling needs {need} bytes of {name} for {numel} elements, got {tensor.nbytes}"
+            raise ValueError(text)
     return numel // 8
 
 
@@ -154,10 +155,7 @@ def variants(kind: str, quick: bool = False) -> list[dict]:
     tries those alone that have been the fastest at some size."""
     threads = {"ceiling_cuda": (128, 256), "ceiling_triton": (128,)}[kind]
     choices = ((1, 4), threads, (".cs",)) if quick else ((1, 2, 4, 8), threads, (".cs", ""))
-    return [
-        {"words": words, "threads": count, "store": store}
-        for words, count, store in itertools.product(*choices)
-    ]
+    return [dict(zip(("words", "threads", "store"), values, strict=True)) for values in product(*choices)]
 
 
 @functools.cache

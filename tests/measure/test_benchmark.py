@@ -60,7 +60,7 @@ def test_failures_are_found_anywhere():
         "failed": {"cold": "no"},
         "protocol": {"entries": {"a": {"label": "PEFT", "failure": "far off"}, "b": {"label": "B"}}},
     }
-    assert benchmark.failures(data) == ["kernel: wrong", "cold: no", "PEFT: far off"]
+    assert benchmark.failures(data) == ["cold: no", "kernel: wrong", "PEFT: far off"]
 
 
 def test_a_quick_run_never_replaces_a_full_one(on_a_gpu, tmp_path):
