@@ -6,7 +6,7 @@ import sys
 from helpers.machine import environment
 
 COMMANDS = {
-    "doctor": ("measure.doctor", "check this machine: versions, correctness, speed; what to fix"),
+    "doctor": ("measure.doctor", "check this machine: versions, packages, correctness; what to fix"),
     "run": ("submission.run", "execute the notebook, print the score and where the files are"),
     "sync": ("submission.sync", "write the modules' sections into the notebook's cells, or back"),
     "score": ("submission.score", "the marking table from evidence on this machine"),
