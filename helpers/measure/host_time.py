@@ -98,7 +98,7 @@ def _layer(bench: Bench, shape, dtype_name: str):
     return quantized_layer(*shape[::-1], DTYPES[dtype_name], device=bench.device)
 
 
-def case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable]]:
+def _case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable]]:
     """(one layer's rows, what was timed: the last one is the least a call can cost with new memory)."""
     layer = _layer(bench, shape, dtype_name)
     expected = bench.baselines["bitsandbytes"].fn(layer)
@@ -122,7 +122,7 @@ def host(bench: Bench) -> Host:
     """Time until a call returns and until it is done, and what the call consists of."""
     cases, first = [], None
     for shape, dtype_name in bench.progress(bench.scope.layers, "host"):
-        timed, calls = case(bench, shape, dtype_name)
+        timed, calls = _case(bench, shape, dtype_name)
         cases.append(timed)
         first = first or calls  # of the first layer, where the call weighs most
     units = _units(bench, first[ALLOCATE_FILL]())
