@@ -30,17 +30,17 @@ def load() -> None:
         originals = [
             getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in FUNCTIONS
         ]
-        waiting = {original: _wait(original) for original in originals}
+        waiting = {id(original): _wait(original) for original in originals}
         for module, attribute, value in references(("bitsandbytes",)):
-            if value in waiting:
-                setattr(module, attribute, waiting[value])
+            if id(value) in waiting:
+                setattr(module, attribute, waiting[id(value)])
     except Exception as error:
         _say(f"has no effect: {type(error).__name__}: {error}")
 
 
 def forget() -> bool:
     """Put bitsandbytes' functions back that still wait for their first use; were there any?"""
-    held = references(("bitsandbytes",))
+    held = [row for row in references(("bitsandbytes",)) if type(row[2]) is types.FunctionType]
     waiting = [row for row in held if getattr(row[2], "nf4_waits", None) is row[2]]
     for module, attribute, value in waiting:
         setattr(module, attribute, value.__wrapped__)
@@ -65,14 +65,13 @@ def _wait(original):
     return function
 
 
-def references(packages: tuple = ("",), kinds: tuple = (types.FunctionType,)):
-    """(module, attribute, value) of every name by which a module of these packages refers to such a value."""
+def references(packages: tuple = ("",)):
+    """(module, attribute, value) of every name in the modules of these packages that are imported."""
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", "")).lower()
         if isinstance(module, types.ModuleType) and name.startswith(packages):
             for attribute, value in list(vars(module).items()):
-                if issubclass(type(value), kinds):  # isinstance would ask lazy objects
-                    yield module, attribute, value
+                yield module, attribute, value
 
 
 def _say(text: str) -> None:

@@ -101,9 +101,12 @@ class Switch:
 
     def _describe(self) -> str:
         lines = ["The NF4 kernel decodes in:" if self.sites else "The NF4 kernel is not used."]
-        places = _places()
+        replaced = {id(site.replacement): set() for site in self.sites}
+        for module, _, value in references():
+            if id(value) in replaced:
+                replaced[id(value)].add(module.__name__)
         for site in (site for site in self.sites if not site.watched):
-            where = ", ".join(sorted(places.get(id(site), ())))
+            where = ", ".join(sorted(replaced[id(site.replacement)]))
             lines.append(f"  {site.name}" + (f" (held by {where})" if where else ""))
         lines += [f"  {name}, {how}" for name, how in self.routes.items()]
         lines += [f"Left to the library: {name}: {why}" for name, why in self.left.items()]
@@ -262,37 +265,29 @@ def _remove_orphans() -> None:
 
 def _put_back(sites: list[Site] | None = None) -> None:
     """Undo replacements wherever a module refers to one: those of `sites`, or all there are."""
-    for module, attribute, value in list(references()):
-        site = site_of(value)
-        if site is not None and (sites is None or site in sites):
-            site.library_switch.on = False
-            with contextlib.suppress(Exception):  # a module that takes nothing keeps the detour
-                setattr(module, attribute, site.original)
-
-
-def _places() -> dict[int, set[str]]:
-    """Names of the modules that hold each site's replacement, by the site's id."""
-    places: dict[int, set[str]] = {}
-    for module, _, value in references():
-        if site := site_of(value):
-            places.setdefault(id(site), set()).add(module.__name__)
-    return places
+    replacements = {id(site.replacement) for site in sites or ()}
+    for module, attribute, value in references():
+        if type(value) is types.FunctionType and (sites is None or id(value) in replacements):
+            if site := site_of(value):
+                site.library_switch.on = False
+                with contextlib.suppress(Exception):  # a module that takes nothing keeps the detour
+                    setattr(module, attribute, site.original)
 
 
 def _kept(sites: list[Site]) -> dict[str, str]:
     """References that can be seen and were not replaced: {name: why}."""
     originals = {id(site.original) for site in sites if not site.watched}
     kept = {}
-    for module, attribute, value in references(kinds=(types.FunctionType, functools.partial, type)):
-        name, ours = f"{module.__name__}.{attribute}", module.__name__.lower().startswith(PACKAGES)
-        if id(value) in originals and not name.startswith(__package__):
-            kept[name] = "a name imported before the call"
+    for module, attribute, value in references():
+        if id(value) in originals and not module.__name__.startswith(__package__):
+            kept[f"{module.__name__}.{attribute}"] = "a name imported before the call"
         elif type(value) is functools.partial and id(value.func) in originals:
-            kept[name] = "a partial of it"
-        elif ours and isinstance(value, type) and value.__module__ == module.__name__:
+            kept[f"{module.__name__}.{attribute}"] = "a partial of it"
+    for module, attribute, value in references(PACKAGES):
+        if isinstance(value, type) and value.__module__ == module.__name__:
             for inner, held in list(vars(value).items()):
                 if id(getattr(held, "__func__", held)) in originals:  # of a static or class method
-                    kept[f"{name}.{inner}"] = "a class attribute"
+                    kept[f"{module.__name__}.{attribute}.{inner}"] = "a class attribute"
     for module_name, function in libraries.OWN_KERNELS.items():
         if hasattr(sys.modules.get(module_name), function):
             kept[f"{module_name}.{function}"] = "which decodes in a kernel of its own"

@@ -538,7 +538,8 @@ def test_without_bitsandbytes_it_says_so(monkeypatch):
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: real(name, *more) if name != "bitsandbytes" else None
     )
-    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    for name in integrate.LIBRARIES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ImportError, match="bitsandbytes is not installed"):
         use_nf4_kernel("bitsandbytes")
     switch = use_nf4_kernel(quiet=True)
