@@ -98,16 +98,6 @@ def set_data(change):
     return lambda layer: hold(layer, change(layer.weight.data))
 
 
-def set_scales(values):
-    """layer -> None: some of its flat scales."""
-
-    def change(layer):
-        absmax = layer.weight.quant_state.absmax
-        absmax[: len(values)] = torch.tensor(values, device=absmax.device)
-
-    return change
-
-
 def _half(tensor):
     return tensor[: len(tensor) // 2].clone()
 
@@ -119,72 +109,62 @@ def _second_level(blocksize2):
     )
 
 
-def _of_shape(*shape):
-    return set_state(shape=lambda s: torch.Size(shape))
-
-
 def _as(dtype):
     return set_data(lambda packed: packed.view(-1).view(dtype).view(-1, 1))
 
 
-def _layouts():
-    for dtype, name in zip(reference.DTYPES, ("fp16", "bf16", "fp32"), strict=True):
-        yield Layout(f"nf4, nested, {name}", dict(dtype=dtype))
-    yield Layout("nf4, flat", dict(nested=False))
-    yield Layout("fp4, nested", dict(quant_type="fp4"))
-    yield Layout("fp4, flat", dict(quant_type="fp4", nested=False))
-    for size in (32, 128, 256, 512, 1024, 2048, 4096):
-        yield Layout(f"blocksize {size}", dict(blocksize=size))
-    for size in (64, 128, 512, 1):
-        yield Layout(f"state2.blocksize {size}", before=_second_level(size))
-    yield Layout("odd number of elements", dict(shape=(83, 99)))
-    yield Layout("one element", dict(shape=(1, 1)))
-    for dtype in reference.DTYPES:
-        yield Layout(f"quant_storage {str(dtype).removeprefix('torch.')}", before=_as(dtype))
-    yield Layout(
-        "weight from an odd address", before=set_data(lambda packed: torch.cat([packed[:1], packed])[1:])
-    )
-    yield Layout("W.t()", before=set_data(lambda packed: packed.t()))
-    yield Layout("1-D weight", before=_of_shape(20480))
-    yield Layout("3-D weight (fused experts)", before=_of_shape(5, 64, 64))
-    yield Layout(
-        "weight not contiguous", before=set_data(lambda packed: torch.cat([packed, packed + 1], 1)[:, :1])
-    )
-    yield Layout(
-        "absmax not contiguous",
-        before=set_state(absmax=lambda s: torch.stack([s.absmax, 255 - s.absmax], 1)[:, 0]),
-    )
-    for name, values in {
-        "infinite and NaN scales": [math.inf, math.nan, -math.inf, 0.0],
-        "subnormal scales": [1e-38, 3e-39, 1e-40, 2e-38],
-    }.items():
-        yield Layout(name, dict(nested=False), before=set_scales(values))
-    yield Layout("more than 2^31 elements", before=_huge, gpu=True)
-    for name, change in {
-        "codes edited in place": lambda layer: layer.weight.data.bitwise_xor_(255),
-        "absmax edited in place": lambda layer: layer.weight.quant_state.absmax.bitwise_xor_(255),
-        "absmax replaced": set_state(absmax=lambda s: 255 - s.absmax),
-        "offset replaced": set_state(offset=lambda s: s.offset + 1),
-        "state2 edited": set_state(state2_code=lambda s: -s.state2.code),
-        "dtype changed": set_state(dtype=lambda s: torch.float16),
-        "quant_type changed": set_state(quant_type=lambda s: "fp4"),
-        "blocksize changed": set_state(blocksize=lambda s: 128),
-    }.items():
-        yield Layout(f"between two calls: {name}", then=change)
-    for name, change in {
-        "absmax half as long": set_state(absmax=lambda s: _half(s.absmax)),
-        "state2.absmax half as long": set_state(state2_absmax=lambda s: _half(s.state2.absmax)),
-        "state2.code half as long": set_state(state2_code=lambda s: _half(s.state2.code)),
-        "weight half as long": set_data(_half),
-        "absmax of int32": set_state(absmax=lambda s: s.absmax.int()),
-        "state2.absmax of fp16": set_state(state2_absmax=lambda s: s.state2.absmax.half()),
-        "offset missing": set_state(offset=lambda s: None),
-        "blocksize 96": set_state(blocksize=lambda s: 96),
-        "repacked for the CPU": set_state(packing_format_for_cpu=lambda s: True),
-    }.items():
-        yield Layout(name, before=change, broken=True)
-    to_cpu = set_state(absmax=lambda s: s.absmax.cpu())
-    yield Layout("absmax on the CPU, weight on the GPU", before=to_cpu, broken=True, gpu=True)
+def _scales(*first):
+    return set_state(absmax=lambda s: torch.cat([s.absmax.new_tensor(first), s.absmax[len(first) :]]))
+
+
+OPTIONS = {
+    **{f"nf4, nested, {short}": dict(dtype=getattr(torch, name)) for name, short in names.DTYPES.items()},
+    "nf4, nested, fp32": dict(dtype=torch.float32),
+    "nf4, flat": dict(nested=False),
+    "fp4, nested": dict(quant_type="fp4"),
+    "fp4, flat": dict(quant_type="fp4", nested=False),
+    **{f"blocksize {size}": dict(blocksize=size) for size in (32, 128, 256, 512, 1024, 2048, 4096)},
+    "odd number of elements": dict(shape=(83, 99)),
+    "one element": dict(shape=(1, 1)),
+}
+BEFORE = {
+    **{f"state2.blocksize {size}": _second_level(size) for size in (64, 128, 512, 1)},
+    **{f"quant_storage {names.dtype_name(dtype)}": _as(dtype) for dtype in reference.DTYPES},
+    "weight from an odd address": set_data(lambda packed: torch.cat([packed[:1], packed])[1:]),
+    "W.t()": set_data(lambda packed: packed.t()),
+    "1-D weight": set_state(shape=lambda s: torch.Size([20480])),
+    "3-D weight (fused experts)": set_state(shape=lambda s: torch.Size([5, 64, 64])),
+    "weight not contiguous": set_data(lambda packed: torch.cat([packed, packed + 1], 1)[:, :1]),
+    "absmax not contiguous": set_state(absmax=lambda s: torch.stack([s.absmax, 255 - s.absmax], 1)[:, 0]),
+}
+BEFORE_FLAT = {
+    "infinite and NaN scales": _scales(math.inf, math.nan, -math.inf, 0.0),
+    "subnormal scales": _scales(1e-38, 3e-39, 1e-40, 2e-38),
+}
+BETWEEN = {
+    "codes edited in place": lambda layer: layer.weight.data.bitwise_xor_(255),
+    "absmax edited in place": lambda layer: layer.weight.quant_state.absmax.bitwise_xor_(255),
+    "absmax replaced": set_state(absmax=lambda s: 255 - s.absmax),
+    "offset replaced": set_state(offset=lambda s: s.offset + 1),
+    "state2 edited": set_state(state2_code=lambda s: -s.state2.code),
+    "dtype changed": set_state(dtype=lambda s: torch.float16),
+    "quant_type changed": set_state(quant_type=lambda s: "fp4"),
+    "blocksize changed": set_state(blocksize=lambda s: 128),
+}
+BROKEN = {
+    "absmax half as long": set_state(absmax=lambda s: _half(s.absmax)),
+    "state2.absmax half as long": set_state(state2_absmax=lambda s: _half(s.state2.absmax)),
+    "state2.code half as long": set_state(state2_code=lambda s: _half(s.state2.code)),
+    "weight half as long": set_data(_half),
+    "absmax of int32": set_state(absmax=lambda s: s.absmax.int()),
+    "state2.absmax of fp16": set_state(state2_absmax=lambda s: s.state2.absmax.half()),
+    "offset missing": set_state(offset=lambda s: None),
+    "blocksize 96": set_state(blocksize=lambda s: 96),
+    "repacked for the CPU": set_state(packing_format_for_cpu=lambda s: True),
+}
+
+
+TO_CPU = set_state(absmax=lambda s: s.absmax.cpu())
 
 
 def _huge(layer):
@@ -192,7 +172,16 @@ def _huge(layer):
     hold(layer, other.data, other.quant_state)
 
 
-LAYOUTS = {layout.name: layout for layout in _layouts()}
+_ALL = (
+    *(Layout(name, options) for name, options in OPTIONS.items()),
+    *(Layout(name, before=change) for name, change in BEFORE.items()),
+    *(Layout(name, dict(nested=False), before=change) for name, change in BEFORE_FLAT.items()),
+    Layout("more than 2^31 elements", before=_huge, gpu=True),
+    *(Layout(f"between two calls: {name}", then=change) for name, change in BETWEEN.items()),
+    *(Layout(name, before=change, broken=True) for name, change in BROKEN.items()),
+    Layout("absmax on the CPU, weight on the GPU", before=TO_CPU, broken=True, gpu=True),
+)
+LAYOUTS = {layout.name: layout for layout in _ALL}
 
 
 def wrong_elements(result, layer, most=2**22) -> int:

@@ -27,7 +27,8 @@ LAYERS = 64
 EVERY = 2000  # launches between two replacements
 SIZES = (1, 63, 640, 4097, 20480, 65536)
 WARM_UP = 0.1  # share of the windows that are not compared: allocator and caches settle
-SLOWER, GROWN = 1.10, 8 * 2**20  # last third against first: a factor, and bytes
+SLOWER = 1.10  # last third against first
+GROWN = {"host": 8 * 2**20, "allocated": 2**20}  # bytes
 
 
 def resident_bytes() -> int:
@@ -49,9 +50,9 @@ def fresh(number: int, device: str):
 def run(launches: int, windows: int, device: str) -> dict:
     """Totals, and one row a window: us a call, bytes of host, allocated and reserved memory."""
     gpu, call = device == "cuda", nf4_kernel.your_dequantize_nf4
-    every, count, made, done, rows = EVERY if gpu else 50, LAYERS if gpu else 6, 0, 0, []
+    every, count = (EVERY, LAYERS) if gpu else (50, 6)
+    made, done, rows, layers = 0, 0, [], {}
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    layers = {}
 
     def replace_one():
         nonlocal made, wrong
@@ -90,18 +91,12 @@ def run(launches: int, windows: int, device: str) -> dict:
 def growth(windows: list[dict]) -> list[str]:
     """A sentence for each thing that grew from the first to the last third of the windows (medians)."""
     kept = windows[int(len(windows) * WARM_UP) :]
-    third = max(1, len(kept) // 3)
-
-    def medians(name):
-        return [statistics.median(window[name] for window in end) for end in (kept[:third], kept[-third:])]
-
-    sentences = []
-    before, after = medians("us")
-    if after > before * SLOWER:
-        sentences.append(f"slower: {before:.2f} us a call at first, {after:.2f} us at last")
-    for name, label, limit in (("host", "host memory", GROWN), ("allocated", "GPU memory", 2**20)):
-        before, after = medians(name)
-        if after - before > limit:
+    third, sentences = max(1, len(kept) // 3), []
+    for name, label in (("us", ""), ("host", "host memory"), ("allocated", "GPU memory")):
+        before, after = (statistics.median(w[name] for w in end) for end in (kept[:third], kept[-third:]))
+        if name == "us" and after > before * SLOWER:
+            sentences.append(f"slower: {before:.2f} us a call at first, {after:.2f} us at last")
+        elif name != "us" and after - before > GROWN[name]:
             sentences.append(f"{label} grew by {(after - before) / 2**20:.1f} MiB")
     return sentences
 
