@@ -134,7 +134,7 @@ def gemm(bench: Bench) -> Gemm:
 
 
 def _gemm_case(bench: Bench, config: protocol.Config, layer: str) -> GemmCase:
-    dequantizers, rows = bench.on_gpu(), config.batch * config.seq
+    ours, rows = bench.module.your_dequantize_nf4, config.batch * config.seq
     shape = (config.intermediate, config.hidden)[:: 1 if layer == "up" else -1]
     buffers = workload.make_buffers(shape, config.dtype, UNITS, device=bench.device)
     generator = torch.Generator(device=bench.device).manual_seed(config.seed)
@@ -142,11 +142,11 @@ def _gemm_case(bench: Bench, config: protocol.Config, layer: str) -> GemmCase:
     streams, ready = bench.module.settings().hints, buffers.expected(0)
     other = "plain stores, no hints" if streams else "streaming stores"
     candidates = {
-        "kernel": _of(dequantizers["kernel"], buffers),
-        f"kernel, {other}": _of(dequantizers["kernel"], buffers, hints=not streams),
+        "kernel": _of(ours, buffers),
+        f"kernel, {other}": _of(ours, buffers, hints=not streams),
     }
-    if "unsloth_today" in dequantizers:
-        candidates["unsloth_today"] = _of(dequantizers["unsloth_today"], buffers)
+    if today := bench.baselines["unsloth_today"].fn:
+        candidates["unsloth_today"] = _of(today, buffers)
     graphs, failures = {}, {}
     for name, (call, overrides) in candidates.items():
         with bench.forced(overrides):
