@@ -63,7 +63,7 @@ def adapted(setup: Setup, attention: str = "eager"):
         )
     from peft import LoraConfig, get_peft_model
 
-    model = tiny_models.load(setup.folder, dtype, attention=attention)
+    model = tiny_models.load(setup.folder, dtype, attention)
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

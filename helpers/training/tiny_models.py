@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# What the tokenizer learns from and the models train on.
+# What the tokenizer learns from.
 TEXT = """A quantized weight is stored as codes of four bits, two in a byte, the first in the high half.
 Sixty-four codes in a row share one scale, and the scales themselves are stored as bytes.
 To multiply, the codes are looked up, scaled and rounded once; the result is the weight again.
@@ -56,17 +56,15 @@ def tokenizer():
     )
 
 
-def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", **sizes) -> Path:
+def make(folder, family: str = "llama", device: str = "cpu", **sizes) -> Path:
     """Save a random bf16 model of a family (llama, qwen2, qwen3) with its tokenizer in `folder`; returns it.
 
     `sizes` are fields of the transformers config, over SIZES; pass LLAMA3_8B for real layer sizes. The same
-    seed, device and sizes give the same model.
+    device and sizes give the same model.
     """
     import torch
     import transformers
 
-    if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}, expected one of {', '.join(FAMILIES)}")
     words = tokenizer()
     sizes = {**SIZES, "vocab_size": len(words), **sizes}
     config = getattr(transformers, f"{FAMILIES[family]}Config")(
@@ -78,7 +76,7 @@ def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", *
         pad_token_id=words.pad_token_id,
     )
     with torch.random.fork_rng(devices=[] if device == "cpu" else None), torch.device(device):
-        torch.manual_seed(seed)
+        torch.manual_seed(3407)
         model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).to(torch.bfloat16)
     folder = Path(folder)
     model.save_pretrained(folder)
@@ -86,10 +84,10 @@ def make(folder, family: str = "llama", seed: int = 3407, device: str = "cpu", *
     return folder
 
 
-def load(folder, dtype, device=None, storage=None, attention: str = "sdpa"):
+def load(folder, dtype, attention: str):
     """The model in `folder`, quantized to 4 bit (nf4, nested) while it is read from disk; frozen.
 
-    It computes in `dtype`; the packed bytes are kept as `storage` (uint8).
+    It computes in `dtype`.
     """
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -99,27 +97,14 @@ def load(folder, dtype, device=None, storage=None, attention: str = "sdpa"):
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=storage or torch.uint8,
     )
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         quantization_config=settings,
-        device_map={"": device or ("cuda" if torch.cuda.is_available() else "cpu")},
+        device_map={"": "cuda" if torch.cuda.is_available() else "cpu"},
         attn_implementation=attention,
         local_files_only=True,
     )
     model.config.use_cache = False
     return model
-
-
-def batches(folder, count: int, rows: int, length: int, seed: int = 3407) -> list:
-    """`count` tensors (rows, length) of token ids: random windows of TEXT, by the tokenizer in `folder`."""
-    import torch
-    from transformers import AutoTokenizer
-
-    words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    ids = torch.tensor(words(TEXT * (2 + length // 128))["input_ids"])
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(ids) - length, (count, rows), generator=generator)
-    return [torch.stack([ids[start : start + length] for start in row]) for row in starts.tolist()]

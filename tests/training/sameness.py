@@ -91,6 +91,18 @@ def train(setup: Setup, kernel: bool) -> Record:
             torch.cuda.empty_cache()
 
 
+def windows(setup: Setup) -> list:
+    """For each step a tensor (rows, length) of token ids: random windows of the text the tokenizer knows."""
+    import torch
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True)
+    ids = torch.tensor(words(tiny_models.TEXT * (2 + setup.length // 128))["input_ids"])
+    generator = torch.Generator().manual_seed(3407)
+    starts = torch.randint(0, len(ids) - setup.length, (setup.steps, setup.rows), generator=generator)
+    return [torch.stack([ids[start : start + setup.length] for start in row]) for row in starts.tolist()]
+
+
 def _train(setup: Setup, switch) -> Record:
     import torch
 
@@ -99,7 +111,7 @@ def _train(setup: Setup, switch) -> Record:
     optimizer = torch.optim.AdamW(adapters, lr=1e-3)
     call = torch.compile(model) if setup.compiled else model
     device = adapters[0].device
-    batches = tiny_models.batches(setup.folder, setup.steps, setup.rows, setup.length)
+    batches = windows(setup)
     amp = getattr(torch, setup.autocast or setup.dtype)
 
     def step(ids):
