@@ -150,28 +150,22 @@ def _unsloth_module(table: str, arch: int):
     """Unsloth's kernels/nf4.py alone, as it behaves on a card of `arch` with Triton `table`.
 
     `import unsloth` takes long and wants a GPU: stand-ins take the place of the packages around the file, and
-    its torch operators are not registered.
+    its torch operators are not registered. For a process that imports nothing else of Unsloth's.
     """
     import triton
     from packaging.version import Version
 
-    installed = importlib.util.find_spec("unsloth")
-    if "unsloth" not in sys.modules:
-        root = Path(installed.submodule_search_locations[0])
-        for name, path in (("unsloth", root), ("unsloth.kernels", root / "kernels")):
-            package = types.ModuleType(name)
-            package.__path__, package.__spec__ = [str(path)], installed
-            sys.modules[name] = package
-        zoo, utils = types.ModuleType("unsloth_zoo"), types.ModuleType("unsloth_zoo.utils")
-        zoo.__path__, utils.Version = [], Version
-        sys.modules["unsloth_zoo"], sys.modules["unsloth_zoo.utils"] = zoo, utils
-    sys.modules.pop("unsloth.kernels.nf4", None)
+    folder = Path(importlib.util.find_spec("unsloth").submodule_search_locations[0]) / "kernels"
+    package, zoo, utils = map(types.ModuleType, ("unsloth_kernels", "unsloth_zoo", "unsloth_zoo.utils"))
+    package.__path__, zoo.__path__, utils.Version = [str(folder)], [], Version
+    sys.modules.update({module.__name__: module for module in (package, zoo, utils)})
+    sys.modules.pop("unsloth_kernels.nf4", None)
     unregistered = {name: lambda *a, **k: lambda fn: fn for name in ("triton_op", "custom_op")}
     with (
         mock.patch.object(triton, "__version__", table),
         mock.patch.multiple(torch.library, **unregistered),
     ):
-        module = importlib.import_module("unsloth.kernels.nf4")
+        module = importlib.import_module("unsloth_kernels.nf4")
     module._capability = lambda index: divmod(arch, 10)
     return module
 

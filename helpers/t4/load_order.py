@@ -97,7 +97,7 @@ def _results(instruction: Instruction) -> tuple[list[str], str]:
 def _reads(instruction: Instruction, read: str) -> list[str]:
     """Registers that it reads; of a store also the whole vector that it writes to memory."""
     wide = width(instruction.opcode) // 32 if instruction.stem in ("STG", "STS") else 1
-    return [*_registers(read), *(_registers(read.split(", ")[-1], wide) if wide > 1 else [])]
+    return _registers(read) + _registers(read.split(", ")[-1], wide)
 
 
 def _address(instruction: Instruction) -> str:
