@@ -259,17 +259,14 @@ def library_function(library: str) -> tuple[Callable | None, str]:
 
 
 def work(library: str, layouts: list[str]) -> int:
-    """The child process: one JSON line before and one after each layout."""
+    """The child process: a JSON line on the library, then one after each layout."""
     device = "cuda" if environment.has_gpu() else "cpu"
     function, reason = library_function(library)
-    if function is None:
-        print(json.dumps({"absent": reason}), flush=True)
-        return 0
-    for name in layouts:
-        print(json.dumps({"begins": name}), flush=True)
-        outcome = judge(function, LAYOUTS[name], device)
-        print(json.dumps({"name": name, **outcome}), flush=True)
-        if outcome["outcome"] == "crash":
+    print(json.dumps({"absent": reason if function is None else ""}), flush=True)
+    for name in layouts if function else ():
+        row = {"name": name, **judge(function, LAYOUTS[name], device)}
+        print(json.dumps(row), flush=True)
+        if row["outcome"] == "crash":
             return CRASHED
     return 0
 
@@ -280,16 +277,16 @@ def examine(library: str, layouts, timeout: float = 240) -> dict[str, dict] | st
     while left:
         worker = ["-m", "helpers", "libraries", "--worker", library, *left]
         done = child.python(worker, timeout=timeout, check=False)
-        lines = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
         status = "a timeout" if done.status is None else done.status
+        lines = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
         if not lines:
             raise child.ChildFailed(f"{library} ended with {status} before any layout:\n{done.err[-2000:]}")
-        if "absent" in lines[0]:
+        if lines[0]["absent"]:
             return lines[0]["absent"]
-        outcomes |= {line.pop("name"): line for line in lines if "name" in line}
-        begun = [line["begins"] for line in lines if "begins" in line][-1]
-        outcomes.setdefault(begun, {"outcome": "crash", "text": f"the process ended with {status}"})
+        outcomes |= {line.pop("name"): line for line in lines[1:]}
         left = [name for name in left if name not in outcomes]
+        if left and status != CRASHED:  # it died in the next one
+            outcomes[left.pop(0)] = {"outcome": "crash", "text": f"the process ended with {status}"}
     return outcomes
 
 

@@ -46,19 +46,20 @@ def test_a_wrong_library_and_one_that_breaks(device):
 
 
 def test_a_process_that_dies_is_a_crash_and_the_rest_goes_on(monkeypatch):
-    output = iter(
-        [
-            child.Done(
-                -11,
-                '{"begins": "a"}\n{"name": "a", "outcome": "exact", "text": ""}\n{"begins": "b"}\n',
-                "",
-            ),
-            child.Done(0, '{"begins": "c"}\n{"name": "c", "outcome": "wrong", "text": "1"}\n', ""),
-        ]
-    )
-    monkeypatch.setattr(child, "python", lambda arguments, **options: next(output))
-    rows = libraries.examine("bitsandbytes", ["a", "b", "c"])
-    assert {name: row["outcome"] for name, row in rows.items()} == {"a": "exact", "b": "crash", "c": "wrong"}
+    def lines(*outcomes):
+        rows = [{"name": name, "outcome": outcome, "text": ""} for name, outcome in outcomes]
+        return "\n".join(map(json.dumps, [{"absent": ""}, *rows]))
+
+    ends = iter([
+        child.Done(-11, lines(("a", "exact")), ""),
+        child.Done(libraries.CRASHED, lines(("c", "crash")), ""),
+        child.Done(0, lines(("d", "wrong")), ""),
+    ])  # fmt: skip
+    monkeypatch.setattr(child, "python", lambda arguments, **options: next(ends))
+    rows = libraries.examine("bitsandbytes", ["a", "b", "c", "d"])
+    outcomes = {"a": "exact", "b": "crash", "c": "crash", "d": "wrong"}
+    assert {name: row["outcome"] for name, row in rows.items()} == outcomes
+    assert rows["b"]["text"] == "the process ended with -11"
 
 
 def test_the_libraries_own_functions_where_unsloth_cannot_come():
