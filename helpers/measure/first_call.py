@@ -100,21 +100,21 @@ def measure(job: str, cache: str) -> dict:
 def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
     """Cold starts of `job` ("kernel" or "trivial"), each repeat with a new empty cache folder; the "warm"
     process is the next one on the same folder."""
-    found = Starts(empty=[], warm=[])
+    empty, warm = [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="triton-cold-") as cache:
-            for runs in (found.empty, found.warm):
+            for runs in (empty, warm):
                 runs.append(measure(job, cache))
                 tick()
-    return found
+    return Starts(empty=empty, warm=warm)
 
 
 def cold(bench) -> Cold:
     """First call with an empty Triton cache and in a new process with a warm one, after all imports."""
     repeats = bench.rounds(2, 1)
-    with bench.bar((2 if bench.quick else 4) * repeats, "cold") as bar:
-        kernel = starts("kernel", repeats, bar.update)
-        return Cold(kernel=kernel, trivial=None if bench.quick else starts("trivial", repeats, bar.update))
+    jobs = ("kernel",) if bench.quick else ("kernel", "trivial")
+    with bench.bar(2 * len(jobs) * repeats, "cold") as bar:
+        return Cold(**{job: starts(job, repeats, bar.update) for job in jobs})
 
 
 def compiles(bench) -> Compiles:

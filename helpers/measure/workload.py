@@ -28,15 +28,8 @@ class Buffers:
     """Independent sets of packed weight, quant state and output of the same size."""
 
     layers: list[SimpleNamespace]  # .weight: uint8 (numel / 2, 1) with its .quant_state, as in a Linear4bit
-    outs: list[torch.Tensor]  # `shape`, `dtype`; empty where none were asked for
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    nested: bool
-
-    @property
-    def bytes_moved(self) -> int:
-        """By one dequantization."""
-        return bytes_moved(math.prod(self.shape), self.dtype.itemsize, self.nested)
+    outs: list[torch.Tensor]  # empty where none were asked for
+    bytes_moved: int  # by one dequantization
 
     @property
     def bytes_rotated(self) -> int:
@@ -91,4 +84,4 @@ def make_buffers(
         weight.quant_state = state
         layers.append(SimpleNamespace(weight=weight))
     outs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)] if outputs else []
-    return Buffers(layers, outs, tuple(shape), dtype, nested)
+    return Buffers(layers, outs, bytes_moved(numel, dtype.itemsize, nested))
