@@ -9,7 +9,6 @@ import logging
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,14 +24,6 @@ MIN_CAPABILITY = (7, 5)  # Tesla T4: the oldest card the kernel is compiled and 
 FP32 = torch.float32
 _TINY = torch.finfo(FP32).tiny
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What decodes, and why."""
-
-    name: str
-    reason: str
 
 
 def cannot_run() -> str | None:
@@ -72,7 +63,7 @@ def dequantize(
         layer, weight = weight, getattr(weight, "weight", weight)
         quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
     dtype = getattr(quant_state, "dtype", torch.float16)
-    return paths()[choose(weight.device, dtype).name](weight, quant_state, out)
+    return paths()[choose(weight.device, dtype)](weight, quant_state, out)
 
 
 def paths() -> dict[str, Callable]:
@@ -80,20 +71,20 @@ def paths() -> dict[str, Callable]:
     return {"triton": kernel._your_dequantize_nf4, "torch": in_torch}
 
 
-def choose(device: torch.device | str = "cuda", dtype: torch.dtype = torch.float16) -> Choice:
-    """What decodes to this dtype on this device. Raises ValueError for an unknown NF4_BACKEND."""
+def choose(device: torch.device, dtype: torch.dtype) -> str:
+    """The path that decodes to this dtype on this device. Raises ValueError for an unknown NF4_BACKEND."""
     name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
     if name not in NAMES:
         raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(NAMES)}")
-    return _auto(torch.device(device), dtype) if name == "auto" else Choice(name, f"NF4_BACKEND={name}")
+    return _auto(device, dtype) if name == "auto" else name
 
 
 @functools.cache
-def _auto(device: torch.device, dtype: torch.dtype) -> Choice:
-    if problem := _problem(device, dtype):
+def _auto(device: torch.device, dtype: torch.dtype) -> str:
+    problem = _problem(device, dtype)
+    if problem:
         log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
-        return Choice("torch", problem)
-    return Choice("triton", "its bits are right here")
+    return "torch" if problem else "triton"
 
 
 def _problem(device: torch.device, dtype: torch.dtype) -> str | None:
