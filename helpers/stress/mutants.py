@@ -93,7 +93,7 @@ PORTABLE = (
     Mutant("nf4's codebook for fp4", 'table[16:] if values[2] == "fp4" else table', "table"),
     Mutant("flushed on the CPU too", "FLUSH=not INTERPRETED", "FLUSH=True"),
     Mutant("a constant for state2.blocksize", "log2_block, log2_block2, n % 8 != 0", "log2_block, 8, n % 8 != 0"),
-    Mutant("W.t() not transposed", "out.t() if quant_state is not None and weight.shape[0] == 1 else out", "out"),
+    Mutant("W.t() not transposed", "and weight.shape[0] == 1 else out", "and False else out"),
 )  # fmt: skip
 CHECKS = (
     Mutant("absmax length unchecked", '_require_tensor("absmax", absmax, (torch.uint8,), device, blocks)', '_require_tensor("absmax", absmax, (torch.uint8,), device, 0)'),
@@ -109,52 +109,53 @@ CHECKS = (
     Mutant("freed tensors accepted", "_require(_in_memory(tensor),", "_require(True,"),
     Mutant("offset of many elements accepted", "_require(offset.numel() == 1,", "_require(True,"),
     Mutant("any blocksize", "size & (size - 1) == 0", "True"),
-    Mutant("repacked layers accepted", 'not getattr(quant_state, "packing_format_for_cpu", None)', "True"),
-    Mutant("second level of another dtype accepted", 'two["dtype"] is _FLOAT32', "True"),
+    Mutant("repacked layers accepted", '"packing_format_for_cpu"', '"no_such_field"'),
+    Mutant("second level of another dtype accepted", "_require(dtype2 == torch.float32,", "_require(True,"),
     Mutant("out unchecked", "_require(given == expected,", "_require(True,"),
 )  # fmt: skip
-VALUES = (
-    "return (values, type(weight), address & 3, weight.untyped_storage().nbytes(), weight.storage_offset(),"
-)
+# What a plan compares before it is repeated: one comparison at a time is left out.
+COMPARED = {
+    "weight's place in its storage": "weight.storage_offset() == start",
+    "weight's storage": "weight.untyped_storage().nbytes() == weight_bytes",
+    "absmax's address": "absmax.data_ptr() == absmax_at",
+    "code2's address": "code2.data_ptr() == code2_at",
+    "absmax2's address": "absmax2.data_ptr() == absmax2_at",
+    "offset's address": "offset.data_ptr() == offset_at",
+    "absmax's storage": "absmax_now() == absmax_bytes",
+    "code2's storage": "code2_now() == code2_bytes",
+    "absmax2's storage": "absmax2_now() == absmax2_bytes",
+    "another kernel": "kernel is _your_dequantize_nf4_kernel",
+    "forced settings": "forced is _forced",
+    "a hook": "_hooks.launch_enter_hook is _enter",
+    "hooks in the chain": "not (_enter_calls or _exit_calls)",
+    "overlap of out and weight": "(end <= first or last <= start)",
+    "size of out": "out.shape == size",
+}
+OPERANDS = "weight, absmax, code2, absmax2, offset"
 PLANS = (
+    *(Mutant(f"plan: {what} ignored", f"and {comparison}", "") for what, comparison in COMPARED.items()),
     *(
-        Mutant(f"plan: {name} ignored", VALUES, VALUES.replace("values", f"values[:{i}] + values[{i + 1}:]"), count=2)
-        for i, name in enumerate(("shape", "dtype", "quant_type", "blocksize", "state2.blocksize"))
+        Mutant(f"plan: {what} ignored", "now == values", f"now[:{i}] + now[{i + 1}:] == values[:{i}] + values[{i + 1}:]")
+        for i, what in {0: "shape", 1: "dtype", 2: "quant_type", 3: "blocksize", 5: "state2.blocksize"}.items()
     ),
-    Mutant("plan: weight's alignment ignored", VALUES, VALUES.replace("address & 3", "0"), gpu=True, count=2),
-    Mutant("plan: weight's storage ignored", VALUES, VALUES.replace(" weight.untyped_storage().nbytes(),", ""), count=2),
-    Mutant("plan: weight's place in its storage ignored", VALUES, VALUES.replace(" weight.storage_offset(),", ""), count=2),
-    Mutant("plan: absmax's address ignored", "absmax.data_ptr(), a()", "a()"),
-    Mutant("plan: absmax's storage ignored", "absmax.data_ptr(), a()", "absmax.data_ptr()"),
-    Mutant("plan: code2's address ignored", "code2.data_ptr(), b()", "b()"),
-    Mutant("plan: code2's storage ignored", "code2.data_ptr(), b()", "code2.data_ptr()"),
-    Mutant("plan: absmax2's address ignored", "absmax2.data_ptr(), c()", "c()"),
-    Mutant("plan: absmax2's storage ignored", "absmax2.data_ptr(), c()", "absmax2.data_ptr()"),
-    Mutant("plan: offset's address ignored", "c(), offset.data_ptr()", "c()"),
+    Mutant("plan: weight's alignment ignored", "and address & 3 == low", "", gpu=True),
     Mutant("plan: weight's first address kept", "*middle, address, out_address, *fixed", "*middle, arguments[0].data_ptr(), out_address, *fixed", gpu=True),
-    Mutant("plan: layouts ignored", "(self.same(*tensors) or self.other(*tensors) or self.learns(tensors))", "True"),
-    Mutant("plan: dispatch modes ignored", "not _modes() and _jit_trace()", "_jit_trace()"),
-    Mutant("plan: torch.jit.trace ignored", "not _modes() and _jit_trace() is None and", "not _modes() and"),
-    Mutant("plan: layouts not compared when guards learn", "learnt = _layout(tensors) == self.layout", "learnt = True"),
-    Mutant("plan: another kernel ignored", "and self.kernel is _your_dequantize_nf4_kernel", ""),
-    Mutant("plan: forced settings ignored", "and self.forced is _forced", ""),
-    Mutant("plan: a hook ignored", "and _hooks.launch_enter_hook is _enter", ""),
-    Mutant("plan: hooks in the chain ignored", "and not (_enter_calls or _exit_calls)", ""),
+    Mutant("plan: layouts ignored", f"same({OPERANDS}) or other({OPERANDS}) or learns(({OPERANDS}))", "True"),
+    Mutant("plan: who traces is ignored when guards learn", "if _traced() or _layout(tensors[:1])", "if _layout(tensors[:1])"),
+    Mutant("plan: layouts not compared when guards learn", "learnt = _layout(tensors) == layout", "learnt = True"),
     Mutant("plan: made from tensors that may change meanwhile", "tuple(map(_alias, tensors)) sizes, weight =", "tensors\n    sizes, weight ="),
-    Mutant("plan: absmax kept alive", "plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))", "plan.alive = absmax"),
-    Mutant("plan: kept when its absmax is freed", "lambda _: _plans.pop(name, None)", "lambda _: None"),
+    Mutant("plan: absmax kept alive", "weakref.ref(absmax, lambda", "(absmax, lambda"),
+    Mutant("plan: kept when its absmax is freed", "weakref.ref(absmax, lambda", "weakref.ref(absmax) and (lambda"),
     Mutant("plan: codebook not kept alive", "launch.keep = compiled, arguments[3]", "launch.keep = compiled,", gpu=True),
-    Mutant("plan: one output for all calls", "out = _empty_cuda(plan.size, plan.stride, plan.dtype)", "out = _plans.setdefault(plan, _empty_cuda(plan.size, plan.stride, plan.dtype))"),
-    Mutant("plan: a stream chosen once", "plan.launch(_stream(plan.index), address,", "plan.launch(0, address,", gpu=True),
-    Mutant("plan: transposed results forgotten", "out.t() if plan.transposed and quant_state is not None else out", "out"),
+    Mutant("plan: one output for all calls", "result = _empty_cuda(size, stride, dtype)", 'result = vars(again).setdefault("result", _empty_cuda(size, stride, dtype))'),
+    Mutant("plan: a stream chosen once", "launch(_stream(index), address,", "launch(0, address,", gpu=True),
+    Mutant("plan: transposed results forgotten", "result.t() if transposed else result", "result"),
     Mutant("plan: out without memory accepted", "return _in_memory(out) and (", "return ("),
-    Mutant("plan: out over the weight accepted", "and (end <= first or last <= start)", ""),
-    Mutant("plan: out of another size accepted", "and out.shape == self.size", ""),
-    Mutant("plan: strides of the first out kept", 'torch.empty(self.size, device="meta").stride()', "out.stride()"),
-    Mutant("plan: writes into out not counted", "_count_write(out)\nplan.launch(", "pass\n        plan.launch("),
-    Mutant("first call: traced calls ignored", "_traced() or _without_data(tensors[0])", "_without_data(tensors[0])"),
+    Mutant("plan: strides of the first out kept", 'torch.empty(size, device="meta").stride()', "out.stride()"),
+    Mutant("plan: writes into out not counted", "result = given _count_write(result)", "result = given"),
+    Mutant("first call: traced calls ignored", "_traced() or _without_data(weight)", "_without_data(weight)"),
     Mutant("fake tensors have memory", "tensor.data_ptr() > start and ", ""),
-    Mutant("operator: fake of the wrong dtype", "torch.empty(shape, dtype=_values(kind)[0], device=weight.device)", "torch.empty(shape, device=weight.device)"),
+    Mutant("operator: fake of the wrong dtype", "torch.empty(shape, dtype=_values(", "torch.empty(shape, dtype=torch.float64 or _values("),
     Mutant("operator: fp4 taken for nf4", '"fp4" if kind & 4 else "nf4"', '"nf4"'),
 )  # fmt: skip
 ASSEMBLY = (
