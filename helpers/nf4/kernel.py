@@ -3,6 +3,7 @@
 Each `# %%` section is a cell of the notebook, written there by `python -m helpers sync`.
 """
 # %% id="kernel-imports" part="host" tags=["kernel"]
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -208,34 +209,30 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     """
     if _is_compiling() or _dynamo_watches() is not None:
         return _call_operator(weight, quant_state, out)
-    return _dequantize(*_snapshot(weight, quant_state), out, quant_state)
+    code2, absmax2, offset, dtype2, blocksize2 = _FLAT
+    try:  # each field is read once: what is compared with a plan is what is launched on
+        one = quant_state.__dict__  # past QuantState's own __getattr__
+        absmax = one["absmax"]
+        if one["nested"]:
+            two = one["state2"].__dict__
+            code2, absmax2, offset = two["code"], two["absmax"], one["offset"]
+            dtype2, blocksize2 = two["dtype"], two["blocksize"]
+        values = (one["shape"], one["dtype"], one["quant_type"], one["blocksize"], dtype2,
+                  blocksize2, EAGER)
+    except (AttributeError, KeyError):
+        return _call_unplanned(weight, quant_state, out)
+    result = _call_planned(weight, absmax, code2, absmax2, offset, values, out)
+    return _call_unplanned(weight, quant_state, out) if result is None else result
 
 
-def _dequantize(tensors, values, out=None, quant_state=None):
-    """Repeat the launch that was made for these tensors and values before, else check and launch.
-    quant_state: where they are from; None in the operator, whose caller transposes."""
+def _call_planned(weight, absmax, code2, absmax2, offset, values, out=None):
+    """Repeat the launch that was made for these tensors and values before; None if there is none
+    or something it depends on has changed."""
     with _plain_tensors():
-        plan = None
-        try:
-            plans = _plans.get(id(tensors[1]), ())
-            address = plans and tensors[0].data_ptr()
-            for kept in plans:
-                if kept.now(tensors, values, address) == kept.then and kept.holds(tensors):
-                    plan = kept
-                    break
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            pass  # malformed: the checks of a first call say how
-        if plan is None or (out is not None and not plan.fits(out, tensors[0])):
-            return _first_call(tensors, values, out, quant_state)
-        if _devices > 1 and _current_device() != plan.index:
-            with torch.cuda.device(plan.index):
-                return _dequantize(tensors, values, out, quant_state)
-        if out is None:
-            out = _empty_cuda(plan.size, plan.stride, plan.dtype)
-        else:
-            _count_write(out)
-        plan.launch(_stream(plan.index), address, out.data_ptr())
-    return out.t() if plan.transposed and quant_state is not None else out
+        for again in _plans.get(id(absmax), ()):
+            result = again(weight, absmax, code2, absmax2, offset, values, out)
+            if result is not None:
+                return result
 
 
 def your_fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
@@ -396,27 +393,33 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 FP4 = (0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
        0.1666666716337204, 0.25)
 FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels, +0.0 in its `code`
+# Who calls. EAGER transposes what a weight of shape[0] 1 gives; for an OPERATOR its caller does.
+# INDUCTOR's code is guarded and asserts dtypes, sizes and strides before each call.
+EAGER, OPERATOR, INDUCTOR = "eager", "operator", "Inductor"
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_FLOAT32 = torch.float32
+# In place of code2, absmax2, offset, dtype2 and blocksize2: one rule compares both kinds of state.
+_FLAT = *(torch.zeros(1, device="cpu") for _ in range(3)), None, None
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the default on loading
 
 
 @functools.lru_cache(None)
 def codebooks(device):
     """NF4's 16 values, then FP4's, fp32. bitsandbytes, too, decodes with built-in tables and
-    ignores quant_state.code. Uploaded once, on a stream of its own that alone is waited for:
-    every stream may read it."""
-    values = torch.tensor(NF4 + FP4, dtype=torch.float32, device="cpu")  # whatever the defaults are
-    if device.type == "cpu":
-        return values
-    if torch.cuda.is_current_stream_capturing():
+    ignores quant_state.code. Uploaded once, by a thread of its own, in which no device, dtype,
+    fake mode or CUDA graph's memory pool is set, and waited for: every stream may read it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("the first call on a GPU came inside a graph capture, expected one "
                            "before it: call once outside, then capture")
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
-        table = values.pin_memory().to(device, non_blocking=True)
-        torch.cuda.current_stream().record_event().synchronize()
-    return table
+
+    def upload():
+        table = torch.tensor(NF4 + FP4, dtype=torch.float32, device="cpu").to(device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return table
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(upload).result()
 
 
 class UnsupportedState(ValueError):
@@ -430,84 +433,61 @@ def _require(condition, text):
 
 
 def _snapshot(weight, q):
-    """All of a weight and its state that a decode depends on, each field read once: (tensors,
-    values). What is checked, launched from and kept are these, whatever another thread
-    assigns meanwhile.
+    """All of a weight and its state that a decode depends on, each field read once, or what it
+    lacks: refused, or None for the checks to name. What a first call checks, launches from and
+    keeps are these, whatever another thread assigns meanwhile.
 
-    tensors: weight, absmax and, of a nested state, code2, absmax2, offset.
-    values: shape, dtype, quant_type, blocksize, blocksize2 (0 of a flat state).
+    Returns (tensors, values). tensors: weight, absmax, code2, absmax2, offset. values: shape,
+    dtype, quant_type, blocksize, dtype2 and blocksize2 of state2 (for a flat state, _FLAT in place
+    of the second quantization), and who calls: EAGER, OPERATOR or INDUCTOR.
     """
-    try:
-        one = q.__dict__  # past QuantState's own __getattr__
-        nested = one["nested"]
-        values = one["shape"], one["dtype"], one["quant_type"], one["blocksize"]
-        if nested is True:
-            two = one["state2"].__dict__
-            if two["dtype"] is _FLOAT32:
-                return ((weight, one["absmax"], two["code"], two["absmax"], one["offset"]),
-                        (*values, two["blocksize"]))
-        elif nested is False:
-            return (weight, one["absmax"]), (*values, 0)
-    except (AttributeError, KeyError):
-        pass
-    return _by_attribute(weight, q)
-
-
-def _by_attribute(weight, q):
-    """The same of any object with these attributes, or what it lacks: refused, or None for the
-    checks to name."""
-    _require(isinstance(weight, torch.Tensor), f"the weight is {type(weight).__name__}, expected "
-             "the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
-             "weight.quant_state")
+    if not isinstance(weight, torch.Tensor):  # not _require: Dynamo would guard what the text reads
+        raise UnsupportedState(f"the weight is {type(weight).__name__}, expected the packed 4-bit "
+                               "tensor: pass a bitsandbytes Linear4bit, or its weight and "
+                               "weight.quant_state")
     _require(q is not None, "there is no quant_state, expected bitsandbytes' QuantState: a "
              "Linear4bit gets it when it moves to the GPU (layer.to('cuda')); a plain Linear "
              "needs no dequantization, and an 8-bit layer (Linear8bitLt, int8) has another")
+    # A plain getattr would run QuantState's own __getattr__ in each guard of a compiled call.
+    packed = getattr(q, "__dict__", {}).get("packing_format_for_cpu")
+    _require(not packed, "bitsandbytes repacked this layer for its CPU matmul (eval mode, "
+             "AVX512-BF16), expected its usual layout: move the layer to the GPU, or reload it")
     nested, state2 = getattr(q, "nested", None), getattr(q, "state2", None)
     _require(isinstance(nested, bool), f"quant_state.nested is {nested}, expected True or False: "
              "reload the layer")
     _require(not nested or state2 is not None, "quant_state.nested is True and state2 None, "
              "expected the state of the absmax: reload the layer")
-    dtype2 = getattr(state2, "dtype", None)
-    _require(not nested or dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected "
-             "torch.float32: quantize the layer again")
     absmax, *values = (
         getattr(q, name, None) for name in ("absmax", "shape", "dtype", "quant_type", "blocksize"))
     if not nested:
-        return (weight, absmax), (*values, 0)
-    code2, absmax2, blocksize2 = (
-        getattr(state2, name, None) for name in ("code", "absmax", "blocksize"))
-    return (weight, absmax, code2, absmax2, getattr(q, "offset", None)), (*values, blocksize2)
+        return (weight, absmax, *_FLAT[:3]), (*values, *_FLAT[3:], EAGER)
+    code2, absmax2, dtype2, blocksize2 = (
+        getattr(state2, name, None) for name in ("code", "absmax", "dtype", "blocksize"))
+    _require(dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected torch.float32: quantize "
+             "the layer again")
+    tensors = weight, absmax, code2, absmax2, getattr(q, "offset", None)
+    return tensors, (*values, dtype2, blocksize2, EAGER)
 
 
 def check_state(weight, quant_state):
     """Check everything the kernel relies on: (n elements, log2 blocksize, log2 state2.blocksize
     or 0). Raises UnsupportedState. Reads metadata only, never a value on the GPU."""
-    _require_unpacked(quant_state)
     return _check(*_snapshot(weight, quant_state))
 
 
 def _check(tensors, values):
     sizes = _check_values(tensors, values)
     _check_weight(tensors[0], values[0], sizes[0])
-    _check_scales(tensors, -(-sizes[0] // values[3]), values[4])
+    _check_scales(tensors, -(-sizes[0] // values[3]), values[5])
     return sizes
 
 
 NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
 
 
-def _require_unpacked(quant_state):
-    _require(not getattr(quant_state, "packing_format_for_cpu", None), "bitsandbytes repacked "
-             "this layer for its CPU matmul (eval mode, AVX512-BF16), expected its usual layout: "
-             "move the layer to the GPU, or reload it")
-
-
 def _check_values(tensors, values):
     """Everything but the tensors' own metadata, so that torch.compile can trace it."""
-    shape, dtype, quant_type, blocksize, blocksize2 = values
-    _require(isinstance(tensors[0], torch.Tensor), f"the weight is {type(tensors[0]).__name__}, "
-             "expected the packed 4-bit tensor: pass a bitsandbytes Linear4bit, or its weight and "
-             "weight.quant_state")
+    shape, dtype, quant_type, blocksize, dtype2, blocksize2, _ = values
     _require(quant_type in ("nf4", "fp4"), f"quant_type is {quant_type!r}, expected 'nf4' or "
              "'fp4': 8-bit and other states have dequantizations of their own")
     _require(dtype in DTYPES, f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set it")
@@ -520,7 +500,7 @@ def _check_values(tensors, values):
     blocks = -(-n // blocksize)
     _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: "
              "quantize it again with a larger blocksize")
-    if len(tensors) > 2:
+    if dtype2:
         log2_block2 = _log2("state2.blocksize", blocksize2, 31)
     weight = tensors[0]
     _require(weight.dim() > 0, "the weight has no dimension, expected packed codes such as (n / "
@@ -529,9 +509,11 @@ def _check_values(tensors, values):
     _require(weight.dtype in STORAGES and not unpacked, f"the weight is {weight.dtype} of shape "
              f"{tuple(weight.shape)}, expected packed 4-bit codes in one of {STORAGES}: the layer "
              "holds other values than its quant_state says; quantize it again")
-    for name, tensor in zip(NAMES, tensors, strict=False):
-        _require(isinstance(tensor, torch.Tensor), f"{name} is {type(tensor).__name__}, expected a "
-                 "tensor: the quant_state is incomplete; quantize the layer again or reload it")
+    for name, tensor in zip(NAMES, tensors if dtype2 else tensors[:2], strict=False):
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedState(f"{name} is {type(tensor).__name__}, expected a tensor: the "
+                                   "quant_state is incomplete; quantize the layer again or reload "
+                                   "it")
     return n, log2_block, log2_block2
 
 
@@ -548,10 +530,10 @@ def _check_weight(weight, shape, n):
 
 def _check_scales(tensors, blocks, blocksize2):
     """Are absmax and the tensors it is decoded with all there?"""
-    device, float32 = tensors[0].device, (torch.float32,)
-    if len(tensors) == 2:
-        return _require_tensor("absmax", tensors[1], float32, device, blocks)
-    _, absmax, code2, absmax2, offset = tensors
+    weight, absmax, code2, absmax2, offset = tensors
+    device, float32 = weight.device, (torch.float32,)
+    if not blocksize2:
+        return _require_tensor("absmax", absmax, float32, device, blocks)
     _require_tensor("absmax", absmax, (torch.uint8,), device, blocks)
     _require_tensor("state2.absmax", absmax2, float32, device, -(-blocks // blocksize2))
     _require_tensor("state2.code", code2, float32, device, 256)
@@ -671,13 +653,13 @@ def _options(s):
 def _configure(tensors, values, sizes, out):
     """(grid, runtime arguments, constexprs, most programs an SM or 0) of one launch into `out`."""
     n, log2_block, log2_block2 = sizes
-    weight, absmax, *second = tensors
+    (weight, absmax, *second), nested = tensors, values[4] is not None
     s, table = settings(weight.device), codebooks(weight.device)
-    constexprs = _constexprs(out.dtype, bool(second), log2_block, log2_block2, n % 8 != 0,
+    constexprs = _constexprs(out.dtype, nested, log2_block, log2_block2, n % 8 != 0,
                              n <= s.small_up_to, n <= s.hint_loads_up_to, s)
     grid = -(-n // (constexprs["THREADS"] * constexprs["WORDS"] * 8))
     constexprs["ASM"] &= weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0
-    second = second or (table,) * 3  # which nobody reads
+    second = second if nested else (table,) * 3  # which nobody reads
     table = table[16:] if values[2] == "fp4" else table
     packed = weight.reshape(-1).view(torch.uint8)
     arguments = [packed, out, absmax, table, *second, n // 8, n % 8]
@@ -724,74 +706,103 @@ def _layout(tensors):
     return [(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]
 
 
-class _Plan:
-    """A launch, ready to repeat, and all that must still hold to repeat it. Contents need no
-    look: every launch reads them."""
+def _plan(tensors, values, out, kernel, forced):
+    """A launch, ready to repeat: `again(...)` compares all it depends on and launches, or returns
+    None. Contents need no look: every launch reads them. It is one function, since a call of a
+    further one takes as long as two of its comparisons."""
+    weight, layout = tensors[0], _layout(tensors)
+    index, size, dtype = weight.get_device(), tuple(out.shape), out.dtype
+    stride = torch.empty(size, device="meta").stride()  # `out` may have others
+    transposed = values[-1] == EAGER and weight.shape[0] == 1
+    # The weight may move (FSDP gathers it anew for each use): its address is an argument of each
+    # launch.
+    low, start = weight.data_ptr() & 3, weight.storage_offset()
+    absmax_at, code2_at, absmax2_at, offset_at = (x.data_ptr() for x in tensors[1:])
+    # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
+    # its tensor. The weight's is not kept: whoever offloads it wants its memory back.
+    storages = [x.untyped_storage() for x in tensors[:4]]
+    weight_bytes, absmax_bytes, code2_bytes, absmax2_bytes = (x.nbytes() for x in storages)
+    absmax_now, code2_now, absmax2_now = (x.nbytes for x in storages[1:])
+    # Guards also compare what torch does with an operator in this thread: torch.jit.trace and
+    # torch.func fit none, while autocast and no_grad, which change nothing here, each need one. So
+    # there are two of them, and `learns` decides when neither fits.
+    launch = None
+    same = other = _always if values[-1] == INDUCTOR else _never
 
-    __slots__ = ("launch", "kernel", "forced", "index", "size", "stride", "dtype", "transposed",
-                 "bytes", "then", "layout", "same", "other", "alive")
+    def keep(how, tensors):
+        """Launch so from now on, for these tensors."""
+        nonlocal launch
+        launch = how
+        return same is _always or learns(tensors)
 
-    def __init__(self, tensors, values, out, kernel, forced, keep_storages):
-        self.kernel, self.forced = kernel, forced
-        self.index, self.size, self.dtype = tensors[0].get_device(), tuple(out.shape), out.dtype
-        self.stride = torch.empty(self.size, device="meta").stride()  # `out` may have others
-        self.transposed, self.same, self.other = tensors[0].shape[0] == 1, _never, _never
-        # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
-        # its tensor. Not kept: the weight's, for whoever offloads it wants its memory back, and the
-        # operator's, since CUDA graph trees want theirs back.
-        self.bytes = keep_storages and [x.untyped_storage().nbytes for x in tensors[1:4]]
-        self.then, self.layout = self.now(tensors, values, tensors[0].data_ptr()), _layout(tensors)
-
-    def now(self, tensors, values, address):
-        """What the launch depends on. The weight may move (FSDP gathers it anew for each use): its
-        address is an argument of each launch."""
-        nbytes = self.bytes or [x.untyped_storage().nbytes for x in tensors[1:4]]
-        if len(tensors) == 5:
-            weight, absmax, code2, absmax2, offset = tensors
-            a, b, c = nbytes
-            return (values, type(weight), address & 3, weight.untyped_storage().nbytes(),
-                    weight.storage_offset(), absmax.data_ptr(), a(), code2.data_ptr(), b(),
-                    absmax2.data_ptr(), c(), offset.data_ptr())
-        weight, absmax = tensors
-        return (values, type(weight), address & 3, weight.untyped_storage().nbytes(),
-                weight.storage_offset(), absmax.data_ptr(), nbytes[0]())
-
-    def learns(self, tensors):
-        """Are these laid out as the plan's tensors? Then one C++ call will tell so from now on."""
-        if _layout(tensors[:1]) != self.layout[:1]:  # another view of the weight has its own plan
+    def learns(tensors):
+        """Are these laid out as the plan's? Then one C++ call will tell so from now on."""
+        nonlocal same, other
+        if _traced() or _layout(tensors[:1]) != layout[:1]:  # another view has its own plan
             return False
         tensors = tuple(map(_alias, tensors))  # which no other thread can change
-        learnt = _layout(tensors) == self.layout
+        learnt = _layout(tensors) == layout
         if learnt:
-            self.same, self.other = _guards(*tensors), self.same
+            same, other = _guards(*tensors), same
         return learnt
 
-    def holds(self, tensors):
-        """Are the tensors laid out as they were, kernel and settings the same, and nobody watching?
+    def again(weight, absmax, code2, absmax2, offset, now, given):
+        try:
+            address = weight.data_ptr()
+            if not (
+                now == values
+                and address & 3 == low
+                and weight.storage_offset() == start
+                and weight.untyped_storage().nbytes() == weight_bytes
+                and absmax.data_ptr() == absmax_at
+                and code2.data_ptr() == code2_at
+                and absmax2.data_ptr() == absmax2_at
+                and offset.data_ptr() == offset_at
+                and absmax_now() == absmax_bytes
+                and code2_now() == code2_bytes
+                and absmax2_now() == absmax2_bytes
+                and not _modes()  # who traces torch's operators wants to see one
+                and (same(weight, absmax, code2, absmax2, offset)
+                     or other(weight, absmax, code2, absmax2, offset)
+                     or learns((weight, absmax, code2, absmax2, offset)))
+                and kernel is _your_dequantize_nf4_kernel
+                and forced is _forced
+                and _hooks.launch_enter_hook is _enter  # a profiler follows launches: by assignment
+                and _hooks.launch_exit_hook is _exit
+                and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
+            ):
+                return None
+            if given is not None and not _fits(given, weight, size, dtype):
+                return None
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            return None  # malformed: the checks of a first call say how
+        if _devices > 1 and _current_device() != index:
+            with torch.cuda.device(index):
+                return _call_planned(weight, absmax, code2, absmax2, offset, now, given)
+        if given is None:
+            result = _empty_cuda(size, stride, dtype)
+        else:
+            result = given
+            _count_write(result)
+        launch(_stream(index), address, result.data_ptr())
+        return result.t() if transposed else result
 
-        Guards also compare what torch does with an operator in this thread, which autocast and
-        no_grad change: so there are two of them, and layouts decide when neither fits.
-        """
-        return (
-            not _modes()  # who traces torch's operators wants to see one
-            and _jit_trace() is None
-            and (self.same(*tensors) or self.other(*tensors) or self.learns(tensors))
-            and self.kernel is _your_dequantize_nf4_kernel
-            and self.forced is _forced
-            and _hooks.launch_enter_hook is _enter  # a profiler follows launches: by assignment
-            and _hooks.launch_exit_hook is _exit
-            and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
-        )
+    again.layout, again.values, again.keep = layout, values, keep
+    return again
 
-    def fits(self, out, weight):
-        """May this launch write into a caller's tensor?"""
-        return (out.dtype is self.dtype and out.shape == self.size and out.is_contiguous()
-                and out.get_device() == self.index and out.data_ptr() % 16 == 0
-                and _writable(out, weight))
+
+def _fits(out, weight, size, dtype):
+    """May this launch write into a caller's tensor?"""
+    return (out.dtype is dtype and out.shape == size and out.is_contiguous()
+            and out.device == weight.device and out.data_ptr() % 16 == 0 and _writable(out, weight))
 
 
 def _never(*tensors):
     return False
+
+
+def _always(*tensors):
+    return True
 
 
 def _guards(*tensors):
@@ -809,17 +820,21 @@ def _alias(x):
         return x
 
 
-def _first_call(tensors, values, out, quant_state):
-    """Check one snapshot, launch from it on the public path, and keep that launch for its
-    absmax."""
-    if quant_state is not None:
-        _require_unpacked(quant_state)
-        if _traced() or _without_data(tensors[0]):
+def _call_unplanned(weight, quant_state, out):
+    """A call that no plan fits: from one snapshot of the state."""
+    with _plain_tensors():
+        tensors, values = _snapshot(weight, quant_state)
+        if _traced() or _without_data(weight):
             return _operator_result(tensors, values, out)
+        return _first_call(tensors, values, out)
+
+
+def _first_call(tensors, values, out=None):
+    """Check a snapshot, launch from it on the public path, and keep that launch for its absmax."""
     forced, kernel, given = _forced, _your_dequantize_nf4_kernel, tensors
     tensors = tuple(map(_alias, tensors))
     sizes, weight = _check(tensors, values), tensors[0]
-    shape, dtype, *_ = values
+    shape, dtype, *_, caller = values
     with _on(weight):
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=weight.device)
@@ -832,13 +847,12 @@ def _first_call(tensors, values, out, quant_state):
         if grid:
             fixed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[2:]]
             fixed += constexprs.values()
-            plan = _Plan(tensors, values, out, kernel, forced, quant_state is not None)
+            plan = _plan(tensors, values, out, kernel, forced)
             compiled = _launch(kernel, grid, arguments, constexprs, settings(weight.device))
             if DIRECT and out.data_ptr() % 16 == 0 and isinstance(shape, tuple):
-                plan.launch = _repeat(compiled, grid, arguments, fixed, limit)
-                plan.learns(given)
+                plan.keep(_repeat(compiled, grid, arguments, fixed, limit), given)
                 _keep(plan, given[1])
-    return out.t() if quant_state is not None and weight.shape[0] == 1 else out
+    return out.t() if caller == EAGER and weight.shape[0] == 1 else out
 
 
 def _keep(plan, absmax):
@@ -846,8 +860,8 @@ def _keep(plan, absmax):
     another type of it, another dtype of the result."""
     name = id(absmax)
     others = [kept for kept in _plans.get(name, ())
-              if (kept.layout, kept.then[0]) != (plan.layout, plan.then[0])]
-    plan.alive = weakref.ref(absmax, lambda _: _plans.pop(name, None))
+              if (kept.layout, kept.values) != (plan.layout, plan.values)]
+    plan.alive = weakref.ref(absmax, lambda _, drop=_plans.pop: drop(name, None))
     _plans[name] = (plan, *others[:3])
 
 # %% The operator id="kernel-operator" part="host" folded=true tags=["kernel"]
@@ -861,9 +875,7 @@ def _without_data(weight):
 def _call_operator(weight, quant_state, out):
     """The same call as an operator, which torch.compile leaves whole: no graph break, no copy of
     the weight, and every check of an eager call at every call."""
-    _require_unpacked(quant_state)
-    tensors, values = _by_attribute(weight, quant_state)
-    return _operator_result(tensors, values, out)
+    return _operator_result(*_snapshot(weight, quant_state), out)
 
 
 def _operator_result(tensors, values, out):
@@ -880,29 +892,72 @@ def _operands(tensors, values):
     argument makes a dispatch slower, and the weight a plain view: a Params4bit doubles its time."""
     _, log2_block, log2_block2 = _check_values(tensors, values)
     weight, absmax, *second = tensors
+    nested = values[4] is not None
     kind = DTYPES.index(values[1]) | (values[2] == "fp4") << 2 | log2_block << 3
-    kind |= (log2_block2 + 1) << 9 if second else 0
+    kind |= (log2_block2 + 1) << 9 if nested else 0
     packed = weight.view(-1) if weight.is_contiguous() else weight
-    return packed, absmax, *(second or (None, None, None)), list(values[0]), kind
+    return packed, absmax, *(second if nested else (None,) * 3), list(values[0]), kind
 
 
 @functools.lru_cache(None)
-def _values(kind):
-    """dtype, quant_type, blocksize, blocksize2 of the operator's `kind`."""
+def _values(shape, kind, caller):
+    """The values of a snapshot, of the operator's arguments."""
     second = kind >> 9
     _require(0 <= second <= 32 and kind & 3 < len(DTYPES), f"kind is {kind}, expected what "
              "_operands makes: pass a layer to your_dequantize_nf4")
-    return (DTYPES[kind & 3], "fp4" if kind & 4 else "nf4", 1 << (kind >> 3 & 63),
-            1 << second - 1 if second else 0)
+    second = (torch.float32, 1 << second - 1) if second else _FLAT[3:]
+    return (shape, DTYPES[kind & 3], "fp4" if kind & 4 else "nf4", 1 << (kind >> 3 & 63), *second,
+            caller)
 
 
-def _run(weight, absmax, code2, absmax2, offset, shape, kind):
-    tensors = (weight, absmax) if code2 is None else (weight, absmax, code2, absmax2, offset)
-    return _dequantize(tensors, (tuple(shape), *_values(kind)))
+def _run(weight, absmax, code2, absmax2, offset, shape, kind, caller=OPERATOR):
+    values = _values(tuple(shape), kind, caller)
+    if values[4] is None:
+        code2, absmax2, offset, *_ = _FLAT
+    result = _call_planned(weight, absmax, code2, absmax2, offset, values)
+    if result is None:
+        result = _first_call((weight, absmax, code2, absmax2, offset), values)
+    return result
 
 
 def _fake(weight, absmax, code2, absmax2, offset, shape, kind):
-    return torch.empty(shape, dtype=_values(kind)[0], device=weight.device)
+    _lower()
+    return torch.empty(shape, dtype=_values((), kind, OPERATOR)[1], device=weight.device)
+
+
+def _lower():
+    """Let the code that Inductor writes call `_run` itself: the dispatcher takes three times as
+    long. Where Inductor has other names, writes C++ or knows no sizes, it calls the operator."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if lowering is None or _operator in lowering.lowerings:
+        return
+    dispatched = lowering.fallback_handler(_operator, add_to_fallback_set=False)
+
+    def lower(*arguments):
+        *tensors, shape, kind = arguments
+        try:
+            ir = lowering.ir
+            tensors = [ir.ExternKernel.realize_input(tensors[1] if x is None else x)
+                       for x in tensors]
+            layouts = [x.get_layout() for x in tensors]
+            for layout in layouts:  # a symbol is a TypeError
+                _ = [*map(int, layout.size), *map(int, layout.stride)]
+            shape = tuple(map(int, shape))
+            direct = all(isinstance(layout, ir.FixedLayout) for layout in layouts)
+            if direct and not lowering.V.graph.cpp_wrapper:
+                if isinstance(tensors[0], ir.ReinterpretView) and not layouts[0].offset:
+                    tensors[0] = tensors[0].data  # the packed weight itself: a view takes a while
+                device, dtype = layouts[0].device, _values(shape, kind, INDUCTOR)[1]
+                call = ir.ExternKernelAlloc(
+                    ir.FixedLayout(device, dtype, list(shape)), tensors, (shape, kind, INDUCTOR),
+                    python_kernel_name=f"torch.ops.{_operator}.run")
+                call.codegen_size_asserts = lambda wrapper: None
+                return ir.TensorBox.create(call)
+        except (AttributeError, TypeError):
+            pass
+        return dispatched(*arguments)
+
+    lowering.lowerings[_operator] = lower
 
 
 def _register():
@@ -926,3 +981,4 @@ def _register():
 
 
 _library, _operator = _register()
+_operator.run = _run  # where code that Inductor wrote, in any process, reaches it
