@@ -218,7 +218,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
             code2, absmax2, offset = two["code"], two["absmax"], one["offset"]
             dtype2, blocksize2 = two["dtype"], two["blocksize"]
         values = (one["shape"], one["dtype"], one["quant_type"], one["blocksize"], dtype2,
-                  blocksize2, EAGER)
+                  blocksize2, True)
     except (AttributeError, KeyError):
         return _call_unplanned(weight, quant_state, out)
     result = _call_planned(weight, absmax, code2, absmax2, offset, values, out)
@@ -393,9 +393,6 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 FP4 = (0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
        0.1666666716337204, 0.25)
 FP4 += tuple(-value for value in FP4)  # code 8 is -0.0 in bitsandbytes' kernels, +0.0 in its `code`
-# Who calls. EAGER transposes what a weight of shape[0] 1 gives; for an OPERATOR its caller does.
-# INDUCTOR's code is guarded and asserts dtypes, sizes and strides before each call.
-EAGER, OPERATOR, INDUCTOR = "eager", "operator", "Inductor"
 STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # In place of code2, absmax2, offset, dtype2 and blocksize2: one rule compares both kinds of state.
@@ -439,7 +436,8 @@ def _snapshot(weight, q):
 
     Returns (tensors, values). tensors: weight, absmax, code2, absmax2, offset. values: shape,
     dtype, quant_type, blocksize, dtype2 and blocksize2 of state2 (for a flat state, _FLAT in place
-    of the second quantization), and who calls: EAGER, OPERATOR or INDUCTOR.
+    of the second quantization), and whether a weight of shape[0] 1 gives the transpose: the
+    operator does not, its caller does.
     """
     if not isinstance(weight, torch.Tensor):  # not _require: Dynamo would guard what the text reads
         raise UnsupportedState(f"the weight is {type(weight).__name__}, expected the packed 4-bit "
@@ -460,13 +458,13 @@ def _snapshot(weight, q):
     absmax, *values = (
         getattr(q, name, None) for name in ("absmax", "shape", "dtype", "quant_type", "blocksize"))
     if not nested:
-        return (weight, absmax, *_FLAT[:3]), (*values, *_FLAT[3:], EAGER)
+        return (weight, absmax, *_FLAT[:3]), (*values, *_FLAT[3:], True)
     code2, absmax2, dtype2, blocksize2 = (
         getattr(state2, name, None) for name in ("code", "absmax", "dtype", "blocksize"))
     _require(dtype2 == torch.float32, f"state2.dtype is {dtype2}, expected torch.float32: quantize "
              "the layer again")
     tensors = weight, absmax, code2, absmax2, getattr(q, "offset", None)
-    return tensors, (*values, dtype2, blocksize2, EAGER)
+    return tensors, (*values, dtype2, blocksize2, True)
 
 
 def check_state(weight, quant_state):
@@ -713,7 +711,7 @@ def _plan(tensors, values, out, kernel, forced):
     weight, layout = tensors[0], _layout(tensors)
     index, size, dtype = weight.get_device(), tuple(out.shape), out.dtype
     stride = torch.empty(size, device="meta").stride()  # `out` may have others
-    transposed = values[-1] == EAGER and weight.shape[0] == 1
+    transposed = values[-1] and weight.shape[0] == 1
     # The weight may move (FSDP gathers it anew for each use): its address is an argument of each
     # launch.
     low, start = weight.data_ptr() & 3, weight.storage_offset()
@@ -726,14 +724,13 @@ def _plan(tensors, values, out, kernel, forced):
     # Guards also compare what torch does with an operator in this thread: torch.jit.trace and
     # torch.func fit none, while autocast and no_grad, which change nothing here, each need one. So
     # there are two of them, and `learns` decides when neither fits.
-    launch = None
-    same = other = _always if values[-1] == INDUCTOR else _never
+    launch, same, other = None, _never, _never
 
     def keep(how, tensors):
         """Launch so from now on, for these tensors."""
         nonlocal launch
         launch = how
-        return same is _always or learns(tensors)
+        learns(tensors)
 
     def learns(tensors):
         """Are these laid out as the plan's? Then one C++ call will tell so from now on."""
@@ -801,10 +798,6 @@ def _never(*tensors):
     return False
 
 
-def _always(*tensors):
-    return True
-
-
 def _guards(*tensors):
     """One C++ call that compares type, dtype, device, sizes and strides of several tensors."""
     if _TensorGuards is None:
@@ -834,7 +827,7 @@ def _first_call(tensors, values, out=None):
     forced, kernel, given = _forced, _your_dequantize_nf4_kernel, tensors
     tensors = tuple(map(_alias, tensors))
     sizes, weight = _check(tensors, values), tensors[0]
-    shape, dtype, *_, caller = values
+    shape, dtype, *_, transposes = values
     with _on(weight):
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=weight.device)
@@ -852,7 +845,7 @@ def _first_call(tensors, values, out=None):
             if DIRECT and out.data_ptr() % 16 == 0 and isinstance(shape, tuple):
                 plan.keep(_repeat(compiled, grid, arguments, fixed, limit), given)
                 _keep(plan, given[1])
-    return out.t() if caller == EAGER and weight.shape[0] == 1 else out
+    return out.t() if transposes and weight.shape[0] == 1 else out
 
 
 def _keep(plan, absmax):
@@ -900,18 +893,18 @@ def _operands(tensors, values):
 
 
 @functools.lru_cache(None)
-def _values(shape, kind, caller):
+def _values(shape, kind):
     """The values of a snapshot, of the operator's arguments."""
     second = kind >> 9
     _require(0 <= second <= 32 and kind & 3 < len(DTYPES), f"kind is {kind}, expected what "
              "_operands makes: pass a layer to your_dequantize_nf4")
     second = (torch.float32, 1 << second - 1) if second else _FLAT[3:]
     return (shape, DTYPES[kind & 3], "fp4" if kind & 4 else "nf4", 1 << (kind >> 3 & 63), *second,
-            caller)
+            False)
 
 
-def _run(weight, absmax, code2, absmax2, offset, shape, kind, caller=OPERATOR):
-    values = _values(tuple(shape), kind, caller)
+def _run(weight, absmax, code2, absmax2, offset, shape, kind):
+    values = _values(tuple(shape), kind)
     if values[4] is None:
         code2, absmax2, offset, *_ = _FLAT
     result = _call_planned(weight, absmax, code2, absmax2, offset, values)
@@ -922,42 +915,44 @@ def _run(weight, absmax, code2, absmax2, offset, shape, kind, caller=OPERATOR):
 
 def _fake(weight, absmax, code2, absmax2, offset, shape, kind):
     _lower()
-    return torch.empty(shape, dtype=_values((), kind, OPERATOR)[1], device=weight.device)
+    return torch.empty(shape, dtype=_values((), kind)[1], device=weight.device)
 
 
 def _lower():
     """Let the code that Inductor writes call `_run` itself: the dispatcher takes three times as
-    long. Where Inductor has other names, writes C++ or knows no sizes, it calls the operator."""
+    long. Where Inductor has other names, writes C++ or does not know the shape, it calls the
+    operator."""
     lowering = sys.modules.get("torch._inductor.lowering")
-    if lowering is None or _operator in lowering.lowerings:
+    lowerings, fallback = (
+        getattr(lowering, name, None) for name in ("lowerings", "fallback_handler"))
+    if not (lowerings and fallback) or _operator in lowerings:
         return
-    dispatched = lowering.fallback_handler(_operator, add_to_fallback_set=False)
+    dispatched = fallback(_operator, add_to_fallback_set=False)
 
     def lower(*arguments):
         *tensors, shape, kind = arguments
         try:
-            ir = lowering.ir
-            tensors = [ir.ExternKernel.realize_input(tensors[1] if x is None else x)
-                       for x in tensors]
-            layouts = [x.get_layout() for x in tensors]
-            for layout in layouts:  # a symbol is a TypeError
-                _ = [*map(int, layout.size), *map(int, layout.stride)]
-            shape = tuple(map(int, shape))
+            ir, shape = lowering.ir, tuple(map(int, shape))
+            inputs = [ir.ExternKernel.realize_input(tensors[1] if x is None else x)
+                      for x in tensors]
+            layouts = [x.get_layout() for x in inputs]
             direct = all(isinstance(layout, ir.FixedLayout) for layout in layouts)
             if direct and not lowering.V.graph.cpp_wrapper:
-                if isinstance(tensors[0], ir.ReinterpretView) and not layouts[0].offset:
-                    tensors[0] = tensors[0].data  # the packed weight itself: a view takes a while
-                device, dtype = layouts[0].device, _values(shape, kind, INDUCTOR)[1]
-                call = ir.ExternKernelAlloc(
-                    ir.FixedLayout(device, dtype, list(shape)), tensors, (shape, kind, INDUCTOR),
-                    python_kernel_name=f"torch.ops.{_operator}.run")
+                weight = inputs[0]
+                if isinstance(weight, ir.ReinterpretView):  # to make a view takes a while
+                    whole, layout = weight.data, weight.data.get_layout()
+                    if whole.get_numel() == weight.get_numel() and layout.is_contiguous():
+                        inputs[0] = whole
+                made = ir.FixedLayout(layouts[0].device, _values(shape, kind)[1], list(shape))
+                call = ir.ExternKernelAlloc(made, inputs, (shape, kind),
+                                            python_kernel_name=f"torch.ops.{_operator}.run")
                 call.codegen_size_asserts = lambda wrapper: None
                 return ir.TensorBox.create(call)
         except (AttributeError, TypeError):
             pass
         return dispatched(*arguments)
 
-    lowering.lowerings[_operator] = lower
+    lowerings[_operator] = lower
 
 
 def _register():
