@@ -49,12 +49,11 @@ def interpreter() -> bool:
 def prepare() -> bool:
     """Set this process up to run kernels; the command line, the notebook and the tests call it first.
 
-    Chooses Triton's interpreter where there is no GPU, tells cuBLAS to repeat its results, and gives a
-    process without a home folder or a user name both. With NF4_FORCE=t4 torch reports no native bf16 from
+    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder or a user
+    name both. With NF4_FORCE=t4 torch reports no native bf16 from
     here on, as on a T4. Returns True when kernels will run in the interpreter. Raises RuntimeError when
     triton was imported too early for the choice to take effect.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     give_home()
     if version_of("torch") is None:
         return interpreter()

@@ -85,8 +85,7 @@ def alone(notebook) -> dict[str, float]:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
     with tempfile.TemporaryDirectory(prefix="alone-") as folder, mock.patch.dict(os.environ):
-        for prepared in ("TRITON_INTERPRET", "CUBLAS_WORKSPACE_CONFIG"):
-            os.environ.pop(prepared, None)
+        os.environ.pop("TRITON_INTERPRET", None)
         os.environ["PYTHONPATH"] = os.pathsep.join(packages)
         nbformat.write(notebook, Path(folder) / SOURCE.name)
         return execute(notebook, Path(folder))

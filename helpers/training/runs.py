@@ -71,6 +71,11 @@ def adapted(setup: Setup, attention: str = "eager"):
     return get_peft_model(model, config, autocast_adapter_dtype=setup.autocast is not None).train()
 
 
+def repeat_cublas():
+    """Tell cuBLAS to repeat its results, for which each product takes longer; it asks when it starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextlib.contextmanager
 def deterministic(strict: bool = False):
     """Deterministic algorithms, so that runs can be compared bit for bit.
@@ -80,7 +85,7 @@ def deterministic(strict: bool = False):
     """
     import torch
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch warns that cuBLAS may vary
+    repeat_cublas()
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result

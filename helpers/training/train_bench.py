@@ -39,6 +39,7 @@ def steps_per_sample(tokens: int) -> int:
 
 def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int = ROUNDS) -> dict:
     """All measurements of one library, in this process. Without a GPU the times mean nothing."""
+    runs.repeat_cublas()  # read when cuBLAS starts
     if library == "unsloth":
         import unsloth  # noqa: F401  it asks to come first
     import torch

@@ -62,7 +62,6 @@ assert not changed and set(before) <= set(os.environ), changed
 assert threading.active_count() == 1
 """
     variables = os.environ | {"TRITON_INTERPRET": "1"}
-    variables.pop("CUBLAS_WORKSPACE_CONFIG", None)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=environment.ROOT, env=variables, capture_output=True, text=True
     )
