@@ -33,6 +33,7 @@ QUICK = (
     "tests/nf4/test_bad_input.py",
     "tests/nf4/test_plans.py",
     "tests/nf4/test_hostile_calls.py",
+    "tests/nf4/test_compiled_calls.py",
     "tests/nf4/test_kernel_bits.py",
     "tests/nf4/test_faults.py",
     "tests/stress/test_fuzz.py::test_random_cases",
@@ -136,7 +137,7 @@ PLANS = (
     *(Mutant(f"plan: {what} ignored", f"and {comparison}", "") for what, comparison in COMPARED.items()),
     *(
         Mutant(f"plan: {what} ignored", "now == values", f"now[:{i}] + now[{i + 1}:] == values[:{i}] + values[{i + 1}:]")
-        for i, what in {0: "shape", 1: "dtype", 2: "quant_type", 3: "blocksize", 5: "state2.blocksize"}.items()
+        for i, what in {0: "shape", 1: "dtype", 2: "quant_type", 3: "blocksize", 4: "state2.dtype", 5: "state2.blocksize"}.items()
     ),
     Mutant("plan: weight's alignment ignored", "and address & 3 == low", "", gpu=True),
     Mutant("plan: weight's first address kept", "*middle, address, out_address, *fixed", "*middle, arguments[0].data_ptr(), out_address, *fixed", gpu=True),
@@ -157,6 +158,16 @@ PLANS = (
     Mutant("fake tensors have memory", "tensor.data_ptr() > start and ", ""),
     Mutant("operator: fake of the wrong dtype", "torch.empty(shape, dtype=_values(", "torch.empty(shape, dtype=torch.float64 or _values("),
     Mutant("operator: fp4 taken for nf4", '"fp4" if kind & 4 else "nf4"', '"nf4"'),
+)  # fmt: skip
+COMPILED = (
+    Mutant("Inductor: the operator called through the dispatcher", "lowerings[_operator] = lower", "lowerings[_operator] = dispatched"),
+    Mutant("Inductor: a part of a tensor taken for all of it", "whole.get_numel() == weight.get_numel()", "True"),
+    Mutant("Inductor: a strided tensor taken for its contiguous view", "layout.is_contiguous()", "True"),
+    Mutant("Inductor: absmax in place of every tensor", "tensors[1] if x is None else x", "tensors[1]"),
+    Mutant("Inductor: Python called from C++", "direct and not lowering.V.graph.cpp_wrapper", "direct"),
+    Mutant("Inductor: needed in every version", "except (AttributeError, TypeError): pass", "except TypeError:\n            pass"),
+    Mutant("operator: transposes as its caller does", "*second, False)", "*second, True)"),
+    Mutant("operator: checks of a first call only where it is the first", "result = _first_call((weight, absmax, code2, absmax2, offset), values)", "result = torch.empty(shape, dtype=values[1], device=weight.device)"),
 )  # fmt: skip
 ASSEMBLY = (
     Mutant("asm: low nibble first", "f\"shr.u32 x, $4, {8 * byte + 4}; ", "f\"shr.u32 x, $4, {8 * byte}; "),
@@ -186,7 +197,7 @@ ASSEMBLY = (
     Mutant("asm: 32-bit offsets", "first = pid.to(tl.int64) * TILE", "first = pid * TILE * 8 // 8"),
 )  # fmt: skip
 ASSEMBLY = tuple(replace(mutant, gpu=True) for mutant in ASSEMBLY)
-MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + ASSEMBLY}
+MUTANTS = {mutant.name: mutant for mutant in PORTABLE + CHECKS + PLANS + COMPILED + ASSEMBLY}
 GAP = r"(?:\s|(?<=\s)#.*)*"  # layout and comments
 
 

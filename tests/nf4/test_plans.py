@@ -206,6 +206,19 @@ def test_a_field_changes(planned, layer, name):
     assert by_plan == (name == "nothing")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, None])
+def test_a_second_level_of_another_dtype_is_refused(planned, kernel, layer, dtype):
+    """bitsandbytes decodes absmax in it, and rounds there."""
+    weight, state = warm(planned, layer)
+    state.state2.dtype = dtype
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match="state2.dtype is"):
+            planned(weight, state)
+    state.state2.dtype = torch.float32
+    result, by_plan = planned(weight, state)
+    assert by_plan and exact(result, weight, state)
+
+
 @pytest.mark.parametrize("change", [requantize, only_the_state, contents_of_another, flatten])
 def test_the_state_changes_as_a_whole(planned, layer, change):
     weight, state = warm(planned, layer)
