@@ -166,7 +166,6 @@ COMPILED = (
     Mutant("Inductor: absmax in place of every tensor", "tensors[1] if x is None else x", "tensors[1]"),
     Mutant("Inductor: Python called from C++", "direct and not lowering.V.graph.cpp_wrapper", "direct"),
     Mutant("Inductor: needed in every version", "except (AttributeError, TypeError): pass", "except TypeError:\n            pass"),
-    Mutant("operator: transposes as its caller does", "*second, False)", "*second, True)"),
     Mutant("operator: checks of a first call only where it is the first", "result = _first_call((weight, absmax, code2, absmax2, offset), values)", "result = torch.empty(shape, dtype=values[1], device=weight.device)"),
 )  # fmt: skip
 ASSEMBLY = (
