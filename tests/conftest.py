@@ -9,7 +9,8 @@ import pytest
 from helpers.machine import environment
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        os.environ.setdefault(threads, "1")
 environment.prepare()  # before anything imports triton
 # One cache for what all processes of all tests compile.
 for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):

@@ -4,16 +4,16 @@ A clear error is an UnsupportedState that says what was wrong, what was expected
 """
 
 import copy
+import json
+import os
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
-from helpers.machine import environment
+from helpers.machine import child
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.submission import protocol
@@ -375,52 +375,82 @@ def test_a_copied_state_is_checked_anew(kernel, layer):
     refused(kernel, layer.weight, state, "absmax", "expected 512")
 
 
-def in_a_new_process(code, **variables):
-    """Run Python code in the repository with changed environment variables; None unsets one."""
-    import os
+# Cases that need a process of their own: changed variables (None unsets one), and what is run there.
+CPU_LAYER = """
+from helpers.nf4 import kernel
+from helpers.oracle import layers
+layer = layers.quantized_layer(64, 64, torch.float16)
+try: kernel.your_dequantize_nf4(layer)
+except kernel.UnsupportedState as error: print("refused:", error)
+"""
+OF_TRITON = "import triton; triton.__version__ = {!r}; from helpers.nf4 import kernel"
+OWN_WAYS = "; print(kernel.CHECKED, kernel.DIRECT, kernel.settings().asm)"
+TOO_OLD = ("2.3.1", "3.1.0", "3.2.0")
+SWITCHED_ON = "from helpers.nf4 import kernel as k; print(k.INTERPRETED, type(k._scale).__name__)"
+ALONE = {
+    "no CUDA": ({"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}, CPU_LAYER),
+    **{version: ({}, OF_TRITON.format(version)) for version in TOO_OLD},
+    "3.99.0": ({}, OF_TRITON.format("3.99.0") + OWN_WAYS),
+    "TRITON_INTERPRET=1": ({"TRITON_INTERPRET": "1"}, SWITCHED_ON),
+    "TRITON_INTERPRET=true": ({"TRITON_INTERPRET": "true"}, SWITCHED_ON),
+}
+# Torch is imported once; each case goes on from there, before anything has imported Triton.
+FORKED = """
+import contextlib, io, json, os, sys, traceback
+import torch
 
-    env = {**os.environ, **{name: value for name, value in variables.items() if value is not None}}
-    for name, value in variables.items():
-        if value is None:
-            env.pop(name, None)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=environment.ROOT, env=env
-    )
+assert "triton" not in sys.modules, "each case must import Triton itself"
+said = {}
+for name, (variables, code) in json.load(sys.stdin).items():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        for variable, value in variables.items():
+            os.environ.pop(variable, None)
+            if value is not None:
+                os.environ[variable] = value
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            try:
+                exec(code, {"torch": torch})
+            except BaseException:
+                traceback.print_exc(file=out)
+        with open(writer, "w") as pipe:
+            pipe.write(out.getvalue())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said[name] = pipe.read()
+    os.waitpid(child, 0)
+print(json.dumps(said))
+"""
 
 
-def test_no_cuda():
+@pytest.fixture(scope="module")
+def said():
+    """What each of ALONE printed."""
+    if not hasattr(os, "fork"):
+        pytest.skip("no fork on this system")
+    return json.loads(child.python(["-c", FORKED], stdin=json.dumps(ALONE)).out)
+
+
+def test_no_cuda(said):
     """A CPU layer outside of the interpreter: the error names the device and the two ways out."""
-    code = (
-        "import torch; from helpers.nf4 import kernel; from helpers.oracle import layers\n"
-        "layer = layers.quantized_layer(64, 64, torch.float16)\n"
-        "try: kernel.your_dequantize_nf4(layer)\n"
-        "except kernel.UnsupportedState as error: print('refused:', error)"
-    )
-    done = in_a_new_process(code, TRITON_INTERPRET=None, CUDA_VISIBLE_DEVICES="")
-    assert "refused:" in done.stdout, done.stderr
-    assert all(word in done.stdout for word in ("on cpu", "layer.to('cuda')", "TRITON_INTERPRET=1"))
+    text = said["no CUDA"]
+    assert text.startswith("refused:"), text
+    assert all(word in text for word in ("on cpu", "layer.to('cuda')", "TRITON_INTERPRET=1")), text
 
 
-def test_a_triton_too_old():
-    code = (
-        "import triton; triton.__version__ = '3.2.0'\n"
-        "try: from helpers.nf4 import kernel\n"
-        "except ImportError as error: print('refused:', error)"
-    )
-    done = in_a_new_process(code)
-    assert "refused:" in done.stdout, done.stderr
-    assert all(word in done.stdout for word in ("3.2.0", "3.3", "pip install"))
+@pytest.mark.parametrize("version", TOO_OLD)
+def test_a_triton_too_old_is_refused_at_import_with_the_fix(said, version):
+    last = said[version].strip().splitlines()[-1]
+    assert last.startswith("ImportError"), said[version]
+    assert all(word in last for word in (version, "3.3", "pip install")), last
 
 
-def test_a_triton_that_nobody_checked():
+def test_a_triton_that_nobody_checked(said):
     """The assembly and the direct launch rely on what was looked at: a newer Triton gets neither."""
-    code = (
-        "import triton; triton.__version__ = '3.99.0'\n"
-        "from helpers.nf4 import kernel\n"
-        "print(kernel.CHECKED, kernel.DIRECT, kernel.settings().asm)"
-    )
-    done = in_a_new_process(code)
-    assert done.stdout.split() == ["False"] * 3, done.stderr
+    assert said["3.99.0"].split() == ["False"] * 3, said["3.99.0"]
 
 
 def interpreted(value):
@@ -429,11 +459,10 @@ def interpreted(value):
 
 
 @pytest.mark.parametrize("on", ["1", "true"])
-def test_tritons_interpreter_is_recognised_however_it_is_switched_on(on):
-    code = "from helpers.nf4 import kernel as k; print(k.INTERPRETED, type(k._scale).__name__)"
-    done = in_a_new_process(code, TRITON_INTERPRET=on)
+def test_tritons_interpreter_is_recognised_however_it_is_switched_on(said, on):
     expected = ["True", "InterpretedFunction"] if interpreted(on) else ["False", "JITFunction"]
-    assert done.stdout.split() == expected, done.stderr
+    text = said[f"TRITON_INTERPRET={on}"]
+    assert text.split() == expected, text
 
 
 def test_importing_the_kernel_twice_gives_one_module(kernel):

@@ -440,10 +440,9 @@ class TestModes:
 
 
 class TestProcesses:
-    @pytest.mark.parametrize("method", ["spawn", "fork"])
-    def test_a_worker_process(self, method):
+    def test_worker_processes(self):
         """In a process that has not used CUDA yet, as data loaders and launchers start theirs."""
-        code = f"""
+        code = """
             import multiprocessing
             from helpers.machine import environment
             environment.prepare()
@@ -462,17 +461,19 @@ class TestProcesses:
                 queue.put("exact" if same else "wrong")
 
             if __name__ == "__main__":
-                context = multiprocessing.get_context("{method}")
-                queue = context.Queue()
-                process = context.Process(target=worker, args=(queue,))
-                process.start()
-                print("worker said", queue.get(timeout=120))
-                process.join(60)
-                print("and ended with", process.exitcode)
+                for method in ("fork", "spawn"):
+                    context = multiprocessing.get_context(method)
+                    queue = context.Queue()
+                    process = context.Process(target=worker, args=(queue,))
+                    process.start()
+                    said = queue.get(timeout=120)
+                    process.join(60)
+                    print(method, "said", said, "and ended with", process.exitcode)
         """
         # Without NVML torch would count GPUs by starting CUDA, which does not survive a fork.
         done = run_script(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
-        assert "worker said exact" in done.stdout and "ended with 0" in done.stdout, done.stdout + done.stderr
+        expected = [f"{method} said exact and ended with 0" for method in ("fork", "spawn")]
+        assert done.stdout.splitlines() == expected, done.stdout + done.stderr
 
     @ON_GPU
     def test_a_fork_after_cuda_was_used_is_an_error_and_no_wrong_result(self, kernel, make_layer):

@@ -18,8 +18,8 @@ def functional():
     return pytest.importorskip("bitsandbytes.functional")
 
 
-def library(functional, packed, state):
-    """bitsandbytes' own result; on the CPU through one long row.
+def library(functional, packed, state, stance="force_eager"):
+    """bitsandbytes' own result; on the CPU through one long row, and from blocksize 2048 on not compiled.
 
     Its AVX512 path (0.50.2) takes the wrong blocks when a row is not a whole number of blocks.
     """
@@ -27,7 +27,8 @@ def library(functional, packed, state):
         return functional.dequantize_4bit(packed, state)
     shape, state.shape = state.shape, torch.Size([1, state.shape.numel()])
     try:
-        return functional.dequantize_4bit(packed.reshape(-1, 1), state).reshape(shape)
+        with torch.compiler.set_stance(stance):
+            return functional.dequantize_4bit(packed.reshape(-1, 1), state).reshape(shape)
     finally:
         state.shape = shape
 
@@ -60,6 +61,16 @@ def test_random_layers(functional, quant_type, nested, device):
             )
             expected = library(functional, packed, state)
             assert agree(reference.dequantize(packed, state), expected, quant_type), (blocksize, dtype, n)
+
+
+def test_what_the_library_compiles_on_a_cpu(functional):
+    """Two blocks and one element: compiled and eager."""
+    packed, state = functional.quantize_4bit(
+        torch.randn(1, 4097, dtype=torch.bfloat16), blocksize=2048, quant_type="nf4"
+    )
+    for stance in ("default", "force_eager"):
+        expected = library(functional, packed, state, stance)
+        assert reference.same_bits(reference.dequantize(packed, state), expected), stance
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,6 @@
 """`python -m helpers bitsandbytes-tests` over a few tests: what is substituted, counted and refused."""
 
+import importlib.util
 import json
 
 import pytest
@@ -38,11 +39,22 @@ def test_of_something_else():
 """
 
 
+run_tests = bitsandbytes_tests.run_tests
+
+
+def one_without_xdist(folder, arguments, run, report):
+    """The run without the kernel needs no second process: it counts no launches."""
+    if run == bitsandbytes_tests.RUNS[0] and importlib.util.find_spec("xdist"):
+        arguments = [*arguments, "-n0"]
+    return run_tests(folder, arguments, run, report)
+
+
 def test_what_fails_only_with_the_kernel_is_named(tmp_path, monkeypatch, device):
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_functional.py").write_text(TESTS.format(device=device))
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path / "results"))
     monkeypatch.setattr(bitsandbytes_tests.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(bitsandbytes_tests, "run_tests", one_without_xdist)
     assert bitsandbytes_tests.main([str(tmp_path)]) == 1
     (path,) = tmp_path.rglob("bitsandbytes_own.json")
     data = json.loads(path.read_text())["data"]
