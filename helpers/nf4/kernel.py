@@ -439,7 +439,7 @@ def _snapshot(weight, q):
     of the second quantization), and whether a weight of shape[0] 1 gives the transpose: the
     operator does not, its caller does.
     """
-    if not isinstance(weight, torch.Tensor):  # not _require: Dynamo would guard what the text reads
+    if not isinstance(weight, torch.Tensor):  # no _require: Dynamo would guard what the text says
         raise UnsupportedState(f"the weight is {type(weight).__name__}, expected the packed 4-bit "
                                "tensor: pass a bitsandbytes Linear4bit, or its weight and "
                                "weight.quant_state")
@@ -495,7 +495,7 @@ def _check_values(tensors, values):
     _require(n < ALL, f"the weight has {n} elements, expected fewer than 2**34: dequantize it in "
              "parts")
     log2_block, log2_block2 = _log2("quant_state.blocksize", blocksize, 37), 0
-    blocks = -(-n // blocksize)
+    blocks = -(-n // int(blocksize))
     _require(blocks < 1 << 31, f"the weight has {blocks} blocks, expected fewer than 2**31: "
              "quantize it again with a larger blocksize")
     if dtype2:
@@ -558,9 +558,10 @@ def _require_tensor(name, tensor, dtypes, device, least):
 def _log2(name, size, most):
     """log2 of a power of two, or `most`, where one block holds all there can be: the kernel shifts
     32-bit integers."""
-    _require(isinstance(size, int) and size > 0 and size & (size - 1) == 0, f"{name} is {size!r}, "
-             "expected a power of two (bitsandbytes makes 32 to 4096): quantize the layer again")
-    return min(size.bit_length() - 1, most)
+    if not (isinstance(size, int) and size > 0 and size & (size - 1) == 0):
+        raise UnsupportedState(f"{name} is {size!r}, expected a power of two (bitsandbytes makes "
+                               "32 to 4096): quantize the layer again")
+    return min(int(size).bit_length() - 1, most)
 
 
 def _in_memory(tensor):
@@ -939,16 +940,16 @@ def _lower():
             direct = all(isinstance(layout, ir.FixedLayout) for layout in layouts)
             if direct and not lowering.V.graph.cpp_wrapper:
                 weight = inputs[0]
-                if isinstance(weight, ir.ReinterpretView):  # to make a view takes a while
+                if isinstance(weight, ir.ReinterpretView) and layouts[0].is_contiguous():
                     whole, layout = weight.data, weight.data.get_layout()
                     if whole.get_numel() == weight.get_numel() and layout.is_contiguous():
-                        inputs[0] = whole
+                        inputs[0] = whole  # to make a view takes a while
                 made = ir.FixedLayout(layouts[0].device, _values(shape, kind)[1], list(shape))
                 call = ir.ExternKernelAlloc(made, inputs, (shape, kind),
                                             python_kernel_name=f"torch.ops.{_operator}.run")
                 call.codegen_size_asserts = lambda wrapper: None
                 return ir.TensorBox.create(call)
-        except (AttributeError, TypeError):
+        except (AssertionError, AttributeError, NotImplementedError, TypeError):
             pass
         return dispatched(*arguments)
 
@@ -976,4 +977,4 @@ def _register():
 
 
 _library, _operator = _register()
-_operator.run = _run  # where code that Inductor wrote, in any process, reaches it
+_operator.run = _run  # called by code that Inductor keeps on disk: it takes what the operator does

@@ -162,10 +162,11 @@ PLANS = (
 COMPILED = (
     Mutant("Inductor: the operator called through the dispatcher", "lowerings[_operator] = lower", "lowerings[_operator] = dispatched"),
     Mutant("Inductor: a part of a tensor taken for all of it", "whole.get_numel() == weight.get_numel()", "True"),
-    Mutant("Inductor: a strided tensor taken for its contiguous view", "layout.is_contiguous()", "True"),
+    Mutant("Inductor: a strided tensor taken for its contiguous view", "and layout.is_contiguous()", ""),
+    Mutant("Inductor: a strided view taken for its contiguous tensor", "and layouts[0].is_contiguous()", ""),
     Mutant("Inductor: absmax in place of every tensor", "tensors[1] if x is None else x", "tensors[1]"),
     Mutant("Inductor: Python called from C++", "direct and not lowering.V.graph.cpp_wrapper", "direct"),
-    Mutant("Inductor: needed in every version", "except (AttributeError, TypeError): pass", "except TypeError:\n            pass"),
+    Mutant("Inductor: needed in every version", "except (AssertionError, AttributeError, NotImplementedError, TypeError): pass", "except TypeError:\n            pass"),
     Mutant("operator: checks of a first call only where it is the first", "result = _first_call((weight, absmax, code2, absmax2, offset), values)", "result = torch.empty(shape, dtype=values[1], device=weight.device)"),
 )  # fmt: skip
 ASSEMBLY = (
