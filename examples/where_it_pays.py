@@ -70,7 +70,7 @@ def merge(model, ids):
 def measure(task, model: str, rounds: int, rows: int, length: int) -> dict:
     """Seconds of each round without and with the kernel, whether results are the same, and who decoded."""
     ids = torch.randint(3, 256, (rows, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    record = {"without": [], "with": [], "same": True}
+    record = {"without": [], "with": [], "same": True, "repeats": True}
     for turn in range(2 * rounds + 2):  # the first of each is the warm-up
         name = ("without", "with")[turn % 2]
         if turn == 0 or task in (dequantize, merge):  # which change the model
@@ -88,7 +88,8 @@ def measure(task, model: str, rounds: int, rows: int, length: int) -> dict:
                 record["fused"] = sum(site["fused"] for site in switch.counts().values())
         if turn == 0:
             expected = [one.detach().clone() for one in result]
-        record["same"] &= len(result) == len(expected) and all(map(torch.equal, result, expected))
+        same = len(result) == len(expected) and all(map(torch.equal, result, expected))
+        record["same" if name == "with" else "repeats"] &= same
         if turn > 1:
             record[name].append(seconds)
         del result
@@ -121,7 +122,9 @@ def main() -> None:
             without, with_it = (statistics.median(record[arm]) for arm in ("without", "with"))
             print(
                 f"{name}: {without * 1e3:.1f} ms -> {with_it * 1e3:.1f} ms ({without / with_it:.2f}x), "
-                f"results {'the same' if record['same'] else 'DIFFERENT'}; {record['decoded']}, "
+                f"results {'the same' if record['same'] else 'DIFFERENT'}"
+                f"{'' if record['repeats'] else ' (and without the kernel, too, from round to round)'}; "
+                f"{record['decoded']}, "
                 f"{record['fused']} products were bitsandbytes' own"
             )
     if args.json:

@@ -100,6 +100,7 @@ def run_tests(folder: Path, arguments: list[str], run: str, report: Path) -> str
     variables = {
         "NF4_SUBSTITUTE": run,
         "NF4_REPORT": str(report),
+        "PET_MASTER_PORT": str(29501 + RUNS.index(run)),  # torchrun's, of which each run needs one
         "BNB_TEST_DEVICE": "cuda" if environment.has_gpu() else "cpu",
         "PYTHONPATH": os.pathsep.join([str(folder), str(environment.ROOT), *sys.path]),
     }

@@ -250,9 +250,10 @@ def examine(name: str, tests=(), limit: float = CONTROL_LIMIT) -> dict:
 def run_tests(folder: str, tests, limit: float) -> tuple[str, str]:
     """(verdict, the first failed test or what else happened) of pytest in a copy of the repository."""
     cache = {"TRITON_CACHE_DIR": str(environment.ROOT / "build" / "cache" / "triton")}
+    path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = ["-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", *tests]
     done = child.python(
-        command, folder=folder, variables={"PYTHONPATH": folder} | cache, timeout=limit, check=False
+        command, folder=folder, variables={"PYTHONPATH": path} | cache, timeout=limit, check=False
     )
     if done.status is None:
         return CAUGHT, f"no end after {limit:.0f} s"
