@@ -320,5 +320,7 @@ def main(argv: list[str]) -> int:
             data[library] = outcomes
     print(tables.markdown(table(data)))
     print(f"written: {results.write('libraries', data)}")
-    right = {name: ("refused",) if layout.broken else ("refused", "exact") for name, layout in LAYOUTS.items()}
+    right = {
+        name: ("refused",) if layout.broken else ("refused", "exact") for name, layout in LAYOUTS.items()
+    }
     return int(any(row["outcome"] not in right[name] for name, row in data.get(OURS, {}).items()))
