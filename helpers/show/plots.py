@@ -62,7 +62,7 @@ class Picture(Figure):
         return buffer.getvalue()
 
     def _repr_png_(self) -> tuple[bytes, dict]:
-        return self.png(), {"alt": self.alt}  # into the output's metadata, where nbconvert reads it
+        return self.png(), {"alt": self.alt}  # into the output's metadata, where renderers read it
 
 
 def _picture(source: str, height: float, panels: int = 1):

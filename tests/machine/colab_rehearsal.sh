@@ -17,7 +17,7 @@ work=$(cd "$work" && pwd)
 freeze=(torch==2.11.0 triton==3.6.0 transformers==5.15.0 peft==0.20.0 accelerate==1.14.0 torchao==0.10.0
   datasets==4.0.0 numpy==2.1.3 pandas==2.2.3 matplotlib==3.10.0 huggingface_hub==1.27.0 ipython==7.34.0
   ipykernel==6.17.1 pytest==8.4.2)
-tools=(nbclient nbconvert nbformat tqdm) # Colab has these too; the public freeze's versions of them were not kept
+tools=(nbclient nbformat tqdm) # Colab has these too; the public freeze's versions of them were not kept
 
 if [ -z "${PYTHON:-}" ]; then
   for PYTHON in python3.13 "$HOME"/.pyenv/versions/3.13*/bin/python; do
