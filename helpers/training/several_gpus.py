@@ -109,6 +109,7 @@ def main(argv: list[str]) -> int:
             except child.ChildFailed as error:
                 rows[engine] = results.Engine(failed=str(error))
             print(line(engine, rows[engine]), flush=True)
-    data = results.SeveralGpus(model=MODEL, engines=rows)
-    print(f"written: {results.write('several_gpus', msgspec.to_builtins(data))}")
+            data = results.SeveralGpus(model=MODEL, engines=rows)  # a run cut short keeps what it has
+            path = results.write("several_gpus", msgspec.to_builtins(data))
+    print(f"written: {path}")
     return int(any(row.failed or not row.same_losses for row in rows.values()))
