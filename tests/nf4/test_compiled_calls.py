@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from layer_tensors import TENSORS  # beside this file
 
 from helpers.oracle import reference
 
@@ -16,13 +17,6 @@ pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
 REFUSED = ValueError, torch._dynamo.exc.Unsupported  # UnsupportedState at the call, or while it is traced
 STATIC = dict(fullgraph=True, dynamic=False)
-TENSORS = {
-    "weight": lambda layer: layer.weight,
-    "absmax": lambda layer: layer.weight.quant_state.absmax,
-    "state2.absmax": lambda layer: layer.weight.quant_state.state2.absmax,
-    "state2.code": lambda layer: layer.weight.quant_state.state2.code,
-    "offset": lambda layer: layer.weight.quant_state.offset,
-}
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layer_tensors import TENSORS  # beside this file
 
 from helpers.oracle import reference
 
@@ -79,15 +80,6 @@ def in_a_thread(action):
     thread = threading.Thread(target=action)
     thread.start()
     thread.join()
-
-
-TENSORS = {
-    "weight": lambda layer: layer.weight,
-    "absmax": lambda layer: layer.weight.quant_state.absmax,
-    "state2.absmax": lambda layer: layer.weight.quant_state.state2.absmax,
-    "state2.code": lambda layer: layer.weight.quant_state.state2.code,
-    "offset": lambda layer: layer.weight.quant_state.offset,
-}
 
 
 def owner(layer, name):

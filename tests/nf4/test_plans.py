@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from layer_tensors import TENSORS  # beside this file
 
 from helpers.oracle import reference
 
@@ -112,13 +113,6 @@ def flatten(layer):
     state.nested, state.state2 = False, None
 
 
-TENSORS = {
-    "weight": lambda layer: layer.weight,
-    "absmax": lambda layer: layer.weight.quant_state.absmax,
-    "state2.absmax": lambda layer: layer.weight.quant_state.state2.absmax,
-    "state2.code": lambda layer: layer.weight.quant_state.state2.code,
-    "offset": lambda layer: layer.weight.quant_state.offset,
-}
 IN_PLACE = {
     "edited in place": lambda x: x.data.copy_(noise(x)),
     ".data replaced": swap_data,
