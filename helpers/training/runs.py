@@ -1,11 +1,9 @@
-"""What every QLoRA run here is made of: the adapted model, determinism, the GPU's view of a step."""
+"""What every QLoRA run here is made of: the adapted model, determinism, names of the kernels that decode."""
 
 import contextlib
 import hashlib
 import os
 from dataclasses import dataclass
-
-from helpers.training import tiny_models
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DEQUANTIZERS = {  # what the profiler calls the kernels that dequantize, by who launches them
@@ -13,7 +11,7 @@ DEQUANTIZERS = {  # what the profiler calls the kernels that dequantize, by who 
     "bitsandbytes": "kDequantizeBlockwise",
     "unsloth": "_nf4_dequant_kernel",
 }
-# For processes that train: nothing is looked up, and sums come out the same each time.
+# For processes that train: nothing is looked up, and cuBLAS repeats its results.
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -48,6 +46,7 @@ def adapted(setup: Setup, attention: str = "eager"):
     if setup.library == "unsloth":
         from unsloth import FastLanguageModel
 
+        checkpointing = dict(use_gradient_checkpointing=setup.checkpointing)
         model, _ = FastLanguageModel.from_pretrained(
             model_name=setup.folder,
             max_seq_length=setup.context,
@@ -55,25 +54,31 @@ def adapted(setup: Setup, attention: str = "eager"):
             load_in_4bit=True,
             use_exact_model_name=True,
             fix_tokenizer=False,
-            use_gradient_checkpointing=setup.checkpointing,
+            **checkpointing,
         )
-        checkpointing = dict(use_gradient_checkpointing=setup.checkpointing)
-        return FastLanguageModel.get_peft_model(
-            model, **lora, lora_dropout=0, bias="none", random_state=3407, **checkpointing
-        )
+        return FastLanguageModel.get_peft_model(model, **lora, **checkpointing)
     from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    model = tiny_models.load(setup.folder, dtype, attention)
+    model = AutoModelForCausalLM.from_pretrained(
+        setup.folder,
+        dtype=dtype,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        ),
+        device_map={"": "cuda" if torch.cuda.is_available() else "cpu"},
+        attn_implementation=attention,
+        local_files_only=True,
+    )
+    model.config.use_cache = False
     if setup.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    config = LoraConfig(**lora, lora_dropout=0.0, task_type="CAUSAL_LM", use_dora=setup.dora)
+    config = LoraConfig(**lora, task_type="CAUSAL_LM", use_dora=setup.dora)
     return get_peft_model(model, config, autocast_adapter_dtype=setup.autocast is not None).train()
-
-
-def repeat_cublas():
-    """Tell cuBLAS to repeat its results, for which each product takes longer; it asks when it starts."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextlib.contextmanager
@@ -85,7 +90,7 @@ def deterministic(strict: bool = False):
     """
     import torch
 
-    repeat_cublas()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks when it starts
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=not strict)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
@@ -105,22 +110,3 @@ def digest(tensors) -> str:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         total.update(flat.cpu().numpy().tobytes())
     return total.hexdigest()[:16]
-
-
-def gpu_rows(step, steps: int = 1) -> list:
-    """What `steps` calls of `step` ran on the GPU: the profiler's rows of kernels and copies, no ranges."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
-        for _ in range(steps):
-            step()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    return [
-        row
-        for row in seen.key_averages()
-        if row.device_type == torch.autograd.DeviceType.CUDA
-        and not getattr(row, "is_user_annotation", False)
-        and not row.key.startswith("Optimizer.")
-    ]

@@ -13,10 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import msgspec
-
 from helpers.machine import child, environment
-from helpers.record import results
+from helpers.record import results, tables
 from helpers.training import runs, tiny_models
 
 ENGINES = {"DDP": [], "FSDP 1": ["--fsdp", 1], "FSDP 2": ["--fsdp", 2]}
@@ -71,17 +69,18 @@ def summary(reports: list[dict]) -> results.Engine:
     )
 
 
-def line(engine: str, row: results.Engine) -> str:
-    """One engine in a sentence."""
-    if row.failed:
-        return f"{engine}: failed: {row.failed}"
-    without, with_, speed = row.step_ms["without"].p50, row.step_ms["with"].p50, row.speedup
-    return (
-        f"{engine} on {', '.join(row.devices)}: {without:.1f} -> {with_:.1f} ms per step "
-        f"({speed.p50:.2f}x, {speed.p20:.2f} to {speed.p80:.2f}), "
-        f"losses {'identical' if row.same_losses else 'DIFFER'} over {row.steps} steps, "
-        f"decoded by the kernel: {row.decoded_by_the_kernel}"
-    )
+def table(data: results.SeveralGpus) -> tables.Table:
+    """One row an engine."""
+    rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
+    for engine, run in data.engines.items():
+        cells = ["failed", "", "", "", run.failed.strip().rpartition("\n")[2]]
+        if not run.failed:
+            times = [f"{run.step_ms[arm].p50:.1f}" for arm in ("without", "with")]
+            speed = f"{run.speedup.p50:.2f} ({run.speedup.p20:.2f} to {run.speedup.p80:.2f})"
+            same = f"{'identical' if run.same_losses else 'DIFFER'}, {run.steps} steps"
+            cells = [str(run.processes), *times, speed, same]
+        rows.append([engine, *cells])
+    return rows
 
 
 def main(argv: list[str]) -> int:
@@ -99,17 +98,18 @@ def main(argv: list[str]) -> int:
     if count < 2:
         print(f"not measured (needs two GPUs, this machine has {count})")
         return 2
-    rows = {}
+    data = results.SeveralGpus(model=MODEL, engines={})
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.make(folder, **MODEL)
         for engine, options in ENGINES.items():
             try:
                 records = launch(count, *options, "--model", model, "--steps", steps, "--turn", TURN)
-                rows[engine] = summary(records)
+                data.engines[engine] = row = summary(records)
+                print(f"{engine}: decoded by the kernel in each process: {row.decoded_by_the_kernel}")
             except child.ChildFailed as error:
-                rows[engine] = results.Engine(failed=str(error))
-            print(line(engine, rows[engine]), flush=True)
-            data = results.SeveralGpus(model=MODEL, engines=rows)  # a run cut short keeps what it has
-            path = results.write("several_gpus", msgspec.to_builtins(data))
+                print(f"{engine}: {error}")
+                data.engines[engine] = results.Engine(failed=str(error))
+            path = results.write("several_gpus", data)  # a run cut short keeps what it has
+            print(f"{tables.text(table(data))}\n", flush=True)
     print(f"written: {path}")
-    return int(any(row.failed or not row.same_losses for row in rows.values()))
+    return int(any(run.failed or not run.same_losses for run in data.engines.values()))

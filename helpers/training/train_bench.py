@@ -8,6 +8,7 @@ without the kernel alternate round by round. The result is written to results/<g
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import tempfile
 import time
@@ -17,29 +18,24 @@ import msgspec
 from tqdm import tqdm
 
 from helpers.machine import child, environment
-from helpers.record import results
+from helpers.record import results, tables
 from helpers.training import runs, tiny_models
 
-NAME = "training"  # of the result file
-LIBRARIES = ("peft", "unsloth")
+LIBRARIES = {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}
 LAYERS, RANK = 4, 16
-SIZES = ((1, 128), (1, 512), (1, 2048), (4, 2048))  # sequences, tokens each
+# Sequences, tokens each, and steps timed at once, so that one sample is some 50 ms at least.
+SIZES = ((1, 128, 4), (1, 512, 4), (1, 2048, 2), (4, 2048, 1))
 PROMPTS = (2048, 8192)  # tokens of one prefill
 ARMS = ("without", "with")
 ROUNDS = 60  # on a shared host one round's ratio may be 15% off
 WARM_UP = 2  # rounds that are not timed
 LONGEST = 45  # seconds; a slower card stops after the round that reaches them, or it would never end
+EARLIER = {"peak_bytes": None, "dequantize_launches": {}, "remains": []}  # which files had before
 REPEATS = 5  # steps of each arm that are compared bit for bit
-
-
-def steps_per_sample(tokens: int) -> int:
-    """Short steps are timed several at once, so that one sample is some 50 ms at least."""
-    return 4 if tokens <= 512 else 2 if tokens <= 2048 else 1
 
 
 def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int = ROUNDS) -> dict:
     """All measurements of one library, in this process. Without a GPU the times mean nothing."""
-    runs.repeat_cublas()  # read when cuBLAS starts
     if library == "unsloth":
         import unsloth  # noqa: F401  it asks to come first
     import torch
@@ -63,65 +59,65 @@ def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int 
         generator = torch.Generator().manual_seed(length)
         return torch.randint(3, model.config.vocab_size, (rows, length), generator=generator).to(device)
 
+    def backward(ids):
+        with autocast:
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    def step(ids):
+        backward(ids)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def warm(ids):
+        step(ids)  # untimed: what the other arm left in caches is not this one's
+        return functools.partial(step, ids)
+
+    def prompt(length):
+        ids = tokens(1, length)
+
+        def prefill():
+            with torch.no_grad(), autocast:
+                return [model(input_ids=ids).logits]
+
+        return prefill
+
     data = {"sizes": [], "operations": []}
-    for rows, length in sizes:
+    for rows, length, count in sizes:
         ids = tokens(rows, length)
-
-        def backward(ids=ids):
-            with autocast:
-                loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            return loss
-
-        def step(backward=backward):
-            backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        def warm(step=step):
-            step()  # untimed: what the other arm left in caches is not this one's
-            return step
-
         size = {"rows": rows, "length": length, "tokens": rows * length}
-        size |= sameness(arm, backward, optimizer, adapters)
-        size |= times(arm, warm, rounds, steps_per_sample(rows * length))
+        size |= sameness(arm, functools.partial(backward, ids), optimizer, adapters)
+        size |= times(arm, functools.partial(warm, ids), rounds, count)
         for name in ARMS:
-            with arm(name):
-                size[name] = {"ms": size[name], "peak_bytes": _peak(step), **_profile(step)}
-        with arm("with") as switch:
-            step()
-            size["calls"] = _calls(switch)
-        data["sizes"].append(size)
-
-    def prefill(ids):
-        with torch.no_grad(), autocast:
-            return [model(input_ids=ids).logits]
+            with arm(name) as switch:
+                step(ids)
+                calls = _calls(switch)
+                size[name] = {"ms": size[name], **_profile(functools.partial(step, ids))}
+        data["sizes"].append(size | {"calls": calls})
 
     model.train(device.type == "cpu")  # eval mode there may repack weights for bitsandbytes' CPU product
-    todo = []
-    for length in prompts:
-        ids = tokens(1, length)
-        todo.append((f"prefill, {length} tokens", lambda ids=ids: lambda: prefill(ids), rounds // 3))
+    todo = [(f"prefill, {length} tokens", functools.partial(prompt, length), 3) for length in prompts]
     if library == "peft":
         todo += [
-            ("dequantize the model", lambda: copy.deepcopy(model).unload().dequantize, rounds // 6),
-            ("merge the adapter", lambda: copy.deepcopy(model).merge_and_unload, rounds // 6),
+            ("dequantize the model", lambda: copy.deepcopy(model).unload().dequantize, 6),
+            ("merge the adapter", lambda: copy.deepcopy(model).merge_and_unload, 6),
         ]
-    for name, prepare, count in todo:
-        data["operations"].append(operation(name, arm, prepare, max(1, count)))
+    for name, prepare, fewer in todo:
+        data["operations"].append(operation(name, arm, prepare, max(1, rounds // fewer)))
     return data
 
 
 def operation(name: str, arm, prepare, rounds: int) -> dict:
     """Times, bits and calls of an operation on a whole model. prepare() -> what is timed and done once."""
     try:
-        digests, calls = set(), {}
+        digests = set()
         for each in ARMS:
             with arm(each) as switch:
                 run = prepare()
                 result = run()
                 digests.add(runs.digest(result if isinstance(result, list) else result.parameters()))
-                calls = _calls(switch) if switch else {}
+                calls = _calls(switch)
                 del run, result
         return {"name": name, **times(arm, prepare, rounds), "same_bits": len(digests) == 1, "calls": calls}
     except Exception as error:  # the others are no worse for it
@@ -135,24 +131,19 @@ def sameness(arm, backward, optimizer, adapters) -> dict:
     backward may vary, not every time: each step is repeated, and the different results of an arm are counted.
     """
 
-    def digests(strict):
+    for strict in (True, False):
         seen = {name: set() for name in ARMS}
-        for name in ARMS * REPEATS:
-            with arm(name), runs.deterministic(strict):
-                loss = backward()
-                seen[name].add(runs.digest([loss.float(), *(p.grad for p in adapters)]))
-                optimizer.zero_grad(set_to_none=True)
-        return seen
-
-    strict = True
-    try:
-        seen = digests(strict)
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        optimizer.zero_grad(set_to_none=True)
-        strict = False
-        seen = digests(strict)
+        try:
+            for name in ARMS * REPEATS:
+                with arm(name), runs.deterministic(strict):
+                    loss = backward()
+                    seen[name].add(runs.digest([loss.float(), *(p.grad for p in adapters)]))
+                    optimizer.zero_grad(set_to_none=True)
+            break
+        except RuntimeError as error:
+            if not strict or "deterministic" not in str(error):
+                raise
+            optimizer.zero_grad(set_to_none=True)
     return {
         "same_bits": seen["with"] == seen["without"],
         "repeatable": len(seen["without"]) == 1,
@@ -192,72 +183,63 @@ def times(arm, prepare, rounds: int, count: int = 1) -> dict:
     return row | {"rounds": len(ratios), "steps_a_round": count}
 
 
-def _peak(step) -> int | None:
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
 def _profile(step, steps: int = 2) -> dict:
-    """GPU milliseconds of a step, those of dequantizing kernels, their launches, the largest other kernels.
+    """GPU milliseconds of a step, and those of dequantizing kernels.
 
     bitsandbytes adds the nested offset with a plain elementwise kernel, which is not counted as dequantizing.
     """
-    others = sorted(runs.gpu_rows(step, steps), key=lambda row: -row.self_device_time_total)
+    from helpers.submission.evidence import gpu_events
 
-    def milliseconds(*rows):
-        return sum(row.self_device_time_total for row in rows) / 1e3 / steps
-
-    found = {"gpu_ms": milliseconds(*others), "dequantize_ms": 0.0, "dequantize_launches": {}}
-    for library, name in runs.DEQUANTIZERS.items():
-        rows = [row for row in others if name in row.key]
-        others = [row for row in others if name not in row.key]
-        found["dequantize_ms"] += milliseconds(*rows)
-        found["dequantize_launches"][library] = sum(row.count for row in rows) / steps
-    found["remains"] = [
-        {"kernel": row.key[:100], "ms": milliseconds(row), "launches": row.count / steps}
-        for row in others[:6]
-    ]
-    return found
+    decoding = tuple(runs.DEQUANTIZERS.values())
+    events = [(name, 1e3 * seconds / steps) for name, seconds, _ in gpu_events(step, steps)]
+    return {
+        "gpu_ms": sum(ms for _, ms in events),
+        "dequantize_ms": sum(ms for name, ms in events if any(kernel in name for kernel in decoding)),
+        **EARLIER,
+    }
 
 
 def _calls(switch) -> dict[str, int]:
     """Dequantizations by the kernel, those left to the library, products fused by bitsandbytes."""
-    counts = switch.counts().values()
+    counts = switch.counts().values() if switch else ()
     return {kind: sum(site[kind] for site in counts) for kind in ("kernel", "library", "fused")}
 
 
-def table(data: results.Training) -> str:
-    """The whole result as text."""
-    if data.not_measured:
-        return f"not measured ({data.not_measured})"
-    lines = []
-    for name, library in data.libraries.items():
-        rows = [(f"{size.tokens} tokens", size.without.ms, size.with_.ms, size) for size in library.sizes]
-        rows += [(row.name, row.without, row.with_, row) for row in library.operations if not row.failed]
-        for what, without, with_, row in rows:
-            speed, calls = row.speedup, row.calls
-            same = row.same_bits if getattr(row, "repeatable", True) else "not repeatable without it either"
-            lines.append(
-                f"{name:8} {what:22} {without.p50:8.2f} -> {with_.p50:8.2f} ms  "
-                f"{speed.p50:.3f}x ({speed.low:.3f} to {speed.high:.3f})  "
-                f"caught {calls['kernel']} of {calls['kernel'] + calls['library']}  same bits: {same}"
-            )
-        failed = [(f"{name} {row.name}", row.failed) for row in library.operations]
-        lines += [f"{what}: failed: {why}" for what, why in [*failed, (name, library.failed)] if why]
-    return "\n".join(lines)
+def _cells(without: results.Spread, with_: results.Spread, row) -> list[str]:
+    """Milliseconds of both arms, the speedup, what the kernel caught, and whether the bits were the same."""
+    speed, calls, same = row.speedup, row.calls, "yes" if row.same_bits else "NO"
+    if not getattr(row, "repeatable", True):
+        same = "not repeatable without it"
+    times = [f"{arm.p50:.1f}" for arm in (without, with_)]
+    caught = f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
+    return [*times, f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})", caught, same]
+
+
+def steps(data: results.Training) -> tables.Table:
+    """One row a library and number of tokens."""
+    head = ["", "tokens per step", "ms without", "ms with", "speedup (95% interval)", "GPU time dequantizing"]
+    rows = [[*head, "caught", "same bits"]]
+    for library, measured in data.libraries.items():
+        for size in measured.sizes:
+            arms = (size.without, size.with_)
+            *times, caught, same = _cells(*(arm.ms for arm in arms), size)
+            shares = " -> ".join(f"{arm.dequantize_ms / arm.gpu_ms:.0%}" for arm in arms)
+            rows.append([LIBRARIES[library], f"{size.tokens:,}", *times, shares, caught, same])
+    return rows
+
+
+def operations(data: results.Training) -> tables.Table:
+    """What else a whole model goes through, with and without the kernel."""
+    rows = [["with a whole model", "ms without", "with", "speedup (95% interval)", "caught", "same bits"]]
+    for library, measured in data.libraries.items():
+        for row in measured.operations:
+            cells = ["failed", "", "", "", row.failed] if row.failed else _cells(row.without, row.with_, row)
+            rows.append([f"{LIBRARIES[library]}: {row.name}", *cells])
+    return rows
 
 
 def measure() -> dict:
     """Both libraries, each in a new process on the same model."""
-    if problem := environment.no_gpu() or environment.old_gpu():
-        return {"not_measured": problem}
     data = {"layers": LAYERS, "rank": RANK, "model": tiny_models.LLAMA3_8B, "libraries": {}}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -272,6 +254,7 @@ def measure() -> dict:
                 run(library)
                 data["libraries"][library] = json.loads(Path(folder, f"{library}.json").read_text("utf-8"))
             except child.ChildFailed as error:
+                print(f"{library}: failed: {error}")
                 data["libraries"][library] = {"failed": str(error)}
     return data
 
@@ -280,20 +263,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", help="write the result here, not to results/<gpu>/training.json")
     parser.add_argument("--worker", choices=("make", *LIBRARIES), help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.worker == "make":
+    work = parser.parse_args(argv).worker
+    if work == "make":
         tiny_models.make(".", device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
-    elif args.worker:
-        data = worker(args.worker, str(Path.cwd()))
-        Path(f"{args.worker}.json").write_text(json.dumps(data), encoding="utf-8")
-    if args.worker:
-        return 0
-    data = msgspec.convert(measure(), results.Training)
-    print(table(data))
-    if args.json or not data.not_measured:
-        target = Path(args.json or NAME).resolve()
-        folder = target.parent if args.json else None
-        print(f"written to {results.write(target.stem, data, folder, results.Training)}")
-    return int(any(library.failed for library in data.libraries.values()))
+    elif work:
+        Path(f"{work}.json").write_text(json.dumps(worker(work, str(Path.cwd()))), encoding="utf-8")
+    elif problem := environment.no_gpu() or environment.old_gpu():
+        print(f"not measured ({problem})")
+    else:
+        data = msgspec.convert(measure(), results.Training)
+        path = results.write("training", data)
+        print(tables.text(steps(data)), tables.text(operations(data)), f"written: {path}", sep="\n\n")
+        return int(any(library.failed for library in data.libraries.values()))
+    return 0

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from helpers.machine import child, environment
-from helpers.training import runs, tiny_models
+from helpers.training import runs
 
+TEXT = Path(__file__).read_text(encoding="utf-8")  # what the models learn
 # Unsloth cuts its loss into as many chunks as the memory that is free allows: one, so that runs compare.
 ONE_LOSS = {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
 
@@ -68,11 +69,10 @@ def differences(a: Record, b: Record) -> list[str]:
 
 def launches(step) -> dict[str, int]:
     """How many dequantizing kernels one call of `step` launches, by who launches them."""
-    rows = runs.gpu_rows(step)
-    return {
-        library: sum(row.count for row in rows if name in row.key)
-        for library, name in runs.DEQUANTIZERS.items()
-    }
+    from helpers.submission.evidence import gpu_events
+
+    names = [name for name, _, _ in gpu_events(step, 1)]
+    return {library: sum(kernel in name for name in names) for library, kernel in runs.DEQUANTIZERS.items()}
 
 
 def train(setup: Setup, kernel: bool) -> Record:
@@ -92,12 +92,12 @@ def train(setup: Setup, kernel: bool) -> Record:
 
 
 def windows(setup: Setup) -> list:
-    """For each step a tensor (rows, length) of token ids: random windows of the text the tokenizer knows."""
+    """For each step a tensor (rows, length) of token ids: random windows of a text."""
     import torch
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(setup.folder, local_files_only=True)
-    ids = torch.tensor(words(tiny_models.TEXT * (2 + setup.length // 128))["input_ids"])
+    ids = torch.tensor(words(TEXT)["input_ids"])
     generator = torch.Generator().manual_seed(3407)
     starts = torch.randint(0, len(ids) - setup.length, (setup.steps, setup.rows), generator=generator)
     return [torch.stack([ids[start : start + setup.length] for start in row]) for row in starts.tolist()]

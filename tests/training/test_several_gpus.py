@@ -28,6 +28,10 @@ def report(device="cuda:0", factor=1.0):
     }
 
 
+def table(row):
+    return several_gpus.table(results.SeveralGpus(model={}, engines={"DDP": row}))
+
+
 def test_neighbouring_turns_of_the_slowest_process_are_compared_after_the_warm_up():
     row = several_gpus.summary([report(), report("cuda:1", 2.0)])
     assert row.step_ms["without"].p50 == pytest.approx(60.0) and row.pairs == 4
@@ -35,8 +39,8 @@ def test_neighbouring_turns_of_the_slowest_process_are_compared_after_the_warm_u
     speed = row.speedup
     assert (speed.p20, speed.p50, speed.p80) == pytest.approx((1.5, 1.5, 1.5)) and row.same_losses
     assert row.devices == ["cuda:0", "cuda:1"] and row.decoded_by_the_kernel == [12, 12]
-    sentence = "60.0 -> 40.0 ms per step (1.50x, 1.50 to 1.50), losses identical over"
-    assert f"{sentence} {len(KERNEL)} steps" in several_gpus.line("DDP", row)
+    cells = ["DDP", "2", "60.0", "40.0", "1.50 (1.50 to 1.50)", f"identical, {len(KERNEL)} steps"]
+    assert table(row)[1] == cells
 
 
 def test_a_drift_favours_neither():
@@ -52,11 +56,12 @@ def test_another_loss_in_any_process_is_said(arm):
     other = copy.deepcopy(report("cuda:1"))
     other[arm]["losses"] = [[2.0, 2.2]] * len(KERNEL)
     row = several_gpus.summary([report(), other])
-    assert not row.same_losses and "DIFFER" in several_gpus.line("FSDP 1", row)
+    assert not row.same_losses and "DIFFER" in table(row)[1][-1]
 
 
 def test_a_failure_is_shown_as_one():
-    assert several_gpus.line("FSDP 2", results.Engine(failed="no port")) == "FSDP 2: failed: no port"
+    failed = table(results.Engine(failed="python -m ... ended with 1:\nTraceback\nRuntimeError: no port"))[1]
+    assert failed[:2] == ["DDP", "failed"] and failed[-1] == "RuntimeError: no port"
 
 
 @pytest.mark.parametrize("steps", ["15", "22"])

@@ -19,8 +19,7 @@ def test_worker_and_table(tmp_path, monkeypatch):
     folder = tiny_models.make(tmp_path, **sizes)
     monkeypatch.setattr(train_bench, "REPEATS", 2)  # the interpreter is slow
     monkeypatch.setattr(train_bench, "WARM_UP", 0)
-    monkeypatch.setattr(train_bench, "steps_per_sample", lambda tokens: 1)
-    measured = train_bench.worker("peft", str(folder), sizes=((1, 16),), prompts=(24,), rounds=1)
+    measured = train_bench.worker("peft", str(folder), sizes=((1, 16, 1),), prompts=(24,), rounds=1)
     [size] = measured["sizes"]
     assert size["same_bits"] and size["repeatable"] and size["tokens"] == 16
     assert size["strict"] and size["different_results"] == {"without": 1, "with": 1}
@@ -36,10 +35,15 @@ def test_worker_and_table(tmp_path, monkeypatch):
         assert row["same_bits"] and row["calls"]["library"] == 0
         assert row["calls"]["kernel"] >= 7 and row["calls"]["kernel"] % 7 == 0 and row["with"]["p50"] > 0
     assert rows["merge the adapter"]["calls"]["kernel"] == 7
+    for arm in train_bench.ARMS:  # no GPU, no GPU time
+        size[arm] |= {"gpu_ms": 2.0, "dequantize_ms": 0.5}
     data = {"libraries": {"peft": measured, "unsloth": {"failed": "no such thing"}}}
-    text = train_bench.table(msgspec.convert(data, results.Training))
-    assert "16 tokens" in text and "caught 11 of 11" in text and "same bits: True" in text
-    assert "unsloth: failed: no such thing" in text and "merge the adapter" in text
+    data = msgspec.convert(data, results.Training)
+    [_, row] = train_bench.steps(data)
+    assert row[:2] == ["PEFT + bitsandbytes", "16"]
+    assert row[-3:] == ["25% -> 25%", f"{size['calls']['kernel']} of {size['calls']['kernel']}", "yes"]
+    merge = train_bench.operations(data)[-1]
+    assert merge[0] == "PEFT + bitsandbytes: merge the adapter" and merge[-2:] == ["7 of 7", "yes"]
 
 
 def test_an_operation_that_fails_is_reported():
@@ -49,7 +53,8 @@ def test_an_operation_that_fails_is_reported():
     row = train_bench.operation("merge", lambda name: contextlib.nullcontext(), prepare, 1)
     assert row == {"name": "merge", "failed": "RuntimeError: out of memory"}
     data = msgspec.convert({"libraries": {"peft": {"operations": [row]}}}, results.Training)
-    assert train_bench.table(data) == "peft merge: failed: RuntimeError: out of memory"
+    cells = ["PEFT + bitsandbytes: merge", "failed", "", "", "", "RuntimeError: out of memory"]
+    assert train_bench.operations(data)[1] == cells
 
 
 def test_what_can_be_done_once_is_made_outside_of_the_clock():
@@ -120,25 +125,23 @@ def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rou
 
 def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
-    assert train_bench.main(["--json", str(tmp_path / "found.json")]) == 0
-    assert "not measured (No CUDA GPU" in capsys.readouterr().out
-    assert "not_measured" in json.loads((tmp_path / "found.json").read_text())["data"]
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    assert train_bench.main([]) == 0
+    assert "not measured (No CUDA GPU" in capsys.readouterr().out and not any(tmp_path.iterdir())
 
 
-def test_a_worker_that_fails_is_reported(monkeypatch):
-    monkeypatch.setattr(environment, "no_gpu", lambda: None)
-    monkeypatch.setattr(environment, "old_gpu", lambda: None)
-
+def test_a_worker_that_fails_is_reported(monkeypatch, capsys):
     def fail(arguments, **options):
         if "make" not in arguments:
             raise child.ChildFailed("no memory")
 
     monkeypatch.setattr(child, "python", fail)
     assert train_bench.measure()["libraries"] == dict.fromkeys(train_bench.LIBRARIES, {"failed": "no memory"})
+    assert "unsloth: failed: no memory" in capsys.readouterr().out
 
 
 def test_the_workers_leave_their_files_where_they_run(monkeypatch, tmp_path):
-    """What `measure` does with a GPU, with workers in this process that measure nothing."""
+    """What is done with a GPU, by workers in this process that measure nothing."""
     seen = []
 
     def here(arguments, folder, **options):
@@ -150,9 +153,10 @@ def test_the_workers_leave_their_files_where_they_run(monkeypatch, tmp_path):
     monkeypatch.setattr(child, "python", here)
     monkeypatch.setattr(tiny_models, "make", lambda folder, **sizes: seen.append(sizes["num_hidden_layers"]))
     monkeypatch.setattr(train_bench, "worker", lambda library, folder: seen.append(folder) or {"sizes": []})
-    data = msgspec.convert(train_bench.measure(), results.Training)
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    assert train_bench.main([]) == 0
     monkeypatch.chdir(tmp_path)
-    assert list(data.libraries) == ["peft", "unsloth"] and not any(
-        one.failed for one in data.libraries.values()
-    )
+    data = results.read("training", environment.result_folder()).data
+    assert list(data.libraries) == ["peft", "unsloth"] and data.layers == train_bench.LAYERS
+    assert not any(one.failed for one in data.libraries.values())
     assert seen[0] == train_bench.LAYERS and seen[1] == seen[2]
