@@ -6,7 +6,6 @@ run is written to results/<gpu>/benchmark.json; tables and figures are drawn fro
 
 import argparse
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from helpers.measure import byte_mover, compiled, first_call, gpu_time, host_tim
 from helpers.measure.contenders import FULL, QUICK, Bench, why
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.record import goals, results, tables
-from helpers.record.results import Baseline, Benchmark, Protocol, Result
+from helpers.record.results import Benchmark, Protocol, Result
 from helpers.submission import protocol as official
 
 NAME = "benchmark"  # of the result file
@@ -76,23 +75,17 @@ def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kerne
         data.not_measured = dict.fromkeys(only or SECTIONS, NEEDS_GPU)
         return data
     bench = Bench(module, official.baselines(), quick, QUICK if quick else FULL)
-    data.baselines = {
-        name: Baseline(label=b.label, version=b.version, absent=b.reason)
-        for name, b in bench.baselines.items()
-    }
     if reason := bench.baselines["bitsandbytes"].reason:
         data.not_measured = dict.fromkeys(chosen, f"needs bitsandbytes, whose bits all must have: {reason}")
         return data
     with tqdm(chosen, desc="bench", disable=None) as bar:
         for name in bar:
             bar.set_postfix_str(name)
-            start = time.perf_counter()
             try:
                 setattr(data, name, SECTIONS[name](bench))
             except Exception as error:
                 traceback.print_exc()
                 data.failed[name] = why(error)
-            data.seconds[name] = time.perf_counter() - start
             torch.cuda.empty_cache()
     # Unsloth falls back to its classic path for good when its fused kernel fails: then "today" is not today.
     data.unsloth_fused = getattr(sys.modules.get("unsloth.kernels.utils"), "_USE_NF4_KERNELS", None)
@@ -102,24 +95,22 @@ def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kerne
 def merge(files: list[Path]) -> Result[Benchmark]:
     """One full result of files that hold some sections each (`bench --only SECTION --json FILE`).
 
-    They must be of the same kernel, card and versions, else ValueError. `measured_apart` has each one's time.
+    They must be of the same kernel, card and versions, else ValueError. Its date is the first one's.
     """
-    parts = [results.read(path.name, path.parent, Benchmark) for path in files]
-    merged, apart = parts[0], {}
-    for path, part in zip(files, parts, strict=True):
-        facts = msgspec.structs.replace(part.environment, date=merged.environment.date)
-        if (facts, part.kernel, part.data.quick) != (merged.environment, merged.kernel, False):
+    parts = {path: results.read(path.name, path.parent, Benchmark) for path in files}
+    first = parts[files[0]]
+    merged = msgspec.structs.replace(first, data=Benchmark(quick=False, unsloth_fused=True))
+    for path, part in parts.items():
+        facts = msgspec.structs.replace(part.environment, date=first.environment.date)
+        if (facts, part.kernel, part.data.quick) != (first.environment, first.kernel, False):
             raise ValueError(f"{path} is quick, or of another kernel, card or versions than {files[0]}")
-        for name in (name for name in SECTIONS if getattr(part.data, name) is not None):
-            if name in apart:
+        for name in [name for name in SECTIONS if getattr(part.data, name) is not None]:
+            if getattr(merged.data, name) is not None:
                 raise ValueError(f"{path} holds {name} once more, expected every section once")
-            apart[name] = part.environment.date
             setattr(merged.data, name, getattr(part.data, name))
-            merged.data.seconds[name] = part.data.seconds[name]
-    if missing := SECTIONS.keys() - apart.keys():
-        raise ValueError(f"the files lack {', '.join(sorted(missing))}, expected every section once")
-    merged.data.unsloth_fused = all(part.data.unsloth_fused for part in parts)
-    merged.data.measured_apart = apart
+        merged.data.unsloth_fused = merged.data.unsloth_fused and part.data.unsloth_fused
+    if missing := [name for name in SECTIONS if getattr(merged.data, name) is None]:
+        raise ValueError(f"the files lack {', '.join(missing)}, expected every section once")
     return merged
 
 
@@ -131,7 +122,7 @@ def _store(data: Benchmark, options) -> Path | None:
     if options.json:
         return results.write(options.json.name, data, options.json.parent, Benchmark)
     known = results.find(NAME, environment.result_folder())
-    if options.only or not data.seconds or options.quick and known and not known.data.quick:
+    if options.only or data.not_measured or options.quick and known and not known.data.quick:
         return None
     return results.write(NAME, data)
 
@@ -158,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: not measured ({reason})")
     if path := _store(data, options):
         print("written:", path)
-    if data.seconds:
+    if not data.not_measured:
         print(tables.summary(data), tables.text(goals.table(data)), sep="\n\n")
     problems = failures(msgspec.to_builtins(data))
     for problem in problems:

@@ -15,15 +15,11 @@ import torch
 from helpers.measure import clocks
 from helpers.measure.ceilings import moving_kernel
 from helpers.measure.contenders import Bench
-from helpers.record.names import BYTE_MOVER, dtype_name
+from helpers.record.names import BYTE_MOVER
 from helpers.record.results import ByteMover
 from helpers.submission import protocol
 
 KERNEL = "_your_dequantize_nf4_kernel"
-
-
-def label(config: protocol.Config) -> str:
-    return f"{config.hidden}x{config.intermediate} {dtype_name(config.dtype)}"
 
 
 def byte_mover(bench: Bench) -> ByteMover:
@@ -49,4 +45,4 @@ def byte_mover(bench: Bench) -> ByteMover:
             del mlp, layers, X, one_round
             gc.collect()
             torch.cuda.empty_cache()
-    return ByteMover(rounds=rounds, configs=[label(config) for config in configs], seconds=totals)
+    return ByteMover(rounds=rounds, seconds=totals)

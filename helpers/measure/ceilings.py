@@ -2,12 +2,13 @@
 
 Each thread loads packed 32-bit words (8 codes each) and writes every word four times, 16 bytes: the traffic
 of a 16-bit output. Scales are loaded too and mixed in with XOR, so that no load can be optimized away and a
-test can prove by the output that every byte was read. Two versions: Triton (for every user; with the
-arguments of our kernel, in whose place it can be launched) and CUDA C (to see what Triton itself costs; needs
-a torch that can compile CUDA source at run time).
+test can prove by the output that every byte was read. Two versions: CUDA C (free of what Triton itself costs)
+and Triton (where torch cannot compile CUDA source; with the arguments of our kernel, in whose place it can be
+launched).
 """
 
 import functools
+from collections.abc import Callable
 from itertools import product
 
 import torch
@@ -130,7 +131,7 @@ def oracle(weight, absmax, absmax2, numel, words, threads):
 
 
 def variants(kind: str, quick: bool = False) -> list[dict]:
-    """Launch choices tried for a ceiling: the fastest one is the ceiling. kind: a key of `kinds()`; `quick`
+    """Launch choices tried for a ceiling: the fastest one is the ceiling. kind: as in `launches`; `quick`
     tries those alone that have been the fastest at some size."""
     threads = {"ceiling_cuda": (128, 256), "ceiling_triton": (128,)}[kind]
     choices = ((1, 4), threads, (".cs",)) if quick else ((1, 2, 4, 8), threads, (".cs", ""))
@@ -138,20 +139,17 @@ def variants(kind: str, quick: bool = False) -> list[dict]:
 
 
 @functools.cache
-def cuda_missing() -> str:
-    """Why the CUDA C version cannot run here; empty when it can."""
-    if not torch.cuda.is_available():
-        return "needs an NVIDIA GPU"
-    if not hasattr(torch.cuda, "_compile_kernel"):
-        return f"torch {torch.__version__} cannot compile CUDA source at run time"
+def cuda_compiles() -> bool:
+    """Whether the CUDA C version can run: it needs a GPU and a torch that compiles source at run time."""
     try:
         _cuda_kernel(1, 128, ".cs")
-    except Exception as error:
-        return f"CUDA source does not compile here: {str(error).splitlines()[0][:200]}"
-    return ""
+    except Exception:  # private: which one depends on the version of torch
+        return False
+    return True
 
 
-def kinds() -> dict:
-    """{name: kernel} of the ceilings that can run here."""
-    here = {} if cuda_missing() else {"ceiling_cuda": cuda_ceiling}
-    return here | {"ceiling_triton": triton_ceiling}
+def launches(quick: bool = False) -> tuple[str, list[Callable]]:
+    """(name, launch choices) of the ceiling here, CUDA C or else Triton; arguments as `triton_ceiling`."""
+    kernels = {"ceiling_cuda": cuda_ceiling, "ceiling_triton": triton_ceiling}
+    kind = "ceiling_cuda" if cuda_compiles() else "ceiling_triton"
+    return kind, [functools.partial(kernels[kind], **choice) for choice in variants(kind, quick)]

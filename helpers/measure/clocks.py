@@ -9,21 +9,13 @@ import ctypes
 import functools
 import gc
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-
-def percentiles(values: list[float]) -> dict[str, float]:
-    """p20, p50 and p80; the outer two are values that were measured. ValueError when there are none."""
-    if not values:
-        raise ValueError("percentiles of nothing: at least one value is needed")
-    ordered, last = sorted(values), len(values) - 1
-    low, high = (ordered[round(share * last)] for share in (0.2, 0.8))
-    return {"p20": low, "p50": statistics.median(ordered), "p80": high}
+from helpers.record.results import percentiles as percentiles  # for those who time, too
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
@@ -181,8 +173,3 @@ def free_bytes() -> int:
     """Of GPU memory, after torch has given back what it does not use."""
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
-
-
-def l2_bytes() -> int:
-    """Of the current GPU's L2 cache; 0 where this torch does not say."""
-    return getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0)

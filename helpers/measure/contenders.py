@@ -12,8 +12,6 @@ from helpers.measure import clocks, workload
 from helpers.record.names import BASELINES_ON_GPU, TARGET_SIZES
 from helpers.submission import protocol
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Scope:
@@ -30,12 +28,17 @@ class Scope:
     backend: str = "inductor"
     compile_seconds: float = 100.0  # for all torch.compile; what would end later is left out
     most_rounds: int = 1000
-    rotate: int = workload.ROTATE_BYTES  # at most so many, through which the calls rotate
+    rotate: int = workload.ROTATE_BYTES  # through which GPU calls rotate
     inner: int = 100  # calls a round; far below the launch queue's depth
 
 
 FULL = Scope()
-QUICK = Scope(sizes=workload.QUICK_SIZES, ablation=TARGET_SIZES[:2], gemm=protocol.OFFICIAL[:1])
+QUICK = Scope(
+    sizes=workload.QUICK_SIZES,
+    ablation=TARGET_SIZES[:2],
+    gemm=protocol.OFFICIAL[:1],
+    rotate=workload.QUICK_ROTATE_BYTES,
+)
 
 
 @dataclass
@@ -51,13 +54,6 @@ class Bench:
 
     def rounds(self, full: int, quick: int) -> int:
         return min(quick if self.quick else full, self.scope.most_rounds)
-
-    def sets(self, numel: int) -> int:
-        """How many sets of buffers of this size the calls rotate through."""
-        most = self.scope.rotate
-        if self.quick:  # far past the card's own L2 cache is enough
-            most = min(most, max(64_000_000, 8 * self.gpu.l2_bytes()))
-        return workload.rotation(numel, most)
 
     def bar(self, total: int, what: str):
         return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook

@@ -24,12 +24,10 @@ def packages() -> list[Check]:
     """What requirements.txt asks for here and is missing or out of range."""
     versions = install.installed()
     gaps = install.missing(install.wanted([], install.nvidia_gpus()), versions)
-    lacking = [
+    return [
         Check(f"package {n}", False, f"{need} is needed, {versions.get(n, 'none')} is installed", SETUP)
         for n, need in gaps.items()
-    ]
-    complete = Check("packages", True, "all of requirements.txt that is used here is installed")
-    return lacking or [complete]
+    ] or [Check("packages", True, "all of requirements.txt that is used here is installed")]
 
 
 def gpu() -> Check:

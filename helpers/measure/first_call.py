@@ -19,18 +19,14 @@ from helpers.record.results import Cold, Compiles, Starts
 SHAPE = (1024, 4096)  # of the weight in the cold start
 
 
-def _first_calls(make) -> dict[str, float]:
-    """Seconds of the first and the second call of what `make()` returns."""
+def _first_call(call) -> dict[str, float]:
     import torch
 
-    call, seconds = make(), {}
     torch.cuda.synchronize()
-    for name in ("first_call", "second_call"):
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - start
-    return seconds
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return {"first_call": time.perf_counter() - start}
 
 
 def _kernel():
@@ -66,26 +62,26 @@ def count_compiles() -> dict:
     Llama-3 8B and 70B, for each output dtype and state kind."""
     import torch
 
-    from helpers.measure.workload import LLAMA_3, make_buffers
+    from helpers.measure.workload import LLAMA_3, random_layers
     from helpers.nf4 import kernel
 
     name, cache = kernel._your_dequantize_nf4_kernel.fn.__name__, Path(os.environ["TRITON_CACHE_DIR"])
-    rows, before, shapes = [], 0, sorted(set(LLAMA_3))
+    rows, before = [], 0
     for nested in (True, False):
         for dtype in (torch.float16, torch.bfloat16):
-            for shape in shapes:
-                kernel.your_dequantize_nf4(make_buffers(shape, dtype, 1, nested).layers[0])
+            for shape in LLAMA_3:
+                kernel.your_dequantize_nf4(*random_layers(shape, dtype, 1, nested))
             torch.cuda.synchronize()
             after = len(list(cache.rglob(f"{name}*.cubin")))
-            row = {"dtype": dtype_name(dtype), "state": "nested" if nested else "flat"}
-            rows.append(row | {"shapes": len(shapes), "compiles": after - before})
+            state = "nested" if nested else "flat"
+            rows.append({"dtype": dtype_name(dtype), "state": state, "compiles": after - before})
             before = after
-    return {"rows": rows, "shapes": shapes}
+    return {"rows": rows}
 
 
 JOBS = {
-    "kernel": lambda: _first_calls(_kernel),
-    "trivial": lambda: _first_calls(_trivial),
+    "kernel": lambda: _first_call(_kernel()),
+    "trivial": lambda: _first_call(_trivial()),
     "compiles": count_compiles,
 }
 

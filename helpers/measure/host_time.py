@@ -10,10 +10,9 @@ from unittest import mock
 import torch
 
 from helpers.measure import ceilings, clocks
-from helpers.measure.clocks import time_interleaved
-from helpers.measure.contenders import DTYPES, Bench, users_bitsandbytes, wrong_bits
+from helpers.measure.contenders import Bench, users_bitsandbytes, wrong_bits
 from helpers.oracle.layers import quantized_layer
-from helpers.record.names import ALLOCATE_FILL, bytes_moved
+from helpers.record.names import ALLOCATE_FILL
 from helpers.record.results import CallCost, Host, HostCase, Parts, Rows, Times
 from helpers.submission import protocol
 
@@ -23,9 +22,9 @@ BARE = "torch.empty + a bare launch"
 _ALLOCATES = {"kernel": "Inductor's empty_strided", ALLOCATE_FILL: "empty_strided"}
 
 
-def _rows(bench: Bench, calls: dict[str, Callable], rounds: int, wait=False, nbytes=None, **more) -> Rows:
-    times = time_interleaved(calls, rounds, bench.scope.inner, wait, **more)
-    return {name: Times.of(seconds, nbytes) for name, seconds in times.items()}
+def _rows(bench: Bench, calls: dict[str, Callable], rounds: int, wait=False, **more) -> Rows:
+    times = clocks.time_interleaved(calls, rounds, bench.scope.inner, wait, **more)
+    return {name: Times.of(seconds) for name, seconds in times.items()}
 
 
 def _launches(out) -> dict[str, Callable]:
@@ -63,16 +62,14 @@ def _units(bench: Bench, like: torch.Tensor) -> Rows:
 
 def _parts(bench: Bench, name: str, call: Callable, units: Rows, case: HostCase) -> Parts:
     """Where one call's microseconds go: allocations and launches, each at its cheapest measured cost."""
-    returned, synchronized = case.returned[name].p50, case.synchronized[name].p50
-    allocate = units.get(_ALLOCATES.get(name, "empty"), units["empty_strided"]).p50
+    returned, allocations = case.returned[name].p50, bench.gpu.allocations(call)
     parts = Parts(
-        allocations=bench.gpu.allocations(call),
+        allocations=allocations,
         kernels=None,
         returned_us=returned,
-        wait_us=synchronized - returned,
-        allocate_us=0.0,
+        wait_us=case.synchronized[name].p50 - returned,
+        allocate_us=allocations * units.get(_ALLOCATES.get(name, "empty"), units["empty_strided"]).p50,
     )
-    parts.allocate_us = parts.allocations * allocate
     with contextlib.suppress(Exception):  # where kernels cannot be counted, the rest is not split
         parts.kernels = bench.gpu.graph_nodes(call)
         parts.launch_us = parts.kernels * min(units[way].p50 for way in LAUNCHES if way in units)
@@ -80,8 +77,10 @@ def _parts(bench: Bench, name: str, call: Callable, units: Rows, case: HostCase)
     return parts
 
 
-def _calls(bench: Bench, layer, expected: torch.Tensor) -> tuple[dict[str, Callable], dict[str, str]]:
-    """({name: call} of all contenders whose bits are right, {name: why not} of the others)."""
+def _calls(bench: Bench, shape, dtype: str) -> tuple[torch.Tensor, dict[str, Callable], dict[str, str]]:
+    """One layer's (expected weight, {name: call} of all whose bits are right, {name: why not} of others)."""
+    layer = _layer(bench, shape, dtype)
+    expected = protocol.expected(layer)
     contenders, calls, failures = bench.contenders(), {}, {}
     if users := users_bitsandbytes():
         contenders["bitsandbytes_zoo"] = users
@@ -91,42 +90,31 @@ def _calls(bench: Bench, layer, expected: torch.Tensor) -> tuple[dict[str, Calla
             failures[name] = wrong
         else:
             calls[name] = call
-    return calls, failures
+    return expected, calls, failures
 
 
-def _layer(bench: Bench, shape, dtype_name: str):
-    return quantized_layer(*shape[::-1], DTYPES[dtype_name], device=bench.device)
+def _layer(bench: Bench, shape, dtype: str):
+    return quantized_layer(*shape[::-1], getattr(torch, dtype), device=bench.device)
 
 
-def _case(bench: Bench, shape, dtype_name: str) -> tuple[HostCase, dict[str, Callable]]:
-    """(one layer's rows, what was timed: the last one is the least a call can cost with new memory)."""
-    layer = _layer(bench, shape, dtype_name)
-    expected = bench.baselines["bitsandbytes"].fn(layer)
-    calls, failures = _calls(bench, layer, expected)
-    strides, dtype, device = expected.stride(), expected.dtype, expected.device
-    calls[ALLOCATE_FILL] = lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
-    nbytes, rounds = bytes_moved(expected.numel()), bench.rounds(60, 10)
-    returned, synchronized = (_rows(bench, calls, rounds, wait, nbytes) for wait in (False, True))
-    timed = HostCase(
-        shape=shape,
-        dtype=dtype_name,
-        calls_a_round=bench.scope.inner,
-        returned=returned,
-        synchronized=synchronized,
-        failures=failures,
-    )
-    return timed, calls
+def _allocate_fill(like: torch.Tensor) -> Callable:
+    """The least that a call can cost which returns new memory like this."""
+    shape, strides, dtype, device = tuple(like.shape), like.stride(), like.dtype, like.device
+    return lambda: torch.empty_strided(shape, strides, dtype=dtype, device=device).fill_(0)
 
 
 def host(bench: Bench) -> Host:
     """Time until a call returns and until it is done, and what the call consists of."""
-    cases, first = [], None
-    for shape, dtype_name in bench.progress(bench.scope.layers, "host"):
-        timed, calls = _case(bench, shape, dtype_name)
-        cases.append(timed)
-        first = first or calls  # of the first layer, where the call weighs most
-    units = _units(bench, first[ALLOCATE_FILL]())
-    parts = {name: _parts(bench, name, call, units, cases[0]) for name, call in first.items()}
+    cases, first, rounds = [], None, bench.rounds(60, 10)
+    for shape, dtype in bench.progress(bench.scope.layers, "host"):
+        expected, calls, failures = _calls(bench, shape, dtype)
+        calls[ALLOCATE_FILL] = _allocate_fill(expected)
+        first = first or (expected, calls)  # where the call weighs most
+        times = {"returned": _rows(bench, calls, rounds), "synchronized": _rows(bench, calls, rounds, True)}
+        cases.append(HostCase(shape=shape, dtype=dtype, failures=failures, **times))
+    expected, calls = first
+    units = _units(bench, expected)
+    parts = {name: _parts(bench, name, call, units, cases[0]) for name, call in calls.items()}
     return Host(cases=cases, units=units, parts=parts, steps=steps(bench))
 
 
@@ -216,15 +204,14 @@ def _count(call: Callable) -> CallCost:
 
 def call_cost(bench: Bench) -> dict[str, CallCost]:
     """What a call costs free of noise, of every contender and of the least there can be."""
-    shape, dtype_name = bench.scope.layers[0]
-    layer = _layer(bench, shape, dtype_name)
-    expected = bench.baselines["bitsandbytes"].fn(layer)
-    calls, _ = _calls(bench, layer, expected)
-    launch = _launches(torch.zeros(4, dtype=torch.int32, device=expected.device)).get(LAUNCHES[-1])
+    shape, dtype = bench.scope.layers[0]
+    expected, calls, _ = _calls(bench, shape, dtype)
+    dtype, device = expected.dtype, expected.device
+    launch = _launches(torch.zeros(4, dtype=torch.int32, device=device)).get(LAUNCHES[-1])
     if launch:
 
         def bare():
-            out = torch.empty(shape, dtype=expected.dtype, device=expected.device)
+            out = torch.empty(shape, dtype=dtype, device=device)
             launch()
             return out
 

@@ -1,9 +1,11 @@
 """The speed goals, and what one benchmark result says of each."""
 
 import statistics
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from helpers.record.names import BYTE_MOVER, CEILINGS, DTYPES, LARGEST, SHARES, SMALLEST, label, size_text
+from helpers.record import names
+from helpers.record.names import DTYPES, label, size_text
 from helpers.record.results import Benchmark, ratio
 
 ROUNDS = 1000  # of the official protocol
@@ -35,71 +37,63 @@ def _goal(name, must_reach: str, ours=None, today=None, text: str = "{:.2f}", en
     return Goal(name, today, NOT_MEASURED if ours is None else text.format(ours), must_reach, met)
 
 
-def _protocol(data: Benchmark) -> list[Goal]:
-    goals, timed, mover = [], data.protocol, data.byte_mover
+def _protocol(data: Benchmark) -> Iterator[Goal]:
+    timed, mover = data.protocol, data.byte_mover
     short = f" ({timed.rounds} rounds only)" if timed and timed.rounds < ROUNDS else ""
     for baseline, must_reach in (("unsloth_today", ">= 1.60"), ("unsloth_classic", ">= 2.00")):
         ours, today = (timed and timed.speedup(name, baseline) for name in ("kernel", "unsloth_today"))
         name = f"official protocol, speedup over {label(baseline)}{short}"
-        goals.append(_goal(name, must_reach, ours, today, enough=not short))
-    name = f"official protocol, share of a kernel that {label(BYTE_MOVER)} on the same launch path"
+        yield _goal(name, must_reach, ours, today, enough=not short)
+    name = f"official protocol, share of a kernel that {label(names.BYTE_MOVER)} on the same launch path"
     share, enough = (mover.share, mover.rounds >= ROUNDS) if mover else (None, False)
-    return [*goals, _goal(name, ">= 0.95", share, enough=enough)]
+    yield _goal(name, ">= 0.95", share, enough=enough)
 
 
-def _host(data: Benchmark) -> list[Goal]:
+def _host(data: Benchmark) -> Iterator[Goal]:
     cases = data.host.cases if data.host else []
     case = next((c for c in cases if (c.shape, c.dtype) == (HOST_SHAPE, HOST_DTYPE)), None)
-    goals = []
     for moment, words in (("returned", "until the call returns"), ("synchronized", "with a synchronize")):
-        rows = getattr(case, moment) if case else {}
-        ratios = (ratio(rows, name, "empty_strided + fill_") for name in ("kernel", "unsloth_today"))
-        name = f"host time {words}, 1024x4096 bf16, over allocate + fill"
-        goals.append(_goal(name, "<= 1.05", *ratios))
-    return goals
+        rows = getattr(case, moment, {})
+        ratios = (ratio(rows, name, names.ALLOCATE_FILL) for name in ("kernel", "unsloth_today"))
+        yield _goal(f"host time {words}, 1024x4096 bf16, over allocate + fill", "<= 1.05", *ratios)
 
 
 def _pair(values: list[float | None]) -> str:
     return NOT_MEASURED if None in values else " / ".join(f"{value:.3f}" for value in values)
 
 
-def _shares(data: Benchmark) -> list[Goal]:
+def _shares(data: Benchmark) -> Iterator[Goal]:
     """Share of the speed of the kernel without arithmetic; both dtypes must reach the bar."""
-    sizes, goals = data.gpu_rows(), []
-    kind = next((kind for kind in CEILINGS if any(kind in rows for rows in sizes.values())), None)
-    language = label(kind or next(iter(CEILINGS))).removeprefix("ceiling, ")
-    for numel, bar in SHARES.items():
+    sizes, first = data.gpu_rows(), next(iter(names.CEILINGS))
+    kind = next((kind for kind in names.CEILINGS if any(kind in rows for rows in sizes.values())), first)
+    for numel, bar in names.SHARES.items():
         rows = [sizes.get((numel, dtype), {}) for dtype in DTYPES]
         ours, today = ([ratio(row, kind, name) for row in rows] for name in ("kernel", "unsloth_today"))
-        size = f"{numel / 1e6:.3g}M elements, fp16 / bf16"
-        name = f"GPU time, share of a no-arithmetic {language} kernel, {size}"
+        language, size = label(kind).removeprefix("ceiling, "), f"{numel / 1e6:.3g}M"
+        name = f"GPU time, share of a no-arithmetic {language} kernel, {size} elements, fp16 / bf16"
         goal = _goal(name, f">= {bar:.2f}", None if None in ours else min(ours))
-        goals.append(goal._replace(today=_pair(today), ours=_pair(ours)))
-    return goals
+        yield goal._replace(today=_pair(today), ours=_pair(ours))
 
 
-def _gpu(data: Benchmark) -> list[Goal]:
+def _gpu(data: Benchmark) -> Iterator[Goal]:
     """The lowest ratio and the mean; no verdict unless the whole span was measured in both dtypes."""
     ratios = {key: ratio(rows, "unsloth_today", "kernel") for key, rows in data.gpu_rows().items()}
     ratios = {key: value for key, value in ratios.items() if value is not None}
-    whole = {(numel, dtype) for numel in (SMALLEST, LARGEST) for dtype in DTYPES} <= ratios.keys()
-    sizes = [numel for numel, _ in ratios] or [SMALLEST, LARGEST]
+    whole = {(numel, dtype) for numel in (names.SMALLEST, names.LARGEST) for dtype in DTYPES} <= ratios.keys()
+    sizes = [numel for numel, _ in ratios] or [names.SMALLEST, names.LARGEST]
     span = f"{size_text(min(sizes))} to {size_text(max(sizes))} elements"
     low, at = min(((value, key) for key, value in ratios.items()), default=(None, None))
     text = f"{{:.3f}} (at {size_text(at[0])} {DTYPES[at[1]]})" if at else ""
     mean, today = (statistics.geometric_mean(ratios.values()), 1.0) if ratios else (None, None)
     name = "GPU time, speedup over Unsloth today"
-    return [
-        _goal(f"{name}, lowest, {span}", ">= 1.00", low, today, text, whole),
-        _goal(f"{name}, geometric mean, {span}", ">= 1.10", mean, today, "{:.3f}", whole),
-    ]
+    yield _goal(f"{name}, lowest, {span}", ">= 1.00", low, today, text, whole)
+    yield _goal(f"{name}, geometric mean, {span}", ">= 1.10", mean, today, "{:.3f}", whole)
 
 
-def _compile(data: Benchmark) -> list[Goal]:
+def _compile(data: Benchmark) -> Iterator[Goal]:
     """The worst of all numbers of tokens, forward and with backward."""
     rows = [case.compiled | {"eager": case.eager["kernel"]} if "kernel" in case.eager else case.compiled
             for case in (data.compile.cases if data.compile else [])]  # fmt: skip
-    goals = []
     for words, must_reach, numerator, denominator, worst in (
         ("over this kernel eager", "<= 1.00", "kernel", "eager", max),
         ("under Unsloth today compiled", ">= 1.20", "unsloth_today", "kernel", min),
@@ -107,32 +101,28 @@ def _compile(data: Benchmark) -> list[Goal]:
     ):
         name = f"torch.compile, 24 weights and products, this kernel compiled {words}, worst case"
         ratios = [ratio(row, numerator, denominator) for row in rows]
-        goals.append(_goal(name, must_reach, worst(ratios) if ratios and None not in ratios else None))
-    return goals
+        yield _goal(name, must_reach, worst(ratios) if ratios and None not in ratios else None)
 
 
-def _compiles(data: Benchmark) -> Goal:
+def _first_call(data: Benchmark) -> Iterator[Goal]:
+    """How many compiles the layers of two models take, and how long a first call takes."""
     rows = data.compiles.rows if data.compiles else []
     kinds = ", ".join(f"{row.dtype} {row.state}" for row in rows)
     name = "compiles over all layer shapes of Llama-3 8B and 70B" + (f" ({kinds})" if kinds else "")
     counts = ", ".join(str(row.compiles) for row in rows) or NOT_MEASURED
-    met = all(row.compiles == 1 for row in rows) if rows else None
-    return Goal(name, NOT_MEASURED, counts, "1 each", met)
-
-
-def _cold(data: Benchmark) -> list[Goal]:
-    bars = {
-        "empty": ("first call ever (empty caches)", "<= 1.0 s"),
-        "warm": ("first call in a new process (warm disk cache)", "<= 0.2 s"),
-    }
-    seconds = {state: data.cold.kernel.median(state, "first_call") for state in bars} if data.cold else {}
-    return [_goal(*bar, seconds.get(state), text="{:.2f} s") for state, bar in bars.items()]
+    yield Goal(name, NOT_MEASURED, counts, "1 each", all(row.compiles == 1 for row in rows) if rows else None)
+    for state, name, must_reach in (
+        ("empty", "first call ever (empty caches)", "<= 1.0 s"),
+        ("warm", "first call in a new process (warm disk cache)", "<= 0.2 s"),
+    ):
+        seconds = data.cold.kernel.median(state, "first_call") if data.cold else None
+        yield _goal(name, must_reach, seconds, text="{:.2f} s")
 
 
 def goals(data: Benchmark) -> list[Goal]:
     """Every goal, with what this result says of it."""
-    measured = [*_protocol(data), *_host(data), *_shares(data), *_gpu(data)]
-    return [*measured, *_compile(data), _compiles(data), *_cold(data)]
+    groups = (_protocol, _host, _shares, _gpu, _compile, _first_call)
+    return [goal for group in groups for goal in group(data)]
 
 
 def table(data: Benchmark) -> list[list[str]]:

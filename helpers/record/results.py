@@ -20,6 +20,15 @@ class Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True, kw_
     """What every part of a result file is made of: a misspelt or unknown key is an error."""
 
 
+def percentiles(values: list[float]) -> dict[str, float]:
+    """p20, p50 and p80; the outer two are values that were measured. ValueError when there are none."""
+    if not values:
+        raise ValueError("percentiles of nothing: at least one value is needed")
+    ordered, last = sorted(values), len(values) - 1
+    low, high = (ordered[round(share * last)] for share in (0.2, 0.8))
+    return {"p20": low, "p50": statistics.median(ordered), "p80": high}
+
+
 class Times(Record):
     """Microseconds of one call over the rounds of an interleaved run."""
 
@@ -28,19 +37,17 @@ class Times(Record):
     p20: float | None = None  # of ten rounds or more
     p80: float | None = None
     repeats: list[float] = []  # all of them, of fewer than ten rounds
-    bytes: int | None = None  # that must cross DRAM
-    variant: str = ""  # of a ceiling: the launch choice that was the fastest
+    bytes: int | None = None  # in earlier files, as is `variant`
+    variant: str = ""
 
     @classmethod
-    def of(cls, seconds: list[float], bytes: int | None = None, **more: str) -> "Times":
+    def of(cls, seconds: list[float]) -> "Times":
         """From seconds by round. ValueError when there are none."""
-        if not seconds:
-            raise ValueError("times of nothing: at least one round is needed")
-        us = sorted(1e6 * value for value in seconds)
-        spread = {"repeats": [1e6 * value for value in seconds]}
-        if len(us) >= 10:  # values that were measured, nothing between them
-            spread = {"p20": us[round(0.2 * (len(us) - 1))], "p80": us[round(0.8 * (len(us) - 1))]}
-        return cls(p50=statistics.median(us), rounds=len(us), bytes=bytes, **spread, **more)
+        us = [1e6 * value for value in seconds]
+        spread = percentiles(us)
+        if len(us) < 10:
+            return cls(p50=spread["p50"], rounds=len(us), repeats=us)
+        return cls(rounds=len(us), **spread)
 
 
 Rows = dict[str, Times]
@@ -54,12 +61,6 @@ def ratio(rows: Rows, numerator: str, denominator: str) -> float | None:
 
 
 # --- helpers bench ---
-
-
-class Baseline(Record):
-    label: str
-    version: str | None
-    absent: str  # why it could not be measured; "" when it was
 
 
 class Parts(Record):
@@ -77,10 +78,10 @@ class Parts(Record):
 class HostCase(Record):
     shape: tuple[int, int]  # (out_features, in_features), of one layer
     dtype: str
-    calls_a_round: int
     returned: Rows  # until the call returns
     synchronized: Rows  # with a synchronize
     failures: dict[str, str] = {}
+    calls_a_round: int | None = None  # in earlier files
 
 
 class Host(Record):
@@ -125,8 +126,8 @@ class ByteMover(Record):
     """The official protocol's timed rounds with a kernel that only moves the bytes, on our launch path."""
 
     rounds: int
-    configs: list[str]
     seconds: dict[str, list[float]]  # kernel, byte_mover: one value a repeat, over all configurations
+    configs: list[str] = []  # in earlier files
 
     @property
     def share(self) -> float:
@@ -135,33 +136,38 @@ class ByteMover(Record):
 
 
 class GpuCase(Record):
-    """GPU time of one size. `skipped` says why nothing was measured."""
+    """GPU times of one size. `skipped` says why nothing was measured."""
 
-    shape: tuple[int, int]
     numel: int
     dtype: str
-    buffers: int  # sets that the calls rotate through
-    bytes_rotated: int = 0
     rows: Rows = {}
-    variants: dict[str, float] = {}  # of the ceilings, p50
     failures: dict[str, str] = {}
-    absent: dict[str, str] = {}
     skipped: str = ""
+    # In earlier files:
+    shape: tuple[int, int] | None = None
+    buffers: int | None = None
+    bytes_rotated: int | None = None
+    variants: dict[str, float] = {}
+    absent: dict[str, str] = {}
 
 
 class Gpu(Record):
     sizes: list[GpuCase]
-    l2_bytes: int | None = None
+    l2_bytes: int | None = None  # in earlier files
+
+
+class Ablation(Record):
+    cases: list[GpuCase]  # rows: "as chosen", and one decision changed at a time
 
 
 class GemmCase(Record):
     shape: tuple[int, int]
-    layer: str
     tokens: int
     dtype: str
-    units_in_graph: int
     rows: Rows
     failures: dict[str, str] = {}
+    layer: str = ""  # in earlier files
+    units_in_graph: int | None = None
 
 
 class Gemm(Record):
@@ -187,26 +193,14 @@ class Cold(Record):
 class CompileCount(Record):
     dtype: str
     state: str  # nested or flat
-    shapes: int
     compiles: int
+    shapes: int | None = None  # in earlier files
     specializations: int | None = None
 
 
 class Compiles(Record):
     rows: list[CompileCount]
-    shapes: list[tuple[int, int]]
-
-
-class AblationCase(Record):
-    numel: int
-    dtype: str
-    bytes_rotated: int
-    rows: Rows  # "as chosen", and one decision changed at a time
-    failures: dict[str, str] = {}
-
-
-class Ablation(Record):
-    cases: list[AblationCase]
+    shapes: list[tuple[int, int]] = []  # in earlier files
 
 
 class CompileCase(Record):
@@ -227,6 +221,7 @@ class Compile(Record):
     call_eager: Rows  # one dequantization alone, until it returns
     call_compiled: Rows
     failures: dict[str, str] = {}
+    parts: CompileCase | None = None  # our forward with one thing less from row to row, and launches alone
 
 
 class CallCost(Record):
@@ -241,7 +236,6 @@ class Benchmark(Record):
     """A section that was not measured is None, and `not_measured` or `failed` says why."""
 
     quick: bool
-    baselines: dict[str, Baseline] = {}
     host: Host | None = None
     call_cost: dict[str, CallCost] | None = None
     protocol: Protocol | None = None
@@ -254,9 +248,9 @@ class Benchmark(Record):
     ablation: Ablation | None = None
     not_measured: dict[str, str] = {}
     failed: dict[str, str] = {}
-    seconds: dict[str, float] = {}  # by section
-    measured_apart: dict[str, str] = {}  # section: when, where sections of several runs were merged
     unsloth_fused: bool | None = None  # Unsloth's fused kernel was in use to the end
+    baselines: dict[str, Any] = {}  # in earlier files, as is `seconds`
+    seconds: dict[str, float] = {}
 
     def gpu_rows(self) -> dict[tuple[int, str], Rows]:
         """GPU times by (elements, dtype), of the sizes that were measured."""

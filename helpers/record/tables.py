@@ -23,18 +23,17 @@ def markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows))
 
 
-def _times(rows: Rows, names: list[str], reference: str) -> list[str]:
-    """Median microseconds of each, and the multiple of the reference behind it."""
-    cells = []
-    for name in names:
-        multiple = ratio(rows, name, reference)
-        multiple = "" if multiple is None else f" ({multiple:.2f}x)"
-        cells.append(f"{rows[name].p50:.2f}{multiple}" if name in rows else "-")
-    return cells
-
-
-def _names(all_rows: list[Rows]) -> list[str]:
-    return list(dict.fromkeys(name for rows in all_rows for name in rows))
+def _compared(head: str, cases: dict[str, Rows], reference: str) -> Table:
+    """A line a case: median microseconds of everyone, and the multiple of the reference behind it."""
+    names = list(dict.fromkeys(name for rows in cases.values() for name in rows))
+    table = [[head, *map(label, names)]]
+    for case, rows in cases.items():
+        cells = dict.fromkeys(names, "-")
+        for name, times in rows.items():
+            multiple = ratio(rows, name, reference)
+            cells[name] = f"{times.p50:.2f}" + (f" ({multiple:.2f}x)" if multiple else "")
+        table.append([case, *cells.values()])
+    return table if cases else []
 
 
 def protocol(data: Benchmark) -> Table:
@@ -56,13 +55,11 @@ def protocol(data: Benchmark) -> Table:
 
 def gemm(data: Benchmark) -> Table:
     """Dequantize + multiply, microseconds, and the multiple of the multiplication alone."""
-    cases = data.gemm.cases if data.gemm else []
-    names = _names([case.rows for case in cases])
-    table = [["dequantize + multiply, us (over multiply)", *map(label, names)]]
-    for case in cases:
-        product = f"{case.tokens} x {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}"
-        table.append([product, *_times(case.rows, names, "multiplication alone")])
-    return table if cases else []
+    cases = {
+        f"{case.tokens} x {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}": case.rows
+        for case in (data.gemm.cases if data.gemm else [])
+    }
+    return _compared("dequantize + multiply, us (over multiply)", cases, "multiplication alone")
 
 
 def compiled(data: Benchmark) -> Table:
@@ -75,7 +72,7 @@ def compiled(data: Benchmark) -> Table:
         passes = "forward and backward" if case.backward else "forward"
         cases[f"{case.tokens} tokens, {passes}"] = case.eager, case.compiled
     cases["one weight alone, until the call returns"] = found.call_eager, found.call_compiled
-    names = _names([eager for eager, _ in cases.values()])
+    names = list(dict.fromkeys(name for eager, _ in cases.values() for name in eager))
     table = [[f"{found.weights} weights and products, us, eager -> compiled", *map(label, names)]]
     for what, ways in cases.items():
         cells = [[f"{rows[name].p50:.0f}" if name in rows else "-" for rows in ways] for name in names]
@@ -94,12 +91,12 @@ def call_cost(data: Benchmark) -> Table:
 
 def ablation(data: Benchmark) -> Table:
     """GPU microseconds with one decision changed, and the multiple of the time as chosen."""
-    cases = data.ablation.cases if data.ablation else []
-    names = _names([case.rows for case in cases])
-    head = [f"{size_text(case.numel)} {DTYPES[case.dtype]}" for case in cases]
-    columns = [_times(case.rows, names, "as chosen") for case in cases]
-    rows = [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]
-    return [["one decision changed, us (over as chosen)", *head], *rows] if rows else []
+    cases = {
+        f"{size_text(case.numel)} {DTYPES[case.dtype]}": case.rows
+        for case in (data.ablation.cases if data.ablation else [])
+    }
+    table = _compared("one decision changed, us (over as chosen)", cases, "as chosen")
+    return [list(line) for line in zip(*table, strict=True)]  # a line a decision
 
 
 TABLES = (protocol, call_cost, gemm, compiled, ablation)

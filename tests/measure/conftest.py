@@ -53,9 +53,6 @@ class StandIn:
     def free_bytes(self):
         return self.free
 
-    def l2_bytes(self):
-        return 1
-
 
 CONFIGS = (protocol.Config(1, 3, 64, 128, 3407, torch.float16),)
 TINY = dataclasses.replace(
@@ -71,7 +68,7 @@ TINY = dataclasses.replace(
     backend="aot_eager",
     inner=1,
     most_rounds=2,
-    rotate=1,  # two sets of each size
+    rotate=1,  # two layers of each size
 )
 
 

@@ -36,8 +36,8 @@ def test_triton_ceiling_writes_what_it_read(numel, choice, device):
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("choice", ceilings.variants("ceiling_cuda"), ids=str)
 def test_cuda_ceiling_writes_the_same(numel, choice, device):
-    if ceilings.cuda_missing():
-        pytest.skip(ceilings.cuda_missing())
+    if not ceilings.cuda_compiles():
+        pytest.skip("this torch does not compile CUDA source")
     mine, theirs = (
         run(kernel, numel, choice, device) for kernel in (ceilings.cuda_ceiling, ceilings.triton_ceiling)
     )
@@ -68,7 +68,14 @@ def test_variants_cover_the_launch_choices():
     )
 
 
-def test_why_cuda_is_missing_is_said_without_a_gpu():
+def test_where_cuda_cannot_be_compiled_the_ceiling_is_tritons(monkeypatch):
+    for compiles, kind in ((True, "ceiling_cuda"), (False, "ceiling_triton")):
+        monkeypatch.setattr(ceilings, "cuda_compiles", lambda compiles=compiles: compiles)
+        name, launches = ceilings.launches(quick=True)
+        assert name == kind and [launch.keywords for launch in launches] == ceilings.variants(kind, True)
+
+
+def test_without_a_gpu_no_cuda_is_compiled():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert "GPU" in ceilings.cuda_missing()
+    assert not ceilings.cuda_compiles()

@@ -34,10 +34,9 @@ def test_a_fresh_process_that_fails_says_why(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_first_calls_are_measured_in_order(tmp_path):
-    seconds = first_call.measure("kernel", str(tmp_path))
-    assert list(seconds) == ["first_call", "second_call"]
-    assert seconds["second_call"] < seconds["first_call"]
+def test_a_first_call_with_a_warm_cache_is_faster(tmp_path):
+    empty, warm = (first_call.measure("kernel", str(tmp_path))["first_call"] for _ in range(2))
+    assert 0 < warm < empty
     assert list(tmp_path.rglob("*.cubin"))
 
 

@@ -33,28 +33,22 @@ def test_rows_are_the_contenders_and_what_only_moves_bytes(bench):
     gpu = gpu_time.gpu(bench)
     assert {(case.numel, case.dtype) for case in gpu.sizes} == CASES
     for case in gpu.sizes:
-        assert case.failures == {} and case.buffers == 2
-        order = ["kernel", "bitsandbytes", "ceiling_triton"]
-        assert list(case.rows) == order and "GPU" in case.absent["ceiling_cuda"]
-        assert case.bytes_rotated == 2 * bytes_moved(case.numel)
-        for place, name in enumerate(order, start=1):
-            assert case.rows[name].bytes == bytes_moved(case.numel)
-            assert case.rows[name].p50 == pytest.approx(place)
+        assert case.failures == {}
+        assert list(case.rows) == ["kernel", "bitsandbytes", "ceiling_triton"]
+        assert [row.p50 for row in case.rows.values()] == pytest.approx([1, 2, 3])
         assert ratio(case.rows, "bitsandbytes", "kernel") == pytest.approx(2)
 
 
 def test_the_ceiling_is_its_fastest_launch_choice(bench):
-    choices = ceilings.variants("ceiling_triton", quick=True)
     in_order = bench.gpu.replay_interleaved
 
     def last_is_fastest(graphs, rounds):
         return dict(zip(graphs, reversed(in_order(graphs, rounds).values()), strict=True))
 
-    for replay, choice in ((in_order, choices[0]), (last_is_fastest, choices[-1])):
+    for replay, fastest in ((in_order, 3), (last_is_fastest, 1)):
         bench.gpu.replay_interleaved = replay
-        row = gpu_time.gpu(bench).sizes[0].rows["ceiling_triton"]
-        assert row.variant == f"{choice['words']} {choice['threads']} {choice['store']}"
-    assert choices[0] != choices[-1] and row.p50 == 1
+        assert gpu_time.gpu(bench).sizes[0].rows["ceiling_triton"].p50 == pytest.approx(fastest)
+    assert len(ceilings.variants("ceiling_triton", quick=True)) > 1
 
 
 def test_a_wrong_result_is_recorded_and_not_timed(broken):
@@ -67,14 +61,14 @@ def test_a_wrong_result_is_recorded_and_not_timed(broken):
 
 
 def test_a_ceiling_that_skips_bytes_stops_the_section(bench, monkeypatch):
-    monkeypatch.setattr(ceilings, "kinds", lambda: {"ceiling_triton": lambda *tensors, **choice: None})
+    monkeypatch.setattr(ceilings, "triton_ceiling", lambda *tensors, **choice: None)
     with pytest.raises(AssertionError, match="its oracle"):
         gpu_time.gpu(bench)
 
 
 def test_elements_left_unwritten_are_seen(bench):
-    buffers = workload.make_buffers((64, 64), torch.float16, 1, device="cpu")
-    expected = buffers.expected(0)
+    (layer,) = workload.random_layers((64, 64), torch.float16, 1, device="cpu")
+    expected = protocol.expected(layer)
     out = expected.clone()
     assert wrong_bits(lambda: out, expected, out)
     assert not wrong_bits(lambda: out.copy_(expected), expected, out)
@@ -165,6 +159,7 @@ def test_on_a_gpu_everything_is_captured_and_right(kernel):
         assert case.failures == {} and {"kernel", "unsloth_today", "bitsandbytes"} <= case.rows.keys()
         ceiling = min(row.p50 for name, row in case.rows.items() if name.startswith("ceiling"))
         assert ceiling <= 1.1 * case.rows["kernel"].p50
-        assert min(row.bytes / row.p50 for row in case.rows.values()) > 1e3  # bytes per us: 1 GB/s
+        slowest = max(row.p50 for row in case.rows.values())
+        assert bytes_moved(case.numel) / slowest > 1e3  # bytes per us: 1 GB/s
     for case in gpu_time.ablation(bench).cases:
         assert case.failures == {} and len(case.rows) > 8

@@ -1,12 +1,11 @@
 import dataclasses
-import math
 import sys
 
 import pytest
 
 from helpers.measure import contenders, host_time
 from helpers.measure.contenders import FULL, Bench
-from helpers.record.names import ALLOCATE_FILL, bytes_moved
+from helpers.record.names import ALLOCATE_FILL
 from helpers.record.results import ratio
 from helpers.submission import protocol
 
@@ -18,7 +17,6 @@ def test_rows_hold_everyone_and_the_least_a_call_can_cost(bench):
         for rows in (case.returned, case.synchronized):
             assert {"kernel", "bitsandbytes", ALLOCATE_FILL} <= rows.keys()
             assert ratio(rows, "kernel", ALLOCATE_FILL) > 0
-            assert {row.bytes for row in rows.values()} == {bytes_moved(math.prod(shape))}
     for parts in found.parts.values():
         total = parts.allocate_us + parts.launch_us + parts.rest_us
         assert total == pytest.approx(parts.returned_us) and parts.kernels == 3

@@ -5,7 +5,6 @@ import pytest
 from helpers.record import names
 from helpers.record.results import (
     Ablation,
-    AblationCase,
     Benchmark,
     ByteMover,
     CallCost,
@@ -42,10 +41,8 @@ def data():
     fill = {names.ALLOCATE_FILL: Times(p50=10.0, rounds=20)}
     gpu = [
         GpuCase(
-            shape=(numel // 64, 64),
             numel=numel,
             dtype=dtype,
-            buffers=2,
             rows=rows(
                 kernel=100.0,
                 unsloth_today=100.0 if (numel, dtype) == (2**30, "float16") else 112.0,
@@ -73,12 +70,11 @@ def data():
             device="cuda",
             configs=["a"],
         ),
-        byte_mover=ByteMover(rounds=1000, configs=["a"], seconds={"kernel": [1.0], "byte_mover": [0.95]}),
+        byte_mover=ByteMover(rounds=1000, seconds={"kernel": [1.0], "byte_mover": [0.95]}),
         host=Host(
             cases=[
                 HostCase(
                     **layer,
-                    calls_a_round=100,
                     returned=rows(kernel=10.5, unsloth_today=29.0) | fill,
                     synchronized=rows(kernel=10.5, unsloth_today=19.0) | fill,
                 )
@@ -92,9 +88,7 @@ def data():
             cases=[
                 GemmCase(
                     **layer,
-                    layer="up",
                     tokens=6144,
-                    units_in_graph=8,
                     rows=rows(kernel=500.0) | {"multiplication alone": Times(p50=454.5, rounds=20)},
                 )
             ]
@@ -116,16 +110,13 @@ def data():
             call_eager=rows(kernel=8.3),
             call_compiled=rows(kernel=7.0),
         ),
-        compiles=Compiles(
-            rows=[CompileCount(dtype="float16", state="nested", shapes=8, compiles=1)], shapes=[(1024, 4096)]
-        ),
+        compiles=Compiles(rows=[CompileCount(dtype="float16", state="nested", compiles=1)]),
         cold=Cold(kernel=Starts(empty=[start | {"first_call": 1.0}], warm=[start])),
         ablation=Ablation(
             cases=[
-                AblationCase(
+                GpuCase(
                     numel=2**22,
                     dtype=dtype,
-                    bytes_rotated=1,
                     rows={"as chosen": Times(p50=3.6, rounds=20), **extra},
                 )
                 for dtype, extra in (

@@ -1,4 +1,5 @@
 import json
+import random
 import statistics
 
 import msgspec
@@ -64,11 +65,21 @@ def test_a_file_of_another_name_says_its_type(tmp_path, data):
     assert results.read("mine", tmp_path, schema=results.Benchmark).data == data
 
 
+def test_percentiles_are_a_median_and_values_that_were_measured():
+    values = [float(x) for x in range(11)]
+    random.Random(0).shuffle(values)
+    assert results.percentiles(values) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
+    assert results.percentiles([3.0, 1.0, 2.0]) == {"p20": 1.0, "p50": 2.0, "p80": 3.0}
+    assert results.percentiles([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
+    with pytest.raises(ValueError, match="at least one"):
+        results.percentiles([])
+
+
 def test_many_rounds_are_a_median_and_measured_quantiles():
     seconds = [value * 1e-6 for value in (9, 1, 8, 2, 7, 3, 6, 4, 5, 10, 11)]
-    times = Times.of(seconds, bytes=12_000)
+    times = Times.of(seconds)
     assert (times.p50, times.p20, times.p80) == pytest.approx((6, 3, 9)) and times.repeats == []
-    assert times.bytes == 12_000 and times.rounds == 11
+    assert times.rounds == 11
 
 
 def test_of_few_rounds_every_one_is_kept():
