@@ -1,12 +1,9 @@
-"""Compile Triton kernels for a card that is not here.
+"""Compile Triton kernels for a card that is not here, exactly as their own launchers would launch them there.
 
 A process with TRITON_INTERPRET=1 cannot compile, and Unsloth's kernel file needs stand-ins for the package
-around it: these compiles happen in `python -m helpers.t4.cross_compile`, which reads and writes JSON.
-Requests: {"source": "ours" | "unsloth", "arch": 75, "out_dtype": "float16", "nested": true, ...}.
+around it: all compiles happen in `python -m helpers.t4.cross_compile`, which reads and writes JSON.
 """
 
-import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,92 +11,59 @@ import os
 import sys
 import tempfile
 import types
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import msgspec
 import torch
+import triton
 
 from helpers.machine import child
 from helpers.machine.environment import ROOT, version_of
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.record.names import dtype_name
-from helpers.t4 import compile_spec, load_order, machine_code
-from helpers.t4.cards import CARDS
-from helpers.t4.compile_spec import LARGE
+from helpers.t4 import other_card
 
-CACHE = ROOT / "build" / "triton-cache"  # of every compile in a child process
+LARGE = 2048 * 8192  # elements: an official size; the kernel's tile and hints depend on it
+CACHE = ROOT / "build" / "triton-cache"
 DTYPES = ("float16", "bfloat16", "float32")
 # Unsloth chooses its T4 launch by Triton's version: 3.7 brought a table of its own for (7, 5).
 UNSLOTH_TABLES = ("3.6.0", "3.7.0")
 
 
 class CompileError(RuntimeError):
-    """The kernel did not compile; the text is the compiler's."""
+    """The process that compiles failed; the text is its own."""
 
 
-@dataclass(frozen=True)
-class Built:
+class Request(msgspec.Struct, frozen=True):
+    """A kernel to compile: ours, with the settings that it would choose there, or Unsloth's."""
+
+    arch: int
+    dtype: str = "float16"
+    nested: bool = True
+    numel: int = LARGE
+    unsloth: str = ""  # the Triton whose table its launcher uses; "": ours
+    force: dict = {}  # other values for fields of Settings (hints=False, asm=False)
+
+
+class Built(msgspec.Struct):
     """One compiled kernel, or the reason why there is none (`error`)."""
 
-    request: dict
+    request: Request
     ptx: str = ""
     cubin: bytes = b""
-    name: str = ""  # of the entry point
     num_warps: int = 0
     shared: int = 0  # bytes per block
     elements: float = 0.0  # outputs of one thread
-    constexprs: dict = dataclasses.field(default_factory=dict)
-    versions: dict = dataclasses.field(default_factory=dict)  # triton, and unsloth's where it is the source
+    versions: dict = {}  # triton, and unsloth's where it is the source
     error: str = ""
 
-    def or_raise(self) -> "Built":
-        """Itself. Raises CompileError where it did not compile."""
-        if self.error:
-            raise CompileError(self.error)
-        return self
 
-    @functools.cached_property
-    def counted(self) -> tuple[tuple[machine_code.Instruction, ...], dict]:
-        """machine_code.count of it. Raises machine_code.ToolMissing."""
-        card, threads = CARDS[self.request["arch"]], 32 * self.num_warps
-        return machine_code.count_cubin(card, self.cubin, self.shared, threads, self.elements)
-
-    @functools.cached_property
-    def order(self) -> load_order.Order:
-        """Order of loads; of our kernel only, whose arguments it knows. Raises machine_code.ToolMissing."""
-        return load_order.read(self.counted[0], self.request["arch"])
-
-
-def build(requests: list[dict], pythonpath: str | None = None, module=None) -> list[Built]:
+def build(requests: list[Request], pythonpath: str = "") -> list[Built]:
     """Compile each request; failures come back as Built.error.
 
-    pythonpath: a folder searched before the installed packages (another Triton). module: what holds the
-    kernel (default: helpers.nf4.kernel; a live notebook passes its own, compiled in its own process). Raises
-    CompileError when a child process itself fails, or where `module` cannot be compiled in this process.
+    pythonpath: a folder searched before the installed packages (another Triton). Raises CompileError when the
+    process that compiles fails.
     """
-    ours = all(request["source"] == "ours" for request in requests)
-    interpreted = "TRITON_INTERPRET" in os.environ
-    if module is not None and interpreted:
-        raise CompileError("Triton's interpreter is in use here: only helpers.nf4.kernel can be compiled")
-    here = ours and not (pythonpath or interpreted)
-    return _answers(requests, module or nf4_kernel) if here else _in_child(requests, pythonpath)
-
-
-def request_of(out_dtype, nested: bool, arch: int, numel: int = LARGE, **force) -> dict:
-    """The request for one kernel of ours, with the settings it would choose on such a card.
-
-    out_dtype: torch dtype or its name. force: other values for fields of Settings (hints=False, asm=False).
-    """
-    name = dtype_name(out_dtype)
-    if name not in DTYPES:
-        raise ValueError(f"out_dtype must be one of {', '.join(DTYPES)}, got {out_dtype!r}")
-    kind = {"out_dtype": name, "nested": nested, "numel": numel, "force": force}
-    return {"source": "ours", "arch": arch} | kind
-
-
-def _in_child(requests: list[dict], pythonpath: str | None) -> list[Built]:
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
     if pythonpath:
         variables["PYTHONPATH"] = os.pathsep.join([pythonpath, str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -113,46 +77,12 @@ def _in_child(requests: list[dict], pythonpath: str | None) -> list[Built]:
         return msgspec.json.decode(answer.read_bytes(), type=list[Built])
 
 
-def _compile(request, spec, elements, **versions) -> Built:
-    """The answer to a request: `spec` compiled for its card."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    source = ASTSource(spec["fn"], spec["signature"], spec["constexprs"], spec["attrs"])
-    target = GPUTarget("cuda", request["arch"], 32)
-    compiled = triton.compile(source, target=target, options=spec["options"])
-    names, constexprs = list(spec["signature"]), spec["constexprs"].items()
-    return Built(
-        request,
-        compiled.asm["ptx"],
-        compiled.asm["cubin"],
-        compiled.metadata.name,
-        compiled.metadata.num_warps,
-        compiled.metadata.shared,
-        elements,
-        {names[path[0]]: value for path, value in constexprs if isinstance(value, int | str)},
-        {"triton": triton.__version__} | versions,
-    )
-
-
-def _build_ours(request, module) -> Built:
-    """Our kernel, with the settings that its own code chooses for a card of this architecture."""
-    chosen = compile_spec.card_settings(request["arch"], module)
-    chosen = dataclasses.replace(chosen, **request.get("force", {}))
-    dtype, numel = getattr(torch, request["out_dtype"]), request.get("numel", LARGE)
-    spec = compile_spec.compile_spec(dtype, request["nested"], numel, chosen, module)
-    words = spec["constexprs"][spec["fn"].arg_names.index("WORDS"),]
-    return _compile(request, spec, 8 * words)
-
-
 def _unsloth_module(table: str, arch: int):
     """Unsloth's kernels/nf4.py alone, as it behaves on a card of `arch` with Triton `table`.
 
     `import unsloth` takes long and wants a GPU: stand-ins take the place of the packages around the file, and
     its torch operators are not registered. For a process that imports nothing else of Unsloth's.
     """
-    import triton
     from packaging.version import Version
 
     folder = Path(importlib.util.find_spec("unsloth").submodule_search_locations[0]) / "kernels"
@@ -170,49 +100,43 @@ def _unsloth_module(table: str, arch: int):
     return module
 
 
-def _build_unsloth(request, _) -> Built:
-    """Unsloth's fused kernel for nested states, exactly as its own launcher would specialize it."""
-    module = _unsloth_module(request["table"], request["arch"])
-    size, meta = request["numel"], functools.partial(torch.empty, device="meta")
+def _unsloth_launch(request: Request):
+    """(kernel, arguments, named, outputs of one thread) of Unsloth's fused kernel for nested states."""
+    module = _unsloth_module(request.unsloth, request.arch)
+    size, meta = request.numel, functools.partial(torch.empty, device="meta")
     codes = (meta(length, dtype=torch.uint8) for length in (size // 2, size // 64))  # weight, absmax
-    floats, out = meta(256), meta(size, dtype=getattr(torch, request["out_dtype"]))
-    launch = compile_spec.Launch()
-    with mock.patch.object(torch.cuda, "current_device", lambda: 0), contextlib.suppress(compile_spec.Launch):
-        module._launch(launch, *codes, floats, floats, floats, floats, 64, 256, out, fp_fusion=False)
-
-    kernel, pointers = module._nf4_dequant_kernel, compile_spec.POINTERS | {torch.uint8: "*u8"}
-    constexprs = {name: value for name, value in launch.named.items() if name in kernel.arg_names}
-    options = {name: value for name, value in launch.named.items() if name not in kernel.arg_names}
-    signature, attrs = dict.fromkeys(kernel.arg_names, "constexpr"), {}
-    for position, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments, strict=False)):
-        pointer = isinstance(value, torch.Tensor)
-        signature[name] = pointers[value.dtype] if pointer else "i32"
-        if pointer or value % 16 == 0:
-            attrs[position,] = [["tt.divisibility", 16]]
-    spec = {
-        "fn": kernel,
-        "signature": signature,
-        "constexprs": {(kernel.arg_names.index(name),): value for name, value in constexprs.items()},
-        "attrs": attrs,
-        "options": options,
-    }
+    floats, out = meta(256), meta(size, dtype=getattr(torch, request.dtype))
+    launcher = mock.MagicMock()  # in the place of the kernel
+    with mock.patch.object(torch.cuda, "current_device", lambda: 0):
+        module._launch(launcher, *codes, floats, floats, floats, floats, 64, 256, out, fp_fusion=False)
+    arguments, named = launcher.__getitem__.return_value.call_args
     # A program is ROWS blocks of 2 * HALF elements, whatever lanes its stores repeat.
-    elements = constexprs["ROWS"] * constexprs["HALF"] * 2 / (32 * options["num_warps"])
-    return _compile(request, spec, elements, unsloth=version_of("unsloth"))
+    elements = named["ROWS"] * named["HALF"] * 2 / (32 * named["num_warps"])
+    return module._nf4_dequant_kernel, arguments, named, elements
 
 
-def _answers(requests: list[dict], module) -> list[Built]:
-    """The answer to each request, or the error it raised."""
-    answers = []
-    for request in requests:
-        try:
-            builder = {"ours": _build_ours, "unsloth": _build_unsloth}[request["source"]]
-            answers.append(builder(request, module))
-        except Exception as error:
-            answers.append(Built(request, error=f"{type(error).__name__}: {error}"[-3000:]))
-    return answers
+def _our_launch(request: Request):
+    """(kernel, arguments, named, outputs of one thread) of ours."""
+    dtype = getattr(torch, request.dtype)
+    arguments, named = other_card.our_launch(
+        request.arch, dtype, request.nested, request.numel, request.force
+    )
+    return nf4_kernel._your_dequantize_nf4_kernel, arguments, named, 8 * named["WORDS"]
+
+
+def _answer(request: Request) -> Built:
+    """The kernel asked for, or the error it raised."""
+    versions = {"triton": triton.__version__}
+    versions |= {"unsloth": version_of("unsloth")} if request.unsloth else {}
+    try:
+        *launch, elements = _unsloth_launch(request) if request.unsloth else _our_launch(request)
+        found = other_card.compiled(request.arch, *launch)
+    except Exception as error:
+        return Built(request, error=f"{type(error).__name__}: {error}"[-3000:])
+    ptx, cubin, metadata = found.asm["ptx"], found.asm["cubin"], found.metadata
+    return Built(request, ptx, cubin, metadata.num_warps, metadata.shared, elements, versions)
 
 
 if __name__ == "__main__":
-    asked = msgspec.json.decode(sys.stdin.buffer.read())
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode(_answers(asked, nf4_kernel)))
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode([_answer(request) for request in asked]))

@@ -81,8 +81,13 @@ def width(opcode: str) -> int:
     return next((sizes[part] for part in opcode.split(".")[1:] if part in sizes), 32)
 
 
-def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, ...], str]:
-    """The instructions one thread of a full tile issues, and in words how they were chosen.
+def _filled(path: tuple[Instruction, ...]) -> tuple[int, int]:
+    """How full a tile must be for this way: unpredicated bits stored, then instructions."""
+    return sum(width(i.opcode) for i in path if i.stem == "STG" and not i.predicate), len(path)
+
+
+def executed(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """The instructions one thread of a full tile issues.
 
     From the entry on, jumps that are always taken are followed and a loop is passed once. Where a jump ahead
     depends on a predicate, the way with more unpredicated bytes stored is taken (a full tile needs no mask),
@@ -90,12 +95,10 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
     or at the jump back that closes a loop; padding and the trap behind EXIT are not counted.
     """
     index = {instruction.address: position for position, instruction in enumerate(instructions)}
-    seen = {"loops": 0, "forks": 0}
 
     @functools.cache
-    def way(position: int) -> tuple[tuple[float, int], tuple[Instruction, ...]]:
+    def way(position: int) -> tuple[Instruction, ...]:
         walked: list[Instruction] = []
-        rest: tuple[Instruction, ...] = ()
         while position < len(instructions):
             now = instructions[position]
             position += 1
@@ -104,64 +107,46 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[tuple[Instruction, 
             if now.stem == "BRA":
                 target = int(re.search(r"0x([0-9a-f]+)", now.operands).group(1), 16)
                 back = target <= now.address
-                seen["loops"] += back
                 if back and not now.predicate:
                     break
                 if not back and now.predicate:
-                    seen["forks"] += 1
-                    walked.append(now)
-                    rest = max(way(position), way(index[target]), key=lambda pair: pair[0])[1]
-                    break
+                    return (*walked, now, *max(way(position), way(index[target]), key=_filled))
                 if not back:
                     position = index[target]
             walked.append(now)
             if now.stem == "EXIT" and not now.predicate:
                 break
-        whole = (*walked, *rest)
-        stored = sum(width(i.opcode) for i in whole if i.stem == "STG" and not i.predicate)
-        return (stored, len(whole)), whole
+        return tuple(walked)
 
-    _, path = way(0)
-    how = "one pass of its loop" if seen["loops"] else "straight line"
-    return path, how + (f", full tile's way at {seen['forks']} forks" if seen["forks"] else "")
+    return way(0)
 
 
-def count(card: Card, instructions, registers, shared, threads, elements=None, itemsize=2):
-    """(the instructions one thread executes, figures on them and on what the kernel occupies).
+def count(card: Card, path, registers: int, shared: int, threads: int, elements: float) -> dict:
+    """Figures on the `path` of one thread, which writes `elements`, and on what the kernel occupies.
 
-    elements: of one thread; None: all bytes it stores to global memory / itemsize. The figures are the fields
-    of sass.Code that have their names.
+    They are the fields of sass.Code that have their names.
     """
-    path, how = executed(instructions)
     loads, stores = ([i.opcode for i in path if i.stem == stem] for stem in ("LDG", "STG"))
-    elements = elements or sum(map(width, stores)) / 8 / itemsize
-    if not elements:
-        raise ValueError("no global store found, so the outputs of a thread are unknown")
-    return path, {
+    return {
         "instructions": len(path) / elements,
         "load_store": sum(i.stem in LOAD_STORE for i in path) / elements,
-        "elements": elements,
-        "threads": threads,
         "registers": registers,
         "shared": shared,
         "occupancy": card.occupancy(threads, registers, shared),
         "spills": sum(i.stem in ("LDL", "STL") for i in path),
-        "load_bits": dict(Counter(map(width, loads))),
         "store_bits": dict(Counter(map(width, stores))),
         "hinted": {
             what: sum("EF" in opcode.split(".") for opcode in opcodes)
             for what, opcodes in (("loads", loads), ("stores", stores))
         },
-        "counted": how,
     }
 
 
-def count_cubin(card: Card, cubin: bytes, shared: int, threads: int, elements: float):
-    """`count` of a cubin that holds one kernel, launched with `shared` bytes. Raises ToolMissing."""
+def disassembled(cubin: bytes) -> tuple[tuple[Instruction, ...], int]:
+    """(instructions, registers) of a cubin that holds one kernel. Raises ToolMissing."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = cuobjdump("-sass", "-res-usage", file.name)
     ((function, instructions),) = parse(text).items()
-    registers, _ = resources(text)[function]
-    return count(card, instructions, registers, shared, threads, elements)
+    return instructions, resources(text)[function][0]

@@ -11,26 +11,23 @@ import sys
 import textwrap
 from pathlib import Path
 
+import msgspec
+
 from helpers.machine.environment import ROOT, version_of
 from helpers.record import results, tables
 from helpers.record.results import Record
-from helpers.t4 import machine_code
+from helpers.t4 import load_order, machine_code
 from helpers.t4.cards import CARDS
-from helpers.t4.compile_spec import LARGE
-from helpers.t4.cross_compile import DTYPES, UNSLOTH_TABLES, Built, build, request_of
-from helpers.t4.load_order import Order
+from helpers.t4.cross_compile import DTYPES, LARGE, UNSLOTH_TABLES, Built, Request, build
 
 SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 HALF = DTYPES[:2]
 FOLDER = ROOT / "results" / "cross-compiled"
 WIDTH = 110  # columns of the report
-# (out_dtype, nested, with the tile of small tensors): all that ours comes in
-KINDS = tuple(
-    (dtype, nested, small) for small in (False, True) for nested in (True, False) for dtype in DTYPES
-)
-BRIEF = tuple((dtype, True, False) for dtype in HALF)  # what the official protocol runs
-OTHERS = (*BRIEF, ("float32", True, False), ("float16", True, True))  # on cards that are no T4
+SMALL = 2**20  # elements: of the small tile
+# (out_dtype, nested, elements): all that ours comes in
+KINDS = tuple((d, nested, numel) for numel in (LARGE, SMALL) for nested in (True, False) for d in DTYPES)
+OTHERS = (*((dtype, True, LARGE) for dtype in DTYPES), ("float16", True, SMALL))  # on cards that are no T4
 
 # Instructions that an output element may cost; 10 to 20 % above what Triton 3.3 to 3.9 make of it.
 BUDGET = {arch: {"float16": 5.25, "bfloat16": 5.25, "float32": 7.0} for arch in CARDS}
@@ -38,20 +35,16 @@ BUDGET[75] = {"float16": 5.5, "bfloat16": 6.5, "float32": 7.0}  # bf16 is rounde
 SMALL_TILE_MORE = 4.0  # instructions an element: what a program computes once is spread over fewer
 OCCUPANCY = {"float16": 1.0, "bfloat16": 1.0, "float32": 0.8}  # at least
 
-BNB_THREADS = 64
-# Weights in NF4, of each dtype, and 8-bit absmax in fp32.
-BNB_KERNEL = re.compile(
-    r"kDequantizeBlockwiseI(?:(6__half|13__nv_bfloat16|f)Li512ELi64ELi8ELi2|fLi512ELi64ELi8ELi0)E"
-)
-BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16", "f": "float32"}
-SMALL = 2**20  # elements: of the small tile
+# bitsandbytes' for weights in NF4: of each dtype, 64 threads a block, 16 elements a thread.
+BNB_KERNEL = re.compile(r"kDequantizeBlockwiseI(6__half|13__nv_bfloat16)Li512ELi64ELi8ELi2E")
+BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16"}
 
 
-class Code(Record):
+class Code(Record, forbid_unknown_fields=False):
     """One kernel's machine code for one card; without figures where `failed` says why."""
 
     arch: int
-    contender: str  # kernel, unsloth_before_3_7, unsloth_from_3_7, bitsandbytes
+    contender: str  # kernel, unsloth or bitsandbytes
     label: str
     dtype: str = ""
     nested: bool = True
@@ -59,21 +52,16 @@ class Code(Record):
     failed: str = ""
     instructions: float | None = None  # an output element
     load_store: float | None = None  # ... of them loads, stores and shuffles
-    elements: float | None = None  # of one thread
-    threads: int | None = None  # per block
     registers: int | None = None
     shared: int | None = None  # bytes per block
     occupancy: float | None = None
     spills: int | None = None
-    load_bits: dict[int, int] = {}  # bits a lane: how many
-    store_bits: dict[int, int] = {}
+    store_bits: dict[int, int] = {}  # bits a lane: how many
     hinted: dict[str, int] = {}  # loads and stores that ask to be evicted first
-    counted: str = ""  # how the instructions of a thread were chosen
     order: str = ""  # of loads, in ours
     latencies: int | None = None  # dependent ones before the first store
     late_words: int | None = None  # words loaded behind a wait
     missed: list[str] = []  # of the budget
-    constexprs: dict[str, bool | int | str] = {}
     versions: dict[str, str] = {}
 
 
@@ -84,41 +72,31 @@ class MachineCode(Record):
 def code_of(built: Built) -> Code:
     """What the table says of a kernel of ours or Unsloth's."""
     request = built.request
-    ours, nested, numel = request["source"] == "ours", request["nested"], request.get("numel", LARGE)
-    if ours:
-        contender = "kernel"
-        label = f"ours, {'nested' if nested else 'flat'}{', small tile' * (numel < LARGE)}"
+    arch, small = request.arch, request.numel < LARGE
+    if request.unsloth:
+        label = f"Unsloth (Triton {'<' if request.unsloth == UNSLOTH_TABLES[0] else '>='} 3.7)"
     else:
-        old = request["table"] == UNSLOTH_TABLES[0]
-        contender = f"unsloth_{'before' if old else 'from'}_3_7"
-        label = f"Unsloth (Triton {'<' if old else '>='} 3.7)" + f", {numel // 1024}K" * (numel < LARGE)
-    facts, failed = {}, ""
+        label = f"ours, {'nested' if request.nested else 'flat'}{', small tile' * small}"
+    contender = "unsloth" if request.unsloth else "kernel"
+    code = Code(arch=arch, contender=contender, label=label, dtype=request.dtype, nested=request.nested,
+                small=small, versions=built.versions)  # fmt: skip
     if built.error:
         lines = [line.strip() for line in built.error.splitlines() if line.strip()]
-        failed = f"did not compile: {lines[-1][:300]}"
-    else:
-        facts = built.counted[1]
-    code = Code(
-        arch=request["arch"],
-        contender=contender,
-        label=label,
-        dtype=request["out_dtype"],
-        nested=nested,
-        small=numel < LARGE,
-        failed=failed,
-        constexprs=built.constexprs,
-        versions=built.versions,
-        **facts,
-    )
-    if ours and failed:
-        code.missed = [failed]
-    elif ours:
-        code.order, code.latencies = str(built.order), built.order.latencies
-        code.late_words, code.missed = built.order.late_words, over_budget(code, built.order)
+        code.failed = f"did not compile: {lines[-1][:300]}"
+        code.missed = [] if request.unsloth else [code.failed]
+        return code
+    instructions, registers = machine_code.disassembled(built.cubin)
+    path, threads = machine_code.executed(instructions), 32 * built.num_warps
+    figures = machine_code.count(CARDS[arch], path, registers, built.shared, threads, built.elements)
+    code = msgspec.structs.replace(code, **figures)
+    if not request.unsloth:
+        order = load_order.read(path, arch)
+        code.order, code.latencies, code.late_words = str(order), order.latencies, order.late_words
+        code.missed = over_budget(code, order)
     return code
 
 
-def over_budget(code: Code, order: Order) -> list[str]:
+def over_budget(code: Code, order: load_order.Order) -> list[str]:
     """What of the budget a kernel of ours misses, in words; empty when all is met.
 
     The order of loads is gated in nested states; in flat ones it is reported.
@@ -134,83 +112,34 @@ def over_budget(code: Code, order: Order) -> list[str]:
     return [text for text, true in missed.items() if true] + faults
 
 
-def ours(archs=(75,), kinds=KINDS) -> list[Code]:
-    """Our kernel for each card, in each of `kinds`. Raises machine_code.ToolMissing without cuobjdump."""
-    machine_code.tool()
-    requests = [
-        request_of(dtype, nested, arch, SMALL if small else LARGE)
-        for arch in archs
-        for dtype, nested, small in kinds
-    ]
-    return [code_of(built) for built in build(requests)]
-
-
-def unsloth(arch: int = 75) -> list[Code]:
-    """Unsloth's fused kernel in each launch configuration that it chooses on such a card.
-
-    At an official size in fp16 and bf16; of smaller tensors, where it chooses differently, in fp16.
-    """
+def unsloth() -> list[Code]:
+    """Unsloth's fused kernel at an official size, by each table from which it chooses its launch on a T4."""
     if importlib.util.find_spec("unsloth") is None:
-        return [Code(arch=arch, contender="unsloth_before_3_7", label="Unsloth", failed="not installed")]
-    requests = [
-        {"source": "unsloth", "arch": arch, "out_dtype": dtype, "nested": True, "table": table, "numel": size}
-        for table in UNSLOTH_TABLES
-        for size, dtypes in ((LARGE, HALF), (SMALL, HALF[:1]), (2**16, HALF[:1]))
-        for dtype in dtypes
-    ]
-    different = {}
-    for code in map(code_of, build(requests)):
-        choice = (code.contender, code.dtype, code.failed, code.threads, *sorted(code.constexprs.items()))
-        different.setdefault(choice, code)
-    return list(different.values())
+        return [Code(arch=75, contender="unsloth", label="Unsloth", failed="not installed")]
+    requests = [Request(75, dtype, unsloth=table) for table in UNSLOTH_TABLES for dtype in HALF]
+    return list(map(code_of, build(requests)))
 
 
-def bitsandbytes_library(arch: int) -> Path:
-    """bitsandbytes' CUDA library with code for sm_`arch`: the CUDA 12.8 one, Colab's, or else the newest.
-
-    Raises LookupError without one.
-    """
-    spec = importlib.util.find_spec("bitsandbytes")
-    if spec is None:
-        raise LookupError("not installed")
-    folder = Path(spec.submodule_search_locations[0])
-    libraries = sorted(folder.glob("libbitsandbytes_cuda*.so"), reverse=True)
-    for path in sorted(libraries, key=lambda path: path.stem[-3:] != "128"):
-        if f"sm_{arch}.cubin" in machine_code.cuobjdump("-lelf", path):
-            return path
-    raise LookupError(f"no library with sm_{arch} code is installed")
-
-
-def bitsandbytes(arch: int = 75) -> list[Code]:
-    """bitsandbytes' NF4 kernels and the absmax decode, disassembled from its installed library."""
-    who, card = {"arch": arch, "contender": "bitsandbytes"}, CARDS[arch]
-    try:
-        library = bitsandbytes_library(arch)
-        usage = machine_code.resources(machine_code.cuobjdump("-res-usage", "-arch", f"sm_{arch}", library))
-        kernels = {name: match for name in usage if (match := BNB_KERNEL.search(name))}
-        if not kernels:
-            raise LookupError(f"no dequantization kernel of the known form in {library.name}")
-    except LookupError as error:
-        return [Code(**who, label="bitsandbytes", failed=str(error))]
-    listing = machine_code.cuobjdump("-sass", "-arch", f"sm_{arch}", "-fun", ",".join(kernels), library)
+def bitsandbytes() -> list[Code]:
+    """bitsandbytes' NF4 kernels for a T4, from its library for CUDA 12.8, Colab's, or else the newest."""
+    spec, usage = importlib.util.find_spec("bitsandbytes"), {}
+    libraries = Path(spec.submodule_search_locations[0]).glob("libbitsandbytes_cuda*.so") if spec else ()
+    library = max(libraries, key=lambda path: (path.stem.endswith("128"), path.stem), default=None)
+    if library:
+        usage = machine_code.resources(machine_code.cuobjdump("-res-usage", "-arch", "sm_75", library))
+    names = {BNB_DTYPES[match[1]]: name for name in usage if (match := BNB_KERNEL.search(name))}
+    if not names:
+        failed = "not installed, or without a CUDA library that has the kernel known for sm_75"
+        return [Code(arch=75, contender="bitsandbytes", label="bitsandbytes", failed=failed)]
+    listing = machine_code.cuobjdump("-sass", "-arch", "sm_75", "-fun", ",".join(names.values()), library)
     instructions, codes = machine_code.parse(listing), []
-    for name, match in kernels.items():
-        dtype, (registers, shared) = BNB_DTYPES[match[1] or "f"], usage[name]
-        _, facts = machine_code.count(
-            card,
-            instructions[name],
-            registers,
-            shared - card.reserved,  # listed with what the driver keeps
-            BNB_THREADS,
-            itemsize=ITEMSIZE[dtype],
-        )
-        label, versions = (
-            f"bitsandbytes, {'weight' if match[1] else 'absmax decode'}",
-            version_of("bitsandbytes"),
-        )
-        versions = {"bitsandbytes": versions}
-        codes.append(Code(**who, label=label, dtype=dtype, nested=False, versions=versions, **facts))
-    return sorted(codes, key=lambda code: ("absmax" in code.label, DTYPES.index(code.dtype)))
+    for dtype in HALF:
+        path = machine_code.executed(instructions[names[dtype]])
+        figures = machine_code.count(CARDS[75], path, *usage[names[dtype]], threads=64, elements=16)
+        label, versions = "bitsandbytes, weight", {"bitsandbytes": version_of("bitsandbytes")}
+        who = dict(arch=75, contender="bitsandbytes", label=label, dtype=dtype, nested=False)
+        codes.append(Code(**who, versions=versions, **figures))
+    return codes
 
 
 def _bits(widths) -> str:
@@ -231,12 +160,12 @@ def table(codes: list[Code], every: bool = False) -> list[list[str]]:
     """Rows of texts, header first: what decodes large nested weights to 16 bits, or `every` code."""
     rows = [HEAD]
     for code in codes:
-        start = [code.label, f"sm_{code.arch}", SHORT.get(code.dtype, "")]
         official = (code.nested or code.contender != "kernel") and not code.small and code.dtype in HALF
         if not code.failed and (official or every):
             figures = f"{code.instructions:.2f} {code.load_store:.2f} {code.registers} {code.occupancy:.0%}"
             stores = f"{_bits(code.store_bits)} {'+'.join(map(str, code.hinted.values()))}"
             order = ("-" if value is None else str(value) for value in (code.late_words, code.latencies))
+            start = [code.label, f"sm_{code.arch}", SHORT[code.dtype]]
             rows.append([*start, *figures.split(), str(code.shared), *stores.split(), *order])
     return rows
 
@@ -259,23 +188,19 @@ def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
 
 
 def report(codes: list[Code]) -> str:
-    """Every row of the table, its legend and the verdict."""
-    versions = sorted({f"{name} {version}" for code in codes for name, version in code.versions.items()})
-    texts = (LEGEND, f"Compiled by or read from {', '.join(versions)}.", verdict(codes))
+    """Every row of the table, what failed, the legend and the verdict."""
     failures = [f"sm_{code.arch} {code.label}: {code.failed}" for code in codes if code.failed]
-    return "\n".join(
-        [
-            tables.text(table(codes, every=True)),
-            "",
-            *(textwrap.fill(text, WIDTH) for text in (*failures, *texts)),
-        ]
-    )
+    texts = [textwrap.fill(text, WIDTH) for text in (*failures, LEGEND, verdict(codes))]
+    return "\n".join([tables.text(table(codes, every=True)), "", *texts])
 
 
 def collect(archs=tuple(CARDS)) -> list[Code]:
-    """Everyone's code for a T4, and ours for the other cards in the kinds of OTHERS."""
-    codes = [*ours(), *unsloth(), *bitsandbytes()] if 75 in archs else []
-    return codes + ours([arch for arch in archs if arch != 75], OTHERS)
+    """Ours for each card, and everyone's for a T4. Raises machine_code.ToolMissing without cuobjdump."""
+    machine_code.tool()
+    requests = [Request(arch, *kind) for arch in archs for kind in (KINDS if arch == 75 else OTHERS)]
+    codes = list(map(code_of, build(requests)))
+    codes += unsloth() + bitsandbytes() if 75 in archs else []
+    return sorted(codes, key=lambda code: code.arch)
 
 
 def order(codes: list[Code]) -> str:

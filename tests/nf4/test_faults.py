@@ -16,7 +16,7 @@ import torch
 
 from helpers.oracle import reference
 from helpers.submission import protocol
-from helpers.t4 import compile_spec, cross_compile
+from helpers.t4 import cross_compile
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -215,27 +215,12 @@ class TestCompilation:
         assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
 
 
-def ptx_for_t4(kernel):
-    """PTX of the nested fp16 kernel as a T4 would get it."""
-    if kernel.INTERPRETED:
-        (built,) = cross_compile.build(
-            [{"source": "ours", "arch": 75, "out_dtype": "float16", "nested": True}]
-        )
-        assert not built.error, built.error
-        return built.ptx
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    with kernel.force(card="t4", asm=True):
-        spec = compile_spec.compile_spec(torch.float16, settings=kernel.settings())
-    source = triton.compiler.ASTSource(spec["fn"], spec["signature"], spec["constexprs"], spec["attrs"])
-    return triton.compile(source, target=GPUTarget("cuda", 75, 32), options=spec["options"]).asm["ptx"]
-
-
 def test_hints_are_on_what_is_read_or_written_once(kernel):
     """Evicted first: the packed words, absmax and every store. What all programs share keeps its cache line:
     codebook, code2, absmax2 and offset."""
-    ptx = ptx_for_t4(kernel)
+    (built,) = cross_compile.build([cross_compile.Request(75)])
+    assert not built.error, built.error
+    ptx = built.ptx
     loads, stores = re.findall(r"ld\.global\S*", ptx), re.findall(r"st\.global\S*", ptx)
     words = kernel.settings().words
     assert sum("evict_first" in load for load in loads) == words + 1

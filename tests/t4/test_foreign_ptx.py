@@ -1,46 +1,13 @@
 """PTX of another card through the driver: its entry, its arguments, and the proof itself on a GPU."""
 
-import ctypes
-import dataclasses
+import copy
 
 import pytest
 import torch
 
 from helpers.machine import environment
 from helpers.submission import protocol
-from helpers.t4 import cross_compile, foreign_ptx
-
-PTX = """
-.version 8.7
-.target sm_75
-.visible .entry copy(
-	.param .u64 .ptr .global .align 1 copy_param_0,
-	.param .u64 copy_param_1,
-	.param .u32 copy_param_2,
-	.param .u64 .ptr .global .align 1 copy_param_3
-)
-.reqntid 128
-{ ret; }
-"""
-COPY = cross_compile.Built({"arch": 75}, PTX, name="copy", num_warps=4)
-
-
-def test_arguments_get_their_widths_and_scratch_pointers_nulls():
-    tensor = torch.zeros(4)
-    values = foreign_ptx.pack(PTX, [tensor, 7, -1])
-    assert [value.value for value in values] == [tensor.data_ptr(), 7, 2**32 - 1, 0]
-    assert [ctypes.sizeof(value) for value in values] == [8, 8, 4, 8]
-
-
-@pytest.mark.parametrize("arguments", [[1, 2], [1, 2, 3, 4, 5]])
-def test_arguments_that_do_not_fit_are_refused(arguments):
-    with pytest.raises(ValueError, match="do not fit"):
-        foreign_ptx.pack(PTX, arguments)
-
-
-def test_tensors_must_be_on_a_gpu():
-    with pytest.raises(ValueError, match="NVIDIA GPU"):
-        foreign_ptx.run_ptx(COPY, 1, [torch.zeros(4), torch.zeros(4), 1])
+from helpers.t4 import foreign_ptx, other_card
 
 
 @pytest.mark.skipif(environment.has_gpu(), reason="needs a machine without a GPU")
@@ -62,17 +29,16 @@ def here(monkeypatch):
     monkeypatch.setitem(foreign_ptx.SIZES, "random layer", (416, 100))
 
     def launches(wrong=lambda around, start, end: None):
-        def run(built, programs, arguments):
-            assert len(foreign_ptx.pack(built.ptx, arguments)) >= 9
-            weight, out, absmax, table, *_ = arguments
-            assert out.isnan().all() and programs * built.num_warps * 32 * 8 * 8 >= out.numel()
+        def launch(self, grid, *arguments, **named):
+            weight, out, *_ = arguments
+            assert out.isnan().all() and grid[0] * named["THREADS"] * named["WORDS"] * 8 >= out.numel()
             layer = next(layer for layer in layers if layer.weight.data_ptr() == weight.data_ptr())
             out.copy_(protocol.expected(layer).view(out.shape))
             start = out.storage_offset()
             wrong(torch.as_strided(out, (out.untyped_storage().nbytes() // out.itemsize,), (1,), 0), start,
                   start + out.numel())  # fmt: skip
 
-        monkeypatch.setattr(foreign_ptx, "run_ptx", run)
+        monkeypatch.setattr(other_card.ForeignKernel, "launch", launch)
 
     layers, make = [], foreign_ptx._layer
     monkeypatch.setattr(foreign_ptx, "_layer", lambda *a: layers.append(make(*a)) or layers[-1])
@@ -143,27 +109,39 @@ def test_ptx_of_other_cards_is_exact_on_the_gpu_at_hand(arch):
     assert "every bit equal" in foreign_ptx.summary(proof)
 
 
+def changed(monkeypatch, old, new):
+    """From here on the PTX of other cards has `new` in the place of `old`."""
+    real = other_card.compiled
+
+    def compiled(*launch):
+        found = copy.copy(real(*launch))  # Triton keeps the other, and gives it again
+        found.module, found._run = None, None
+        assert old in found.asm["ptx"]
+        found.asm = {"ptx": found.asm["ptx"].replace(old, new)}
+        return found
+
+    monkeypatch.setattr(other_card, "compiled", compiled)
+
+
 @pytest.mark.gpu
 def test_the_proof_notices_a_wrong_kernel(monkeypatch):
     pytest.importorskip("bitsandbytes")
-    real = cross_compile.build
-
-    def wrong(requests, module=None):
-        broken = [
-            dataclasses.replace(built, ptx=built.ptx.replace("shfl.sync.idx.b32", "shfl.sync.bfly.b32"))
-            for built in real(requests, module=module)
-        ]
-        assert all("shfl.sync.bfly" in built.ptx for built in broken)
-        return broken
-
-    monkeypatch.setattr(cross_compile, "build", wrong)
+    changed(monkeypatch, "shfl.sync.idx.b32", "shfl.sync.bfly.b32")
     proof = foreign_ptx.prove("cuda", dtypes=(torch.float16,))
     assert proof["passed"] is False and any(case["differing"] for case in proof["cases"])
 
 
 @pytest.mark.gpu
-def test_a_text_the_driver_refuses_raises_with_its_words():
-    broken = dataclasses.replace(COPY, ptx=PTX.replace("{ ret; }", "{ nonsense.u32 %r1; ret; }"))
-    tensor = torch.zeros(4, device="cuda")
-    with pytest.raises(foreign_ptx.DriverError, match="loading the PTX"):
-        foreign_ptx.run_ptx(broken, 1, [tensor, tensor, 1])
+def test_a_text_the_driver_refuses_raises_with_its_words(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    changed(monkeypatch, "shfl.sync.idx.b32", "nonsense.b32")
+    with pytest.raises(RuntimeError, match="PTX"):
+        foreign_ptx.prove("cuda", dtypes=(torch.float16,))
+
+
+@pytest.mark.gpu
+def test_code_for_another_card_than_asked_for_is_refused(monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    changed(monkeypatch, ".target sm_75", ".target sm_70")
+    with pytest.raises(RuntimeError, match="another card than sm_75"):
+        foreign_ptx.prove("cuda", dtypes=(torch.float16,))

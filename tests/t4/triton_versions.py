@@ -38,7 +38,7 @@ def install(version: str) -> Path:
 def check(version: str) -> tuple[list[sass.Code], list[str]]:
     """(one row a kernel, what is wrong in words) of every dtype and card, compiled by this Triton."""
     requests = [
-        cross_compile.request_of(dtype, nested, arch)
+        cross_compile.Request(arch, dtype, nested)
         for arch in ARCHS
         for dtype in cross_compile.DTYPES
         for nested in (True, False)[: 2 if arch == 75 else 1]
