@@ -72,17 +72,14 @@ def _picture(source: str, height: float, panels: int = 1):
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
-def _reason(result, section: str) -> str:
-    """Why a section of a benchmark is not there."""
-    if result is None:
-        return "no result file"
-    data = result.data
-    return data.not_measured.get(section) or data.failed.get(section) or "not in this result file"
-
-
-def _say_not_measured(panel, reason: str):
+def _say_not_measured(panel, result, section: str = ""):
+    """Say why a section of a result is not there."""
+    reason = "no result file"
+    if result:
+        data = result.data
+        reason = (data.not_measured | data.failed).get(section) if section else "every library failed"
     panel.set_axis_off()
-    text = f"not measured ({reason})"
+    text = f"not measured ({reason or 'not in this result file'})"
     panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
 
 
@@ -126,7 +123,7 @@ def share_by_size(result) -> Picture:
     for panel, dtype in zip(panels, DTYPES, strict=True):
         series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype}, ceiling)
         if not series:
-            _say_not_measured(panel, "no sizes of this dtype" if sizes else _reason(result, "gpu"))
+            _say_not_measured(panel, result, "gpu")
             drawn.append(f"{DTYPES[dtype]}: not measured")
             continue
         for name, (text, points) in series.items():
@@ -152,7 +149,7 @@ def call_parts(result) -> Picture:
     title = "Where the microseconds of one call go"
     figure, (panel,) = _picture(caption(result), 0.38 * len(parts) + 1.8)
     if not parts:
-        _say_not_measured(panel, _reason(result, "host"))
+        _say_not_measured(panel, result, "host")
         return _titled(figure, title, ["not measured"])
     case = host.cases[0]
     title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
@@ -210,17 +207,14 @@ def training(result) -> Picture:
     title = "QLoRA step with the kernel (layer sizes of Llama-3 8B): time without / with"
     figure, (panel,) = _picture(caption(result), 3.0)
     if not libraries:
-        _say_not_measured(panel, result.data.not_measured if result else "no result file")
+        _say_not_measured(panel, result)
         return _titled(figure, title, ["not measured"])
     drawn, width = [], 0.8 / len(libraries)
     tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
     for index, (name, sizes) in enumerate(libraries.items()):
         at = [tokens.index(size.tokens) + (index - (len(libraries) - 1) / 2) * width for size in sizes]
         speeds = [size.speedup for size in sizes]
-        errors = [
-            [max(0, speed.p50 - (speed.low or speed.p20)) for speed in speeds],
-            [max(0, (speed.high or speed.p80) - speed.p50) for speed in speeds],
-        ]
+        errors = [speed.p50 - speed.low for speed in speeds], [speed.high - speed.p50 for speed in speeds]
         text, color = {"unsloth": ("Unsloth", "unsloth_today")}.get(name, ("PEFT", "bitsandbytes"))
         middle = [speed.p50 for speed in speeds]
         bars = panel.bar(at, middle, width * 0.9, yerr=errors, color=COLORS[color], label=text)

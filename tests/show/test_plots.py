@@ -103,7 +103,7 @@ def test_every_figure_names_card_date_kernel_and_an_earlier_kernel(of, name):
 def test_what_was_not_measured_is_said(of, name):
     empty, reason = of[name], "needs an NVIDIA GPU"
     if name == "training":
-        empty.data.libraries, empty.data.not_measured = {}, reason
+        empty.data.libraries, reason = {"peft": results.Library(failed="why")}, "every library failed"
     else:
         empty.data.gpu = empty.data.host = None
         empty.data.not_measured = dict.fromkeys(("gpu", "host"), reason)
