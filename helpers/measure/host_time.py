@@ -133,11 +133,11 @@ def _public_launch(module) -> dict:
         last[0] = empty(*arguments)
         return last[0]
 
-    def repeat(compiled, grid, arguments, fixed, limit):
-        kernel, constexprs = module._your_dequantize_nf4_kernel, fixed[len(arguments) - 2 :]
+    def repeat(compiled, grid, arguments, constexprs, limit):
+        kernel = module._your_dequantize_nf4_kernel
 
-        def launch(stream, address, out_address):
-            kernel[(grid,)](arguments[0], last[0], *arguments[2:], *constexprs, **options)
+        def launch(stream, *addresses):
+            kernel[(grid,)](arguments[0], last[0], *arguments[2:], **constexprs, **options)
 
         return launch
 
@@ -156,7 +156,7 @@ def steps(bench: Bench) -> Rows:
         "torch.empty": {"_empty_cuda": plain_empty},
         "no direct launch: Triton's wrapper of the compiled launcher": {"IN_C": False},
         "public launch: kernel[grid](...)": _public_launch(module),
-        "no plan: every call is checked and launched as the first": {"_plans": _NoPlans()},
+        "no plan: every call is checked and launched as the first": {"_plans": _NoPlans(), "_kinds": _NoPlans()},
     }
 
     def around(name):

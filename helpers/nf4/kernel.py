@@ -221,18 +221,12 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
                   blocksize2, True)
     except (AttributeError, KeyError):
         return _call_unplanned(weight, quant_state, out)
-    result = _call_planned(weight, absmax, code2, absmax2, offset, values, out)
-    return _call_unplanned(weight, quant_state, out) if result is None else result
-
-
-def _call_planned(weight, absmax, code2, absmax2, offset, values, out=None):
-    """Repeat the launch that was made for these tensors and values before; None if there is none
-    or something it depends on has changed."""
-    with _plain_tensors():
-        for again in _plans.get(id(absmax), ()):
+    with _plain_tensors():  # as in _call_planned, a call of which would take 1% longer
+        for again in _plans.get(_identity(absmax), ()):
             result = again(weight, absmax, code2, absmax2, offset, values, out)
             if result is not None:
                 return result
+    return _call_unplanned(weight, quant_state, out)
 
 
 def your_fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
@@ -679,9 +673,9 @@ def _launch(kernel, grid, arguments, constexprs, s):
         raise RuntimeError(text) from error
 
 
-def _repeat(compiled, grid, arguments, fixed, limit):
-    """What launches `compiled` again: `launch(stream, address of the weight, address of out)`, for
-    addresses of the same alignment. `fixed`: all other arguments, as numbers."""
+def _repeat(compiled, grid, arguments, constexprs, limit):
+    """What launches `compiled` again: `launch(stream, weight, out, absmax, code2, absmax2, offset)`,
+    all addresses, for tensors like those it was compiled for and of their alignment."""
     call, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     if limit:  # shared memory that nobody uses keeps more programs off the SM: the same kernel
         card = torch.cuda.get_device_properties(arguments[0].device)
@@ -690,53 +684,41 @@ def _repeat(compiled, grid, arguments, fixed, limit):
     middle = (metadata, None, None, None)
     if IN_C and not (call.global_scratch_size or call.profile_scratch_size):
         call, middle = call.launch, (0, 0, None, None, *middle)
+    table, rest = arguments[3].data_ptr(), (*arguments[7:], *constexprs.values())
 
-    def launch(stream, address, out_address):
-        call(grid, 1, 1, stream, function, *middle, address, out_address, *fixed)
+    def launch(stream, weight, out, absmax, code2, absmax2, offset):
+        call(grid, 1, 1, stream, function, *middle, weight, out, absmax, table, code2, absmax2,
+             offset, *rest)
 
     launch.keep = compiled, arguments[3]  # numbers keep no module loaded and no codebook alive
     return launch
 
 # %% What is kept of a launch id="kernel-plan" part="host" folded=true tags=["kernel"]
-_plans = {}  # id of an absmax: the plans of its state, dropped when that tensor is freed
+_plans = {}  # of an absmax, by _identity: what repeats its launches, dropped when it is freed
+_kinds = {}  # by repr of values (64 is no 64.0): what plans a launch of a layer like one checked
+# Not id(): it tells every audit hook, and filelock, which huggingface_hub imports, has a slow one.
+_identity = object.__hash__
 
 
 def _layout(tensors):
     return [(type(x), x.dtype, x.device, x.shape, x.stride()) for x in tensors]
 
 
-def _plan(tensors, values, out, kernel, forced):
-    """A launch, ready to repeat: `again(...)` compares all it depends on and launches, or returns
-    None. Contents need no look: every launch reads them. It is one function, since a call of a
-    further one takes as long as two of its comparisons."""
+def _kind(tensors, values, out, launch, kernel, forced):
+    """What a launch was checked and compiled for: `plan(tensors)` for any layer of that kind."""
     weight, layout = tensors[0], _layout(tensors)
     index, size, dtype = weight.get_device(), tuple(out.shape), out.dtype
     stride = torch.empty(size, device="meta").stride()  # `out` may have others
-    transposed = values[-1] and weight.shape[0] == 1
-    # The weight may move (FSDP gathers it anew for each use): its address is an argument of each
-    # launch.
-    low, start = weight.data_ptr() & 3, weight.storage_offset()
-    absmax_at, code2_at, absmax2_at, offset_at = (x.data_ptr() for x in tensors[1:])
-    # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
-    # its tensor. The weight's is not kept: whoever offloads it wants its memory back.
-    storages = [x.untyped_storage() for x in tensors[:4]]
-    weight_bytes, absmax_bytes, code2_bytes, absmax2_bytes = (x.nbytes() for x in storages)
-    absmax_now, code2_now, absmax2_now = (x.nbytes for x in storages[1:])
+    transposed, low = values[-1] and weight.shape[0] == 1, weight.data_ptr() & 3
     # Guards also compare what torch does with an operator in this thread: torch.jit.trace and
     # torch.func fit none, while autocast and no_grad, which change nothing here, each need one. So
     # there are two of them, and `learns` decides when neither fits.
-    launch, same, other = None, _never, _never
-
-    def keep(how, tensors):
-        """Launch so from now on, for these tensors."""
-        nonlocal launch
-        launch = how
-        learns(tensors)
+    same, other = _never, _never
 
     def learns(tensors):
-        """Are these laid out as the plan's? Then one C++ call will tell so from now on."""
+        """Are these laid out as the kind's? Then one C++ call will tell so from now on."""
         nonlocal same, other
-        if _traced() or _layout(tensors[:1]) != layout[:1]:  # another view has its own plan
+        if _traced() or _layout(tensors[:1]) != layout[:1]:  # another view is of another kind
             return False
         tensors = tuple(map(_alias, tensors))  # which no other thread can change
         learnt = _layout(tensors) == layout
@@ -744,49 +726,77 @@ def _plan(tensors, values, out, kernel, forced):
             same, other = _guards(*tensors), same
         return learnt
 
-    def again(weight, absmax, code2, absmax2, offset, now, given):
-        try:
-            address = weight.data_ptr()
-            if not (
-                now == values
-                and address & 3 == low
-                and weight.storage_offset() == start
-                and weight.untyped_storage().nbytes() == weight_bytes
-                and absmax.data_ptr() == absmax_at
-                and code2.data_ptr() == code2_at
-                and absmax2.data_ptr() == absmax2_at
-                and offset.data_ptr() == offset_at
-                and absmax_now() == absmax_bytes
-                and code2_now() == code2_bytes
-                and absmax2_now() == absmax2_bytes
-                and not _modes()  # who traces torch's operators wants to see one
-                and (same(weight, absmax, code2, absmax2, offset)
-                     or other(weight, absmax, code2, absmax2, offset)
-                     or learns((weight, absmax, code2, absmax2, offset)))
-                and kernel is _your_dequantize_nf4_kernel
-                and forced is _forced
-                and _hooks.launch_enter_hook is _enter  # a profiler follows launches: by assignment
-                and _hooks.launch_exit_hook is _exit
-                and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
-            ):
-                return None
-            if given is not None and not _fits(given, weight, size, dtype):
-                return None
-        except (AttributeError, RuntimeError, TypeError, ValueError):
-            return None  # malformed: the checks of a first call say how
-        if _devices > 1 and _current_device() != index:
-            with torch.cuda.device(index):
-                return _call_planned(weight, absmax, code2, absmax2, offset, now, given)
-        if given is None:
-            result = _empty_cuda(size, stride, dtype)
-        else:
-            result = given
-            _count_write(result)
-        launch(_stream(index), address, result.data_ptr())
-        return result.t() if transposed else result
+    def plan(tensors):
+        """A launch for these tensors, ready to repeat; None where they are not of this kind, or not
+        in memory. `again(...)` compares all it depends on and launches, or returns None. Contents
+        need no look: every launch reads them. It is one function, since a call of a further one
+        takes as long as two of its comparisons."""
+        alike = same(*tensors) or other(*tensors) or _layout(tensors) == layout
+        if not alike or tensors[0].data_ptr() & 3 != low or not all(map(_in_memory, tensors)):
+            return None
+        absmax_at, code2_at, absmax2_at, offset_at = (x.data_ptr() for x in tensors[1:])
+        # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
+        # its tensor. The weight's is kept weakly: whoever offloads it wants its memory back.
+        absmax_now, code2_now, absmax2_now = (x.untyped_storage().nbytes for x in tensors[1:4])
+        absmax_bytes, code2_bytes, absmax2_bytes = absmax_now(), code2_now(), absmax2_now()
+        place = None, _never, 0
 
-    again.layout, again.values, again.keep = layout, values, keep
-    return again
+        def moved(weight, address):
+            """Is the weight all there, where it is now (FSDP gathers it anew for each use)?"""
+            nonlocal place
+            there = address & 3 == low and _in_memory(weight)
+            if there:
+                storage = weight.untyped_storage()
+                place = address, weakref.ref(storage), storage.nbytes()
+            return there
+
+        def again(weight, absmax, code2, absmax2, offset, now, given):
+            try:
+                address = weight.data_ptr()
+                at, storage, weight_bytes = place
+                if not (
+                    now == values
+                    and (address == at and (storage := storage()) is not None
+                         and storage.nbytes() == weight_bytes or moved(weight, address))
+                    and absmax.data_ptr() == absmax_at
+                    and code2.data_ptr() == code2_at
+                    and absmax2.data_ptr() == absmax2_at
+                    and offset.data_ptr() == offset_at
+                    and absmax_now() == absmax_bytes
+                    and code2_now() == code2_bytes
+                    and absmax2_now() == absmax2_bytes
+                    and not _modes()  # who traces torch's operators wants to see one
+                    and (same(weight, absmax, code2, absmax2, offset)
+                         or other(weight, absmax, code2, absmax2, offset)
+                         or learns((weight, absmax, code2, absmax2, offset)))
+                    and kernel is _your_dequantize_nf4_kernel
+                    and forced is _forced
+                    and _hooks.launch_enter_hook is _enter  # a profiler follows launches: assigned
+                    and _hooks.launch_exit_hook is _exit
+                    and not (_enter_calls or _exit_calls)  # ... or in the chain of hooks
+                ):
+                    return None
+                if given is not None and not _fits(given, weight, size, dtype):
+                    return None
+            except (AttributeError, RuntimeError, TypeError, ValueError):
+                return None  # malformed: the checks of a first call say how
+            if _devices > 1 and _current_device() != index:
+                with torch.cuda.device(index):
+                    return _call_planned(weight, absmax, code2, absmax2, offset, now, given)
+            if given is None:
+                result = _empty_cuda(size, stride, dtype)
+            else:
+                result = given
+                _count_write(result)
+            launch(_stream(index), address, result.data_ptr(), absmax_at, code2_at, absmax2_at,
+                   offset_at)
+            return result.t() if transposed else result
+
+        again.like = like
+        return again
+
+    like = plan.like = layout, low, values
+    return plan
 
 
 def _fits(out, weight, size, dtype):
@@ -814,6 +824,16 @@ def _alias(x):
         return x
 
 
+def _call_planned(weight, absmax, code2, absmax2, offset, values, out=None):
+    """Repeat the launch that was made for these tensors and values before; None if there is none
+    or something it depends on has changed."""
+    with _plain_tensors():
+        for again in _plans.get(_identity(absmax), ()):
+            result = again(weight, absmax, code2, absmax2, offset, values, out)
+            if result is not None:
+                return result
+
+
 def _call_unplanned(weight, quant_state, out):
     """A call that no plan fits: from one snapshot of the state."""
     with _plain_tensors():
@@ -824,12 +844,18 @@ def _call_unplanned(weight, quant_state, out):
 
 
 def _first_call(tensors, values, out=None):
-    """Check a snapshot, launch from it on the public path, and keep that launch for its absmax."""
-    forced, kernel, given = _forced, _your_dequantize_nf4_kernel, tensors
+    """Launch from a snapshot, and keep that launch for its absmax: at once if the layer is like one
+    that was checked before, else checked and on the public path."""
+    forced, kernel, absmax = _forced, _your_dequantize_nf4_kernel, tensors[1]
     tensors = tuple(map(_alias, tensors))
-    sizes, weight = _check(tensors, values), tensors[0]
-    shape, dtype, *_, transposes = values
+    (shape, dtype, *_, transposes), weight = values, tensors[0]
     with _on(weight):
+        again = _like_before(tensors, values)
+        result = again and again(*tensors, values, out)
+        if result is not None:
+            _keep_plan(again, absmax)
+            return result
+        sizes = _check(tensors, values)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=weight.device)
         else:
@@ -839,24 +865,40 @@ def _first_call(tensors, values, out=None):
             _count_write(out)
         grid, arguments, constexprs, limit = _configure(tensors, values, sizes, out)
         if grid:
-            fixed = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[2:]]
-            fixed += constexprs.values()
-            plan = _plan(tensors, values, out, kernel, forced)
             compiled = _launch(kernel, grid, arguments, constexprs, settings(weight.device))
             if DIRECT and out.data_ptr() % 16 == 0 and isinstance(shape, tuple):
-                plan.keep(_repeat(compiled, grid, arguments, fixed, limit), given)
-                _keep(plan, given[1])
+                launch = _repeat(compiled, grid, arguments, constexprs, limit)
+                plan = _kind(tensors, values, out, launch, kernel, forced)
+                if len(_kinds) >= 256:  # shapes of a model are few
+                    _kinds.clear()
+                _keep(_kinds, repr(values), plan, 16)
+                if again := plan(tensors):
+                    _keep_plan(again, absmax)
     return out.t() if transposes and weight.shape[0] == 1 else out
 
 
-def _keep(plan, absmax):
-    """Put a plan before up to three others of its absmax: a transposed view of the weight,
-    another type of it, another dtype of the result."""
-    name = id(absmax)
-    others = [kept for kept in _plans.get(name, ())
-              if (kept.layout, kept.values) != (plan.layout, plan.values)]
-    plan.alive = weakref.ref(absmax, lambda _, drop=_plans.pop: drop(name, None))
-    _plans[name] = (plan, *others[:3])
+def _like_before(tensors, values):
+    """A launch for these tensors, if they are like those of a layer that was checked before."""
+    try:
+        for plan in _kinds.get(repr(values), ()):
+            if again := plan(tensors):
+                return again
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        pass  # malformed: the checks say how
+
+
+def _keep(table, key, one, most):
+    """Put a plan before others of its key, in place of one like it: of the same layout."""
+    others = [kept for kept in table.get(key, ()) if kept.like != one.like]
+    table[key] = (one, *others[:most - 1])
+
+
+def _keep_plan(again, absmax):
+    """One absmax may have several: a transposed view of the weight, another type of it, another
+    dtype of the result."""
+    name = _identity(absmax)
+    again.alive = weakref.ref(absmax, lambda _, drop=_plans.pop: drop(name, None))
+    _keep(_plans, name, again, 4)
 
 # %% The operator id="kernel-operator" part="host" folded=true tags=["kernel"]
 def _without_data(weight):

@@ -1,8 +1,7 @@
 """Repeated launches, as the tests of plans need them.
 
 Without a GPU no plan is made, so the interpreter stands in for the repeated launch: it reads and
-writes at the addresses given, and reads the other tensors that the plan was made with, as the GPU
-would read their addresses. A stale plan gives stale bits in both.
+writes at the addresses given, as the GPU would. A stale plan gives stale bits in both.
 """
 
 import ctypes
@@ -40,6 +39,7 @@ def planned_kernel(device, monkeypatch):
             pytest.skip(f"Triton {triton.__version__} launches on its public path: no plans")
         planned = Planned(module)
         monkeypatch.setattr(module, "_plans", {})
+        monkeypatch.setattr(module, "_kinds", {})
         monkeypatch.setattr(module, "_first_call", planned.count)
         if device == "cpu":
             interpret(module, monkeypatch)
@@ -55,7 +55,7 @@ def planned(kernel, planned_kernel):
 
 def interpret(kernel, monkeypatch):
     """Give the interpreter what a repeated launch takes from CUDA: an allocator, a stream, a launch."""
-    launch_once, last = kernel._launch, threading.local()
+    launch_once, last, one_at_a_time = kernel._launch, threading.local(), threading.Lock()
 
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
@@ -68,13 +68,17 @@ def interpret(kernel, monkeypatch):
         last.arguments = arguments
         return launch_once(*arguments)
 
-    def repeat(compiled, grid, arguments, fixed, limit):
-        jit, _, _, constexprs, settings = last.arguments
+    def repeat(compiled, grid, arguments, constexprs, limit):
+        jit, _, _, _, settings = last.arguments
         seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
-        def again(stream, address, out_address):
-            tensors = memory(address, seen[0]), memory(out_address, seen[1]), *seen[2:]
-            jit[(grid,)](*tensors, **constexprs, **kernel._options(settings))
+        def again(stream, *addresses):
+            table, *sizes = seen[3], *seen[7:]
+            like = [*seen[:3], *seen[4:7]]
+            weight, out, absmax, *second = map(memory, addresses, like)
+            launch = jit[(grid,)]
+            with one_at_a_time:
+                launch(weight, out, absmax, table, *second, *sizes, **constexprs, **kernel._options(settings))
 
         return again
 

@@ -21,9 +21,11 @@ from helpers.submission import protocol
 pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture
-def layer(make_layer):
+@pytest.fixture(params=["the first of its kind", "like one before"])
+def layer(request, make_layer, planned):
     """64 x 512 in fp16: 512 blocks, two blocks of scales."""
+    if request.param == "like one before":
+        planned.kernel.your_dequantize_nf4(make_layer(64, 512, torch.float16, seed=1))
     return make_layer(64, 512, torch.float16)
 
 

@@ -248,6 +248,22 @@ def test_what_a_first_call_refuses_a_repeated_call_refuses(kernel, call, layer, 
         assert exact(call(layer)[0], layer)
 
 
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_first_call_after_one_on_a_like_layer_refuses_too(kernel, call, layer, make_layer, what):
+    warm(call, make_layer(64, 320, torch.bfloat16, seed=1))
+    name, spoil = BROKEN[what]
+    tensor = TENSORS[name](layer)
+    good = tensor.data.clone()
+    if spoil is shrink:
+        at_the_end_of_large_memory(tensor)
+    spoil(tensor)
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match=name.split(".")[0]):
+            call(layer)
+    tensor.data = good
+    warm(call, layer)
+
+
 def test_a_weight_that_loses_its_dimensions_is_refused(kernel, call, make_layer):
     """One byte has the same size and address without them."""
     layer = make_layer(2, 1, torch.float16)
@@ -437,7 +453,7 @@ def test_the_refusal_of_a_blocksize_is_true_of_bitsandbytes(kernel, layer):
 def test_plans_die_with_their_absmax(planned, kernel, layer, monkeypatch):
     """1,000 states come and go; the launch itself is left out, plans are made all the same."""
     monkeypatch.setattr(kernel, "_launch", lambda *arguments: None)
-    monkeypatch.setattr(kernel, "_repeat", lambda *arguments: None)
+    monkeypatch.setattr(kernel, "_repeat", lambda *arguments: lambda *addresses: None)
     for i in range(1000):
         state = copy.copy(layer.weight.quant_state)
         state.absmax = state.absmax.clone()
