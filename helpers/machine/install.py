@@ -9,12 +9,9 @@ Needs only the standard library and pip. In Colab and Kaggle every package alrea
 import argparse
 import importlib.metadata
 import os
-import platform
 import re
-import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -30,10 +27,8 @@ from helpers.machine import child, environment
 REQUIREMENTS = environment.ROOT / "requirements.txt"
 LOG = environment.ROOT / "build" / "setup.log"
 GROUPS = ("run", "test", "gpu", "unsloth")
-PYTHONS = ((3, 10), (3, 13))
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = "torch==2.13.0"  # without the CPU index: some machines keep a CPU build of this one
-NEED_GB = {"cpu": 3, "gpu": 10, "hosted": 2}
 VERIFY = """
 import torch, triton, bitsandbytes
 from helpers.machine import environment
@@ -59,26 +54,14 @@ class SetupError(Exception):
     """The set-up cannot go on; the text says why and what to do."""
 
 
-def nvidia_gpus() -> list[tuple[str, tuple[int, int] | None]]:
-    """(name, compute capability or None) of each GPU that nvidia-smi lists, without importing torch."""
-    gpus = []
-    for line in environment.nvidia_smi("name,compute_cap"):
-        name, _, number = line.rpartition(", ")
-        known = re.fullmatch(r"(\d+)\.(\d+)", number)
-        gpus.append((name, (int(known[1]), int(known[2])) if known else None))
-    return gpus
-
-
-def check_machine(gpus: list) -> None:
+def check_machine(gpus: list[str]) -> None:
     """Raise SetupError where the kernel cannot run at all, or where a Colab user forgot to choose a GPU."""
-    low, high = (".".join(map(str, version)) for version in PYTHONS)
-    if not PYTHONS[0] <= sys.version_info[:2] <= PYTHONS[1]:
-        raise SetupError(f"Python {platform.python_version()}: {low} to {high} is needed.")
     if sys.platform != "linux":
         raise SetupError("Triton has wheels for Linux only. On Windows use WSL; on a Mac use Google Colab.")
-    known = [capability for _, capability in gpus if capability]
+    answers = environment.nvidia_smi("compute_cap")  # "7.5", or "[N/A]"
+    known = [tuple(map(int, answer.split("."))) for answer in answers if answer[:1].isdigit()]
     if known and max(known) < environment.MIN_CAPABILITY:
-        have = ", ".join(f"{name} (sm_{major}{minor})" for name, (major, minor) in gpus)
+        have = "{} (sm_{}{})".format(", ".join(gpus), *max(known))
         raise SetupError(f"{have}: the kernel needs sm_75 or newer. {environment.switch_on_gpu()}")
     if environment.hosted() and not gpus and os.environ.get("NF4_ALLOW_CPU") != "1":
         raise SetupError(
@@ -121,17 +104,6 @@ def missing(required: dict, versions: dict[str, str]) -> dict[str, Requirement]:
 def wanted(groups: list[str], gpus: list) -> dict[str, Requirement]:
     """All requirements for these groups on this machine."""
     return requirements(*groups, *(("gpu", "unsloth") if gpus else ()))
-
-
-def check_disk(kind: str) -> None:
-    """Raise SetupError unless the folder of the packages has the space that `kind` of installation needs."""
-    folder = sysconfig.get_path("purelib")
-    free = shutil.disk_usage(folder).free / 1e9
-    if free < NEED_GB[kind]:
-        raise SetupError(
-            f"{free:.1f} GB free in {folder}, about {NEED_GB[kind]} GB needed. Free some space "
-            "(`pip cache purge`, old environments), or put the repository on a larger disk."
-        )
 
 
 def diagnose(log: str) -> str:
@@ -188,7 +160,6 @@ def install_torch(gpus: list) -> None:
 def install(groups: list[str], gpus: list) -> None:
     """Install all that is missing. Raises SetupError."""
     hosted = environment.hosted()
-    check_disk("hosted" if hosted else "gpu" if gpus else "cpu")
     install_torch(gpus)
     present, required = installed(), wanted(groups, gpus)
     unfit = missing(required, present)
@@ -224,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--group", action="append", default=[], choices=GROUPS, help="also this group")
     parser.add_argument("--check", action="store_true", help="only say what is missing")
     options = parser.parse_args(argv)
-    gpus, present = nvidia_gpus(), installed()
+    gpus, present = environment.nvidia_smi("name"), installed()
     gaps = missing(wanted(options.group, gpus), present)
     for name, requirement in gaps.items():
         print(f"missing: {requirement} (installed: {present.get(name, 'none')})")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 
 import pytest
 
@@ -24,7 +23,7 @@ COLAB = {  # the public freeze of 2026-08-19
     "ipykernel": "6.17.1",
     "pytest": "8.4.2",
 }
-T4, P100 = ("Tesla T4", (7, 5)), ("Tesla P100-PCIE-16GB", (6, 0))
+T4, P100 = "Tesla T4", "Tesla P100-PCIE-16GB"
 
 
 @pytest.fixture
@@ -72,32 +71,37 @@ def test_a_forgotten_gpu_in_colab_stops_the_setup_with_the_menu(plain):
     install.check_machine([])
 
 
-def test_a_gpu_too_old_stops_the_setup(plain):
-    install.check_machine([T4])
+@pytest.fixture
+def smi(plain, tmp_path):
+    """smi(field, answers): what nvidia-smi prints of that field, a line each."""
+
+    def says(field, *answers):
+        lines = "".join(f"echo '{answer}'\n" for answer in answers)
+        (tmp_path / "nvidia-smi").write_text(f'#!/bin/sh\n[ "$1" = --query-gpu={field} ] || exit 9\n{lines}')
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    plain.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return says
+
+
+@pytest.mark.parametrize("answers", [("7.5",), ("6.0", "7.5"), ("[N/A]",), ("12.0",), ()])
+def test_a_gpu_new_enough_or_not_known_does_not_stop_the_setup(smi, answers):
+    smi("compute_cap", *answers)
     install.check_machine([P100, T4])
-    install.check_machine([("some card", None)])
-    install.check_machine([])
+
+
+def test_a_gpu_too_old_stops_the_setup(smi, plain):
+    smi("compute_cap", "6.0")
     plain.setenv("KAGGLE_URL_BASE", "x")
     with pytest.raises(install.SetupError, match=r"P100.*sm_60.*sm_75.*GPU T4 x2"):
         install.check_machine([P100])
 
 
-def test_nvidia_smi_is_read(plain, tmp_path):
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho 'Tesla T4, 7.5'\necho 'GRID, A100X, [N/A]'\n")
-    smi.chmod(0o755)
-    plain.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert install.nvidia_gpus() == [T4, ("GRID, A100X", None)]
-    smi.write_text("#!/bin/sh\nexit 9\n")
-    assert install.nvidia_gpus() == []
-
-
-def test_a_full_disk_is_found_before_anything_is_installed(plain):
-    usage = namedtuple("usage", "free")
-    plain.setattr(shutil, "disk_usage", lambda folder: usage(4e9))
-    install.check_disk("cpu")
-    with pytest.raises(install.SetupError, match=r"4\.0 GB free.*10 GB needed"):
-        install.check_disk("gpu")
+def test_nvidia_smi_is_read(smi):
+    smi("name", T4, "GRID, A100X")
+    assert environment.nvidia_smi("name") == [T4, "GRID, A100X"]
+    smi("another")
+    assert environment.nvidia_smi("name") == []
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_replaced(plain):
 
 
 def test_a_second_setup_installs_nothing_and_looks_again(plain, capsys):
-    plain.setattr(install, "nvidia_gpus", list)
+    plain.setattr(environment, "nvidia_smi", lambda fields: [])
     plain.setattr(install, "missing", lambda required, versions: {})
     plain.setattr(install, "install", lambda groups, gpus: pytest.fail("asked to install"))
     assert install.main([]) == 0 and "bitsandbytes" in capsys.readouterr().out
