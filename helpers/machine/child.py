@@ -54,20 +54,15 @@ def python(
     try:
         out, err = process.communicate(stdin, timeout)
         done = Done(process.returncode, out, err)
-    except subprocess.TimeoutExpired:
-        _end(process)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it started: they share a session
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         done = Done(None, *process.communicate())
-    except BaseException:
-        _end(process)
-        raise
     if check and done.status != 0:
         how = f"did not end within {timeout:g} s" if done.status is None else f"ended with {done.status}"
         text = f"{done.out.strip()[-2000:]}\n{done.err.strip()[-6000:]}".strip()
         raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
     return done
 
-
-def _end(process: subprocess.Popen) -> None:
-    """End a process and what it started: they share a session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

@@ -50,9 +50,8 @@ def prepare() -> bool:
     """Set this process up to run kernels; the command line, the notebook and the tests call it first.
 
     Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder or a user
-    name both. With NF4_FORCE=t4 torch reports no native bf16 from
-    here on, as on a T4. Returns True when kernels will run in the interpreter. Raises RuntimeError when
-    triton was imported too early for the choice to take effect.
+    name both. With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Returns True when
+    kernels will run in the interpreter. Raises RuntimeError where triton was imported too early for that.
     """
     give_home()
     if version_of("torch") is None:
@@ -231,7 +230,8 @@ def old_triton() -> str | None:
     version, need = version_of("triton"), ".".join(map(str, MIN_TRITON))
     if version and release(version) >= MIN_TRITON:
         return None
-    fix = "Start a new runtime of the newest image." if hosted() else "Run `bash colab_setup.sh`."
+    what = f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4."
     if version is None:
-        return f"Triton is not installed; {need} or newer is needed. {fix}"
-    return f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4. {fix}"
+        what = f"Triton is not installed; {need} or newer is needed."
+    fix = "Start a new runtime of the newest image." if hosted() else "Run `bash colab_setup.sh`."
+    return f"{what} {fix}"
