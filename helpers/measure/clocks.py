@@ -59,19 +59,17 @@ def time_interleaved(
     rounds: int,
     inner: int,
     wait: bool = False,
-    *,
     around: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
-    drain: Callable = synchronize,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Host seconds per call of each function, one value a round.
 
     wait=False times `inner` calls until they return; the device is drained between batches, off the clock.
     wait=True waits for the device after every single call, on the clock. One untimed call precedes each
     batch, both inside `around(name)`. `inner` must stay below the launch queue's depth (about 1000 kernels),
-    or the calls would wait for the GPU. `drain`, `clock`: for tests.
+    or the calls would wait for the GPU.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
+    drain, clock = synchronize, time.perf_counter
     with collector_off():
         for name in turns(calls, rounds):
             call = calls[name]

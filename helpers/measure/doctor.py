@@ -1,12 +1,11 @@
 """`python -m helpers doctor`: what is here, what is missing, whether the kernel is right here."""
 
 import argparse
-from collections.abc import Callable
 from typing import NamedTuple
 
 from helpers.machine import environment, install
+from helpers.record.names import DTYPES
 
-DTYPES = ("float16", "bfloat16")
 LAYER = (200, 33)  # (in_features, out_features): 6600 elements end mid-tile, mid-block and on half a word
 SETUP = "bash colab_setup.sh"
 
@@ -23,7 +22,7 @@ class Check(NamedTuple):
 def packages() -> list[Check]:
     """What requirements.txt asks for here and is missing or out of range."""
     versions = install.installed()
-    gaps = install.missing(install.wanted([], install.nvidia_gpus()), versions)
+    gaps = install.missing(install.wanted([], environment.nvidia_smi("name")), versions)
     return [
         Check(f"package {n}", False, f"{need} is needed, {versions.get(n, 'none')} is installed", SETUP)
         for n, need in gaps.items()
@@ -35,31 +34,11 @@ def gpu() -> Check:
     if text := environment.old_gpu():
         return Check("GPU", False, text)
     if text := environment.no_gpu():
-        broken = bool(install.nvidia_gpus())  # a GPU is there, torch cannot use it
+        broken = bool(environment.nvidia_smi("name"))  # a GPU is there, torch cannot use it
         return Check("GPU", False if broken else None, text)
     major, minor = environment.capability()
     bf16 = "native" if environment.native_bf16() else "rounded in integers"
     return Check("GPU", True, f"{environment.gpu_name()}, sm_{major}{minor}, bf16 {bf16}")
-
-
-def _attempt(name: str, examine: Callable, *arguments) -> Check:
-    """What `examine(*arguments)` finds, (ok, detail); what it raises is a failure."""
-    try:
-        return Check(name, *examine(*arguments))
-    except Exception as error:
-        return Check(name, False, f"{type(error).__name__}: {error}")
-
-
-def _triton(device: str) -> tuple[bool, str]:
-    """A kernel that stores one number; compiled on a GPU, interpreted elsewhere."""
-    import torch
-
-    from helpers.measure.ceilings import trivial_kernel
-
-    out = torch.zeros(2, dtype=torch.int32, device=device)
-    trivial_kernel[(1,)](out)
-    how = "interprets" if environment.interpreter() else "compiles and runs"
-    return out.tolist() == [1, 0], f"{how} a tiny kernel, which wrote {out.tolist()}, expected [1, 0]"
 
 
 def _equal(device: str, dtype: str) -> tuple[bool, str]:
@@ -107,10 +86,13 @@ def examine() -> list[Check]:
     absent = [b for b in protocol.baselines().values() if b.fn is None]  # imports the libraries first
     device = "cuda" if environment.has_gpu() and not environment.old_gpu() else "cpu"
     if text := environment.old_triton():
-        checks.append(Check("Triton", False, text, SETUP))
-    else:
-        checks.append(_attempt("Triton", _triton, device))
-        checks += [_attempt(f"bit-equal, {dtype}", _equal, device, dtype) for dtype in DTYPES]
+        return [*checks, Check("Triton", False, text, SETUP)]
+    for dtype in DTYPES:
+        try:
+            ok, detail = _equal(device, dtype)
+        except Exception as error:
+            ok, detail = False, f"{type(error).__name__}: {error}"
+        checks.append(Check(f"bit-equal, {dtype}", ok, detail))
     return [*checks, *(Check(b.label, None, b.reason) for b in absent)]
 
 

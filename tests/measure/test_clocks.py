@@ -42,20 +42,23 @@ class World:
 
 
 @pytest.fixture
-def world():
-    return World()
+def world(monkeypatch):
+    world = World()
+    monkeypatch.setattr(clocks, "synchronize", world.drain)
+    monkeypatch.setattr(clocks.time, "perf_counter", world.clock)
+    return world
 
 
 @pytest.mark.parametrize(("wait", "expected"), [(False, {"a": 1.0, "b": 3.0}), (True, {"a": 6.0, "b": 10.0})])
 def test_host_time_without_and_with_the_device(world, wait, expected):
     fns = {"a": world.work("a", 1.0, 5.0), "b": world.work("b", 3.0, 7.0)}
-    times = clocks.time_interleaved(fns, 4, 6, wait, drain=world.drain, clock=world.clock)
+    times = clocks.time_interleaved(fns, 4, 6, wait)
     assert times == {name: pytest.approx([value] * 4) for name, value in expected.items()}
 
 
 def test_candidates_alternate_and_take_turns_in_going_first(world):
     fns = {name: world.work(name, 1.0, 0.0) for name in "abc"}
-    clocks.time_interleaved(fns, 3, 2, drain=world.drain, clock=world.clock)
+    clocks.time_interleaved(fns, 3, 2)
     calls = [entry for entry in world.log if entry != "drain"]
     batches = [calls[i] for i in range(0, len(calls), 3)]  # one untimed call and two timed ones
     assert batches == list("abc") + list("bca") + list("cab")
@@ -65,12 +68,10 @@ def test_the_garbage_collector_is_off_while_timing_and_back_on_after(world):
     import gc
 
     seen = []
-    clocks.time_interleaved(
-        {"a": lambda: seen.append(gc.isenabled())}, 1, 1, drain=world.drain, clock=world.clock
-    )
+    clocks.time_interleaved({"a": lambda: seen.append(gc.isenabled())}, 1, 1)
     assert not any(seen) and gc.isenabled()
     with pytest.raises(ZeroDivisionError):
-        clocks.time_interleaved({"a": lambda: 1 / 0}, 1, 1, drain=world.drain)
+        clocks.time_interleaved({"a": lambda: 1 / 0}, 1, 1)
     assert gc.isenabled()
 
 
@@ -84,7 +85,7 @@ def test_each_batch_runs_inside_its_context(world):
         world.log.append(f"leave {name}")
 
     calls = {name: world.work(name, 1.0, 0.0) for name in "ab"}
-    clocks.time_interleaved(calls, 1, 2, around=around, drain=world.drain, clock=world.clock)
+    clocks.time_interleaved(calls, 1, 2, around=around)
     log = [entry for entry in world.log if entry != "drain"]
     assert log == ["enter a", *"aaa", "leave a", "enter b", *"bbb", "leave b"]
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.machine import environment, install
-from helpers.measure import ceilings, doctor
+from helpers.measure import doctor
 from helpers.measure.doctor import Check
 from helpers.oracle import reference
 
@@ -24,7 +24,7 @@ def test_a_healthy_machine(complete, capsys):
     shown = capsys.readouterr().out
     assert "FAIL" not in shown
     assert all(name in shown for name in environment.describe())
-    for name in ("Triton", "bit-equal, float16", "bit-equal, bfloat16"):
+    for name in ("bit-equal, float16", "bit-equal, bfloat16"):
         assert f"ok    {name}: " in shown
     last = shown.splitlines()[-1]
     assert "bench --quick" in last if environment.has_gpu() else "To measure: " in last
@@ -62,12 +62,12 @@ def test_without_torch_the_fix_is_said(complete, monkeypatch, capsys):
     assert "FAIL  torch: does not import: No module named 'torch'" in capsys.readouterr().out
 
 
-def test_a_broken_triton_is_reported(complete, monkeypatch):
-    monkeypatch.setattr(ceilings, "trivial_kernel", {(1,): lambda out: 1 / 0})
-    assert states(doctor.examine())["Triton"] is False
-    monkeypatch.setattr(ceilings, "trivial_kernel", {(1,): lambda out: out.fill_(1)})
-    (check,) = (check for check in doctor.examine() if check.name == "Triton")
-    assert check.ok is False and "expected [1, 0]" in check.detail
+def test_a_broken_triton_is_reported(complete, kernel, monkeypatch):
+    monkeypatch.setattr(kernel, "your_dequantize_nf4", lambda layer: 1 / 0)
+    (check,) = (check for check in doctor.examine() if check.name == "bit-equal, float16")
+    assert check.ok is False and "ZeroDivisionError" in check.detail
+    monkeypatch.setattr(environment, "old_triton", lambda: "Triton 2.0 is too old")
+    assert doctor.examine()[-1] == Check("Triton", False, "Triton 2.0 is too old", doctor.SETUP)
 
 
 def test_an_old_gpu_is_a_failure_and_a_missing_one_is_not(monkeypatch):
@@ -75,9 +75,9 @@ def test_an_old_gpu_is_a_failure_and_a_missing_one_is_not(monkeypatch):
     assert doctor.gpu() == Check("GPU", False, "sm_60: too old")
     monkeypatch.setattr(environment, "old_gpu", lambda: None)
     monkeypatch.setattr(environment, "no_gpu", lambda: "no GPU")
-    monkeypatch.setattr(install, "nvidia_gpus", lambda: [])
+    monkeypatch.setattr(environment, "nvidia_smi", lambda fields: [])
     assert doctor.gpu().ok is None
-    monkeypatch.setattr(install, "nvidia_gpus", lambda: [("Tesla T4", (7, 5))])
+    monkeypatch.setattr(environment, "nvidia_smi", lambda fields: ["Tesla T4"])
     assert doctor.gpu().ok is False
 
 
