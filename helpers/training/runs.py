@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-from dataclasses import dataclass
 
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DEQUANTIZERS = {  # what the profiler calls the kernels that dequantize, by who launches them
@@ -20,48 +19,37 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class Setup:
-    """One QLoRA model. `folder`: a model of helpers.training.tiny_models; `library`: peft or unsloth."""
+def adapted(
+    folder, library, dtype, rank, context=512, attention="eager", autocast=False, checkpointing=False, **more
+):
+    """A model of tiny_models, loaded in 4 bit from disk, with fresh LoRA adapters; in training mode.
 
-    folder: str
-    library: str = "peft"
-    dtype: str = "bfloat16"
-    autocast: str | None = None
-    checkpointing: bool = False
-    dora: bool = False
-    rank: int = 8
-    context: int = 512  # the longest sequence, for Unsloth
-
-
-def adapted(setup: Setup, attention: str = "eager"):
-    """The model of a setup, loaded in 4 bit from disk, with fresh LoRA adapters; in training mode.
-
-    `attention` is for PEFT: "eager" repeats bit for bit on every card. Unsloth has its own."""
+    context: the longest sequence, for Unsloth. attention: for PEFT, "eager" repeats bit for bit on every
+    card. autocast: PEFT's adapters are fp32. more: fields of PEFT's LoraConfig.
+    """
     import torch
 
-    dtype = getattr(torch, setup.dtype)
-    lora = dict(r=setup.rank, lora_alpha=2 * setup.rank, target_modules=MODULES)
+    dtype = getattr(torch, dtype)
+    lora = dict(r=rank, lora_alpha=2 * rank, target_modules=MODULES, **more)
     torch.manual_seed(3407)
-    if setup.library == "unsloth":
+    if library == "unsloth":
         from unsloth import FastLanguageModel
 
-        checkpointing = dict(use_gradient_checkpointing=setup.checkpointing)
         model, _ = FastLanguageModel.from_pretrained(
-            model_name=setup.folder,
-            max_seq_length=setup.context,
+            model_name=folder,
+            max_seq_length=context,
             dtype=dtype,
             load_in_4bit=True,
             use_exact_model_name=True,
             fix_tokenizer=False,
-            **checkpointing,
+            use_gradient_checkpointing=checkpointing,
         )
-        return FastLanguageModel.get_peft_model(model, **lora, **checkpointing)
+        return FastLanguageModel.get_peft_model(model, **lora, use_gradient_checkpointing=checkpointing)
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     model = AutoModelForCausalLM.from_pretrained(
-        setup.folder,
+        folder,
         dtype=dtype,
         quantization_config=BitsAndBytesConfig(
             load_in_4bit=True,
@@ -74,11 +62,11 @@ def adapted(setup: Setup, attention: str = "eager"):
         local_files_only=True,
     )
     model.config.use_cache = False
-    if setup.checkpointing:
+    if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    config = LoraConfig(**lora, task_type="CAUSAL_LM", use_dora=setup.dora)
-    return get_peft_model(model, config, autocast_adapter_dtype=setup.autocast is not None).train()
+    config = LoraConfig(**lora, task_type="CAUSAL_LM")
+    return get_peft_model(model, config, autocast_adapter_dtype=autocast).train()
 
 
 @contextlib.contextmanager

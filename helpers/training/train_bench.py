@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from tqdm import tqdm
 
 from helpers.machine import child, environment
 from helpers.record import results, tables
@@ -47,8 +46,7 @@ def worker(library: str, folder: str, sizes=SIZES, prompts=PROMPTS, rounds: int 
             return contextlib.nullcontext()
         return use_nf4_kernel(library, "bitsandbytes", quiet=True)
 
-    setup = runs.Setup(folder, library, rank=RANK, context=max(2048, *prompts))
-    model = runs.adapted(setup, attention="sdpa")
+    model = runs.adapted(folder, library, "bfloat16", RANK, max(2048, *prompts), attention="sdpa")
     adapters = [p for p in model.parameters() if p.requires_grad]
     device = adapters[0].device
     optimizer = torch.optim.AdamW(adapters, lr=1e-5, fused=True)
@@ -162,7 +160,7 @@ def times(arm, prepare, rounds: int, count: int = 1) -> dict:
 
     seconds = {name: [] for name in ARMS}
     began = time.perf_counter()
-    for turn in tqdm(range(-WARM_UP, rounds), leave=False):
+    for turn in range(-WARM_UP, rounds):
         for name in ARMS if turn % 2 else ARMS[::-1]:
             with arm(name):
                 run = prepare()

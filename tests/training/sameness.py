@@ -23,9 +23,16 @@ ONE_LOSS = {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE":
 
 
 @dataclass(frozen=True)
-class Setup(runs.Setup):
-    """A run of a model."""
+class Setup:
+    """A run of a model; the fields up to `rank` are those of helpers.training.runs.adapted."""
 
+    folder: str
+    library: str = "peft"
+    dtype: str = "bfloat16"
+    autocast: str | None = None
+    checkpointing: bool = False
+    dora: bool = False
+    rank: int = 8
     steps: int = 50
     compiled: bool = False
     rows: int = 4
@@ -106,7 +113,11 @@ def windows(setup: Setup) -> list:
 def _train(setup: Setup, switch) -> Record:
     import torch
 
-    record, model, gpu = Record(), runs.adapted(setup), torch.cuda.is_available()
+    record, gpu = Record(), torch.cuda.is_available()
+    how = dict(autocast=setup.autocast is not None, checkpointing=setup.checkpointing)
+    if setup.dora:
+        how["use_dora"] = True
+    model = runs.adapted(setup.folder, setup.library, setup.dtype, setup.rank, **how)
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-3)
     call = torch.compile(model) if setup.compiled else model
