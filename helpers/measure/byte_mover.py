@@ -24,25 +24,23 @@ KERNEL = "_your_dequantize_nf4_kernel"
 
 def byte_mover(bench: Bench) -> ByteMover:
     """Seconds of ours and of the byte-mover for the protocol's rounds; in turns, on layers of their own."""
-    configs, rounds, repeats = bench.scope.configs, bench.rounds(1000, 1000), bench.rounds(5, 3)
+    rounds, repeats = bench.rounds(1000, 1000), bench.rounds(5, 3)
     kernels = {"kernel": getattr(bench.module, KERNEL), BYTE_MOVER: moving_kernel}
     totals = {name: [0.0] * repeats for name in kernels}
-    with bench.bar(len(configs) * repeats * len(kernels), "byte mover") as bar:
-        for config in configs:
-            mlp, X = protocol.build(config)
-            layers = {"kernel": mlp, BYTE_MOVER: copy.deepcopy(mlp)}  # a copied state starts without a plan
-            for turn, name in enumerate(clocks.turns(kernels, repeats)):
-                one_round = functools.partial(
-                    protocol.mlp_dequantize, X, layers[name], bench.module.your_dequantize_nf4
-                )
-                with mock.patch.object(bench.module, KERNEL, kernels[name]), clocks.collector_off():
+    for config in bench.progress(bench.scope.configs, "byte mover"):
+        mlp, X = protocol.build(config)
+        layers = {"kernel": mlp, BYTE_MOVER: copy.deepcopy(mlp)}  # a copied state starts without a plan
+        for turn, name in enumerate(clocks.turns(kernels, repeats)):
+            one_round = functools.partial(
+                protocol.mlp_dequantize, X, layers[name], bench.module.your_dequantize_nf4
+            )
+            with mock.patch.object(bench.module, KERNEL, kernels[name]), clocks.collector_off():
+                one_round()
+                start = time.perf_counter()
+                for _ in range(rounds):
                     one_round()
-                    start = time.perf_counter()
-                    for _ in range(rounds):
-                        one_round()
-                    totals[name][turn // len(kernels)] += time.perf_counter() - start
-                bar.update()
-            del mlp, layers, X, one_round
-            gc.collect()
-            torch.cuda.empty_cache()
+                totals[name][turn // len(kernels)] += time.perf_counter() - start
+        del mlp, layers, X, one_round
+        gc.collect()
+        torch.cuda.empty_cache()
     return ByteMover(rounds=rounds, seconds=totals)

@@ -93,7 +93,7 @@ def measure(job: str, cache: str) -> dict:
     return json.loads(done.out.splitlines()[-1])
 
 
-def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
+def starts(job: str, repeats: int) -> Starts:
     """Cold starts of `job` ("kernel" or "trivial"), each repeat with a new empty cache folder; the "warm"
     process is the next one on the same folder."""
     empty, warm = [], []
@@ -101,7 +101,6 @@ def starts(job: str, repeats: int, tick=lambda: None) -> Starts:
         with tempfile.TemporaryDirectory(prefix="triton-cold-") as cache:
             for runs in (empty, warm):
                 runs.append(measure(job, cache))
-                tick()
     return Starts(empty=empty, warm=warm)
 
 
@@ -109,8 +108,7 @@ def cold(bench) -> Cold:
     """First call with an empty Triton cache and in a new process with a warm one, after all imports."""
     repeats = bench.rounds(2, 1)
     jobs = ("kernel",) if bench.quick else ("kernel", "trivial")
-    with bench.bar(2 * len(jobs) * repeats, "cold") as bar:
-        return Cold(**{job: starts(job, repeats, bar.update) for job in jobs})
+    return Cold(**{job: starts(job, repeats) for job in bench.progress(jobs, "cold")})
 
 
 def compiles(bench) -> Compiles:

@@ -12,7 +12,7 @@ import torch
 from helpers.measure import ceilings, clocks, workload
 from helpers.measure.contenders import Bench, why, wrong_bits
 from helpers.record.names import DTYPES, bytes_moved, dtype_name
-from helpers.record.results import Ablation, Gemm, GemmCase, Gpu, GpuCase, Rows, Times
+from helpers.record.results import Cases, Gpu, GpuCase, Rows, Times
 from helpers.submission import protocol
 
 UNITS = 8  # products in a graph
@@ -116,7 +116,7 @@ def gpu(bench: Bench) -> Gpu:
     return Gpu(sizes=[_case(bench, *size, candidates, rounds, ceiling) for size in sizes])
 
 
-def gemm(bench: Bench) -> Gemm:
+def gemm(bench: Bench) -> Cases:
     """Dequantize and X @ W.t() as one unit, as training runs it, under each store policy."""
     cases, ours, streams = [], bench.module.your_dequantize_nf4, bench.module.settings().hints
     other = "plain stores, no hints" if streams else "streaming stores"
@@ -133,8 +133,8 @@ def gemm(bench: Bench) -> Gemm:
         graphs, failures = _capture(bench, candidates, layers, lambda weight, X=X: X @ weight.t())
         rows = _rows(bench.gpu.replay_interleaved(graphs, bench.rounds(15, 5)))
         dtype = dtype_name(config.dtype)
-        cases.append(GemmCase(shape=shape, tokens=tokens, dtype=dtype, rows=rows, failures=failures))
-    return Gemm(cases=cases)
+        cases.append(GpuCase(shape=shape, tokens=tokens, dtype=dtype, rows=rows, failures=failures))
+    return Cases(cases=cases)
 
 
 def decisions(settings, numel: int) -> dict[str, dict]:
@@ -157,7 +157,7 @@ def decisions(settings, numel: int) -> dict[str, dict]:
     return {name: override for name, override in changes.items() if not override.items() <= chosen.items()}
 
 
-def ablation(bench: Bench) -> Ablation:
+def ablation(bench: Bench) -> Cases:
     """GPU time with one decision changed at a time."""
     settings, rounds, cases = bench.module.settings(), bench.rounds(15, 5), []
     for numel, dtype in bench.progress(itertools.product(bench.scope.ablation, DTYPES), "ablation"):
@@ -166,4 +166,4 @@ def ablation(bench: Bench) -> Ablation:
             changes.pop("bf16 rounded in integers", None)
         candidates = {n: (bench.module.your_dequantize_nf4, change) for n, change in changes.items()}
         cases.append(_case(bench, numel, dtype, candidates, rounds))
-    return Ablation(cases=cases)
+    return Cases(cases=cases)

@@ -156,7 +156,10 @@ def steps(bench: Bench) -> Rows:
         "torch.empty": {"_empty_cuda": plain_empty},
         "no direct launch: Triton's wrapper of the compiled launcher": {"IN_C": False},
         "public launch: kernel[grid](...)": _public_launch(module),
-        "no plan: every call is checked and launched as the first": {"_plans": _NoPlans(), "_kinds": _NoPlans()},
+        "no plan: every call is checked and launched as the first": {
+            "_plans": _NoPlans(),
+            "_kinds": _NoPlans(),
+        },
     }
 
     def around(name):
@@ -188,17 +191,15 @@ def _count(call: Callable) -> CallCost:
 
     before = sys.gettrace(), sys.getprofile()
     call()
-    try:
-        for _ in range(2):  # Python 3.12 counts bytecodes only once it was told to for some frame
-            seen.clear()
+    for _ in range(2):  # Python 3.12 counts bytecodes only once it was told to for some frame
+        seen.clear()
+        try:
             sys.setprofile(profile)
             sys.settrace(trace)
             call()
+        finally:
             sys.settrace(before[0])
             sys.setprofile(before[1])
-    finally:
-        sys.settrace(before[0])
-        sys.setprofile(before[1])
     return CallCost(bytecodes=seen["opcode"], python_calls=seen["call"], c_calls=seen["into C"])
 
 

@@ -136,19 +136,22 @@ class ByteMover(Record):
 
 
 class GpuCase(Record):
-    """GPU times of one size. `skipped` says why nothing was measured."""
+    """GPU times of one size, or of one product. `skipped` says why nothing was measured."""
 
-    numel: int
     dtype: str
     rows: Rows = {}
     failures: dict[str, str] = {}
     skipped: str = ""
+    numel: int | None = None
+    shape: tuple[int, int] | None = None  # of a product's weight
+    tokens: int | None = None
     # In earlier files:
-    shape: tuple[int, int] | None = None
+    absent: dict[str, str] = {}
     buffers: int | None = None
     bytes_rotated: int | None = None
+    layer: str = ""
+    units_in_graph: int | None = None
     variants: dict[str, float] = {}
-    absent: dict[str, str] = {}
 
 
 class Gpu(Record):
@@ -156,22 +159,8 @@ class Gpu(Record):
     l2_bytes: int | None = None  # in earlier files
 
 
-class Ablation(Record):
-    cases: list[GpuCase]  # rows: "as chosen", and one decision changed at a time
-
-
-class GemmCase(Record):
-    shape: tuple[int, int]
-    tokens: int
-    dtype: str
-    rows: Rows
-    failures: dict[str, str] = {}
-    layer: str = ""  # in earlier files
-    units_in_graph: int | None = None
-
-
-class Gemm(Record):
-    cases: list[GemmCase]
+class Cases(Record):
+    cases: list[GpuCase]
 
 
 class Starts(Record):
@@ -241,11 +230,11 @@ class Benchmark(Record):
     protocol: Protocol | None = None
     byte_mover: ByteMover | None = None
     gpu: Gpu | None = None
-    gemm: Gemm | None = None
+    gemm: Cases | None = None  # rows: everyone, and the multiplication alone
     compile: Compile | None = None
     cold: Cold | None = None
     compiles: Compiles | None = None
-    ablation: Ablation | None = None
+    ablation: Cases | None = None  # rows: "as chosen", and one decision changed at a time
     not_measured: dict[str, str] = {}
     failed: dict[str, str] = {}
     unsloth_fused: bool | None = None  # Unsloth's fused kernel was in use to the end
@@ -309,11 +298,12 @@ class Arm(Record):
     """A training step with or without the kernel."""
 
     ms: Spread
-    peak_bytes: int | None
     gpu_ms: float
     dequantize_ms: float
-    dequantize_launches: dict[str, float]
-    remains: list[dict[str, Any]]  # the other kernels of a step: kernel, ms, launches
+    # In earlier files:
+    peak_bytes: int | None = None
+    dequantize_launches: dict[str, float] = {}
+    remains: list[dict[str, Any]] = []
 
 
 class TrainingSize(Record, rename={"with_": "with"}):

@@ -100,7 +100,7 @@ class TestMerge:
 
     @pytest.fixture
     def part(self, tmp_path, monkeypatch):
-        sections = {"gpu": Gpu(sizes=[]), "gemm": results.Gemm(cases=[]), "host": None}
+        sections = {"gpu": Gpu(sizes=[]), "gemm": results.Cases(cases=[]), "host": None}
         monkeypatch.setattr(benchmark, "SECTIONS", {"gpu": None, "gemm": None})
 
         def write(number, *names, quick=False, **changes):

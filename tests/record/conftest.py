@@ -4,18 +4,16 @@ import pytest
 
 from helpers.record import names
 from helpers.record.results import (
-    Ablation,
     Benchmark,
     ByteMover,
     CallCost,
+    Cases,
     Cold,
     Compile,
     CompileCase,
     CompileCount,
     Compiles,
     Entry,
-    Gemm,
-    GemmCase,
     Gpu,
     GpuCase,
     Host,
@@ -84,9 +82,9 @@ def data():
         ),
         gpu=Gpu(sizes=gpu),
         call_cost={"kernel": CallCost(bytecodes=212, python_calls=9, c_calls=31)},
-        gemm=Gemm(
+        gemm=Cases(
             cases=[
-                GemmCase(
+                GpuCase(
                     **layer,
                     tokens=6144,
                     rows=rows(kernel=500.0) | {"multiplication alone": Times(p50=454.5, rounds=20)},
@@ -112,7 +110,7 @@ def data():
         ),
         compiles=Compiles(rows=[CompileCount(dtype="float16", state="nested", compiles=1)]),
         cold=Cold(kernel=Starts(empty=[start | {"first_call": 1.0}], warm=[start])),
-        ablation=Ablation(
+        ablation=Cases(
             cases=[
                 GpuCase(
                     numel=2**22,
