@@ -112,29 +112,22 @@ def sync(notebook, back: bool = False, modules: dict[str, Path] = MODULES) -> di
     for module, path in modules.items():
         (book, sections), old = read_module(path), cells_of(notebook, module)
         new = as_cells(sections, module, notebook)
-        in_file, in_notebook = digest(new), digest(old)
-        overwritten, name, other = in_notebook, NOTEBOOK.name, "sync --back"
-        if back:
-            overwritten, name, other = in_file, path.name, "sync"
-        if in_file != in_notebook and overwritten != last.get(module, digest([])):
-            both = last.get(module) not in (in_file, in_notebook)
-            do = "bring one side's change over by hand" if both else f"use `python -m helpers {other}`"
-            where = f"{module}'s cells changed " + ("on both sides" if both else f"in {name}")
-            raise SyncError(f"{where} since the last sync: {do}")
+        now = {path.name: digest(new), NOTEBOOK.name: digest(old)}
+        source, target = (NOTEBOOK.name, path.name) if back else (path.name, NOTEBOOK.name)
+        changed = [side for side in now if now[side] != last.get(module, digest([]))]
+        if now[source] != now[target] and target in changed:
+            where, do = f"in {target}", f"use `python -m helpers {'sync' if back else 'sync --back'}`"
+            if len(changed) == 2:
+                where, do = "on both sides", "bring one side's change over by hand"
+            raise SyncError(f"{module}'s cells changed {where} since the last sync: {do}")
         if not back:
             write_cells(notebook, module, new)
-        elif in_file != in_notebook:
+        elif now[source] != now[target]:
             if [cell.id for cell in new] != [cell.id for cell in old]:
                 raise SyncError(f"{module}: add, delete and move cells in {path.name}, not in the notebook")
             texts[module] = module_text(book, sections, old)
-        last[module] = in_notebook if back else in_file
+        last[module] = now[source]
     return texts
-
-
-def different(notebook, modules: dict[str, Path] = MODULES) -> list[str]:
-    """The modules whose sections are not what the notebook's cells say."""
-    cells = {module: as_cells(read_module(path)[1], module, notebook) for module, path in modules.items()}
-    return [module for module in modules if cells[module] != cells_of(notebook, module)]
 
 
 def main(argv: list[str] | None = None) -> int:
