@@ -3,8 +3,8 @@
 A module is a plain file in percent format, read by jupytext: `# %% Title id="..." tags=[...]`. Each section
 with an `id` is the notebook's cell of that id, tagged with the module's name. One with `folded=true` becomes
 a form under its title; one tagged `module-only` (imports of names that the notebook has already) and the
-docstring stay in the file. A module's cells follow the notebook's text cell `NAME-text`; a cell of the
-notebook's own keeps its place in front of the section that it stands before.
+docstring stay in the file. A module's cells follow the notebook's text cell `NAME-text`; where the notebook
+has a text cell `ID-text`, it stays in front of cell ID.
 """
 
 import argparse
@@ -72,20 +72,16 @@ def digest(cells) -> str:
 
 
 def write_cells(notebook, module: str, new: list) -> None:
-    """Replace a module's cells; the notebook's own cells between them keep their place."""
-    ids, kept = [cell.id for cell in notebook.cells], {cell.id for cell in new}
-    if f"{module}-text" not in ids:
-        raise SyncError(f"{NOTEBOOK.name} has no text cell {module}-text for {module}.py's cells to follow")
-    start = ids.index(f"{module}-text") + 1
-    end = max([ids.index(cell.id) + 1 for cell in cells_of(notebook, module)], default=start)
-    in_front, waiting = {}, []
-    for cell in notebook.cells[start:end]:
-        if module not in cell.metadata.get("tags", ()):
-            waiting.append(cell)
-        elif cell.id in kept:
-            in_front[cell.id], waiting = waiting, []
-    block = [one for cell in new for one in (*in_front.get(cell.id, ()), cell)]
-    notebook.cells[start:end] = [*block, *waiting]
+    """Replace a module's cells; the notebook's own text cell `ID-text` stays in front of cell ID."""
+    own = {cell.id: cell for cell in notebook.cells if module not in cell.metadata.get("tags", ())}
+    head, block = f"{module}-text", []
+    if head not in own:
+        raise SyncError(f"{NOTEBOOK.name} has no text cell {head} for {module}.py's cells to follow")
+    for cell in new:
+        text = f"{cell.id}-text"
+        block += [own.pop(text), cell] if text in own and text != head else [cell]
+    start, rest = list(own).index(head) + 1, list(own.values())
+    notebook.cells = [*rest[:start], *block, *rest[start:]]
 
 
 def module_text(book, sections, cells) -> str:
