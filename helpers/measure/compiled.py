@@ -1,13 +1,16 @@
 """24 weights, each followed by its product, eager and under one torch.compile: forward, and a LoRA step.
 
 Every function that is compiled has a code object of its own, since Dynamo keeps what it compiled (and the
-guards it tries in order) with the code. One graph serves every number of tokens.
+guards it tries in order) with the code. One graph serves every number of tokens. What compiling adds to our
+forward pass is told apart by taking one thing after another away from it.
 """
 
+import contextlib
 import functools
 import time
 import types
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch.nn.functional import linear
@@ -22,6 +25,9 @@ from helpers.submission import protocol
 DTYPE, RANK = torch.bfloat16, 16
 ROUNDS, INNER = 7, 10
 DECODED = "decoded beforehand"  # the products alone; of one call, what it costs to be compiled
+NO_GUARDS, NO_ASSERTS, NO_BODY = "no guards", "no size asserts either", "no operator's body either"
+PRODUCTS = "the products alone, compiled so"
+LAUNCHES = "only launches"  # in a plain loop: an allocation, a launch and a product for each weight
 Calls = dict[tuple[str, str], Callable]  # by contender and way, "eager" or "compiled"
 
 
@@ -91,12 +97,12 @@ class Network:
 
         return step if backward else infer
 
-    def compiled(self, function: Callable, run: Callable[[Callable], object]) -> Callable:
+    def compiled(self, function: Callable, run: Callable[[Callable], object], **options) -> Callable:
         """The function compiled, by `run`. TimeoutError where that would likely end too late."""
         start = time.perf_counter()
         if start + self.longest > self.compile_until:
             raise TimeoutError(f"not compiled: {self.scope.compile_seconds:g} s for all were (nearly) over")
-        function = torch.compile(function, backend=self.scope.backend)
+        function = torch.compile(function, backend=self.scope.backend, options=options or None)
         run(function)
         self.longest = max(self.longest, time.perf_counter() - start)
         return function
@@ -107,19 +113,30 @@ def _own_code(function: Callable) -> Callable:
     return types.FunctionType(code, function.__globals__, None, function.__defaults__, function.__closure__)
 
 
+def _make(makers: Calls, functions: Calls) -> dict[str, str]:
+    """Add to `functions` what each maker returns; why the others return nothing."""
+    failures = {}
+    for key, make in makers.items():
+        try:
+            functions[key] = make()
+        except Exception as error:
+            failures[" ".join(key)] = why(error)
+    return failures
+
+
 def _both_ways(network: Network, make: Callable, run: Callable) -> tuple[Calls, dict[str, str]]:
     """({(name, way): function} of what compiles, failures). make(dequantize), run(function)."""
-    functions, failures = {}, {}
+    functions, makers = {}, {}
     for name, dequantize in network.contenders.items():
-        functions[name, "eager"] = make(dequantize)
-        try:
-            functions[name, "compiled"] = network.compiled(make(dequantize), run)
-        except Exception as error:
-            failures[f"{name} compiled"] = why(error)
-    return functions, failures
+        one = functools.partial(make, dequantize)
+        makers[name, "eager"] = one
+        makers[name, "compiled"] = lambda one=one: network.compiled(one(), run)
+    return functions, _make(makers, functions)
 
 
-def _time(bench: Bench, calls: Calls, failures: dict[str, str], inner: int, wait: bool) -> dict[str, Rows]:
+def _time(
+    bench: Bench, calls: Calls, failures: dict, inner: int, wait: bool, around=contextlib.nullcontext
+) -> dict[str, Rows]:
     """{way: rows} of the calls whose bits are those of weights decoded beforehand; adds failures.
 
     Compiled, sums may be rounded otherwise than in eager mode: either way's bits will do.
@@ -127,8 +144,9 @@ def _time(bench: Bench, calls: Calls, failures: dict[str, str], inner: int, wait
     right, references = {}, []
     for (name, way), call in calls.items():
         try:
-            call()
-            result = call()  # of the launches that are repeated, not of the first call
+            with around((name, way)):
+                call()
+                result = call()  # of the launches that are repeated, not of the first call
         except Exception as error:
             failures[f"{name} {way}"] = why(error)
             continue
@@ -137,11 +155,88 @@ def _time(bench: Bench, calls: Calls, failures: dict[str, str], inner: int, wait
             right[name, way] = call
         else:
             failures[f"{name} {way}"] = "not bit-identical to the same with exact weights: not timed"
-    times = clocks.time_interleaved(right, bench.rounds(ROUNDS, ROUNDS), inner, wait)
+    times = clocks.time_interleaved(right, bench.rounds(ROUNDS, ROUNDS), inner, wait, around=around)
     return {
         way: {name: Times.of(times[name, of]) for name, of in times if of == way}
         for way in ("eager", "compiled")
     }
+
+
+def _case(
+    bench: Bench, network: Network, functions: Calls, failures: dict, tokens: int, backward=False, **more
+) -> CompileCase:
+    """The network's rows for one number of tokens, with a synchronize."""
+    calls, failures = {k: network.call(f, tokens, backward) for k, f in functions.items()}, dict(failures)
+    rows = _time(bench, calls, failures, min(INNER, bench.scope.inner), wait=True, **more)
+    return CompileCase(tokens=tokens, backward=backward, **rows, failures=failures)
+
+
+def _bare_launch(module, layer) -> Callable:
+    """() -> the weight, by an allocation and a launch of the kernel that our call launches, nothing else."""
+    like, (tensors, values) = layer.exact, module._snapshot(layer.weight, layer.weight.quant_state)
+    sizes = module._check(tensors, values)
+    grid, arguments, constexprs, _ = module._configure(tensors, values, sizes, torch.empty_like(like))
+    options = module._options(module.settings(like.device))
+    compiled = module._your_dequantize_nf4_kernel[(grid,)](*arguments, **constexprs, **options)
+    run, middle = compiled.run, (compiled.packed_metadata, None, None, None)
+    if module.IN_C and not (run.global_scratch_size or run.profile_scratch_size):
+        run, middle = run.launch, (0, 0, None, None, *middle)  # what is in C of it
+    before = grid, 1, 1, module._stream(like.get_device()), compiled.function, *middle
+    numbers = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    weight, _, *others = *numbers, *constexprs.values()
+    empty, size, stride, dtype = module._empty_cuda, tuple(like.shape), like.stride(), like.dtype
+
+    def launch():
+        out = empty(size, stride, dtype)
+        run(*before, weight, out.data_ptr(), *others)
+        return out
+
+    return launch
+
+
+def _parts(bench: Bench, network: Network, functions: Calls) -> CompileCase:
+    """Our forward pass with one thing after another taken away, and one that only launches.
+
+    functions: what is known both ways. Without guards by a filter: set_stance(skip_guard_eval_unsafe=True)
+    keeps those of tensors, which are most of ours.
+    """
+    module, tokens = bench.module, bench.scope.tokens[0]
+    functions = {key: function for key, function in functions.items() if key[0] in (DECODED, "kernel")}
+    ready = {layer.weight.quant_state.absmax.data_ptr(): layer.exact for layer in network.layers}
+
+    def run(function):
+        return network.call(function, tokens, False)()
+
+    def unguarded(dequantize=module.your_dequantize_nf4, **options):
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe  # torch 2.10 and newer
+        return network.compiled(network.function(dequantize, False), run, **options)
+
+    def replaced(key):
+        if key[0] != NO_BODY:
+            return contextlib.nullcontext()
+        return mock.patch.object(module._operator, "run", lambda _, absmax, *more: ready[absmax.data_ptr()])
+
+    def without_body():
+        function = functions[NO_ASSERTS, "compiled"]
+        with mock.patch.object(module._operator, "run", wraps=module._operator.run) as body:
+            run(function)
+        if not body.called:
+            raise RuntimeError("the compiled code does not call what is to be replaced")
+        return function
+
+    def launches():
+        decode = {layer: _bare_launch(module, layer) for layer in network.layers}
+        return network.function(lambda layer: decode[layer](), False)
+
+    makers = {
+        (PRODUCTS, "compiled"): lambda: unguarded(network.contenders[DECODED], size_asserts=False),
+        (NO_GUARDS, "compiled"): unguarded,
+        (NO_ASSERTS, "compiled"): lambda: unguarded(size_asserts=False),
+        (NO_BODY, "compiled"): without_body,
+        (LAUNCHES, "eager"): launches,
+    }
+    failures = _make(makers, functions)
+    return _case(bench, network, functions, failures, tokens, around=replaced)
 
 
 def compile(bench: Bench) -> Compile:
@@ -149,28 +244,27 @@ def compile(bench: Bench) -> Compile:
     torch._dynamo.reset()
     network, cases, scope = Network(bench), [], bench.scope
 
-    def cases_of(backward: bool):
+    def cases_of(backward: bool) -> Calls:
         functions, missing = _both_ways(
             network,
             functools.partial(network.function, backward=backward),
             lambda function: network.call(function, scope.tokens[0], backward)(),
         )
         for tokens in scope.tokens:
-            calls = {key: network.call(function, tokens, backward) for key, function in functions.items()}
-            failures = dict(missing)
-            rows = _time(bench, calls, failures, min(INNER, scope.inner), wait=True)
-            cases.append(CompileCase(tokens=tokens, backward=backward, **rows, failures=failures))
+            cases.append(_case(bench, network, functions, missing, tokens, backward))
             bar.update()
+        return functions
 
     def one(dequantize: Callable) -> Callable:
         layer = network.layers[0]
         return _own_code(lambda: (dequantize(layer),))
 
     with bench.bar(2 * len(scope.tokens), "compile") as bar:
-        cases_of(backward=False)
+        forward = cases_of(backward=False)
         calls, failures = _both_ways(network, one, lambda function: function())
         alone = _time(bench, calls, failures, scope.inner, wait=False)
         cases_of(backward=True)
+        parts = _parts(bench, network, forward)
     torch._dynamo.reset()
     return Compile(
         weights=scope.weights,
@@ -180,4 +274,5 @@ def compile(bench: Bench) -> Compile:
         call_eager=alone["eager"],
         call_compiled=alone["compiled"],
         failures=failures,
+        parts=parts,
     )
