@@ -141,8 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             print("written:", results.save(path.name, merge(options.merge), path.parent))
         except ValueError as error:
-            print(error, file=sys.stderr)
-            return 2
+            parser.error(str(error))
         return 0
     data = measure(options.only, options.quick)
     for name, reason in data.not_measured.items():

@@ -7,7 +7,6 @@ same code, and so is the tile. What ours loses against it is what decoding costs
 import copy
 import functools
 import gc
-import time
 from unittest import mock
 
 import torch
@@ -26,21 +25,20 @@ def byte_mover(bench: Bench) -> ByteMover:
     """Seconds of ours and of the byte-mover for the protocol's rounds; in turns, on layers of their own."""
     rounds, repeats = bench.rounds(1000, 1000), bench.rounds(5, 3)
     kernels = {"kernel": getattr(bench.module, KERNEL), BYTE_MOVER: moving_kernel}
-    totals = {name: [0.0] * repeats for name in kernels}
+    seconds = {name: [0.0] * repeats for name in kernels}
+
+    def in_place(name):
+        return mock.patch.object(bench.module, KERNEL, kernels[name])
+
     for config in bench.progress(bench.scope.configs, "byte mover"):
         mlp, X = protocol.build(config)
-        layers = {"kernel": mlp, BYTE_MOVER: copy.deepcopy(mlp)}  # a copied state starts without a plan
-        for turn, name in enumerate(clocks.turns(kernels, repeats)):
-            one_round = functools.partial(
-                protocol.mlp_dequantize, X, layers[name], bench.module.your_dequantize_nf4
-            )
-            with mock.patch.object(bench.module, KERNEL, kernels[name]), clocks.collector_off():
-                one_round()
-                start = time.perf_counter()
-                for _ in range(rounds):
-                    one_round()
-                totals[name][turn // len(kernels)] += time.perf_counter() - start
-        del mlp, layers, X, one_round
+        calls = {
+            name: functools.partial(protocol.mlp_dequantize, X, layers, bench.module.your_dequantize_nf4)
+            for name, layers in zip(kernels, (mlp, copy.deepcopy(mlp)), strict=True)  # a copy has no plan
+        }
+        for name, times in clocks.time_interleaved(calls, repeats, rounds, around=in_place).items():
+            seconds[name] = [a + rounds * b for a, b in zip(seconds[name], times, strict=True)]
+        del mlp, calls, X
         gc.collect()
         torch.cuda.empty_cache()
-    return ByteMover(rounds=rounds, seconds=totals)
+    return ByteMover(rounds=rounds, seconds=seconds)

@@ -91,15 +91,14 @@ def triton_ceiling(weight, absmax, absmax2, out, words=1, threads=128, store=".c
     weight: uint8, numel / 2 bytes; absmax: uint8, one per 64 elements; absmax2: fp32, one per 16384;
     out: fp16 or bf16, contiguous, numel elements (a multiple of 8 below 2**31), overwritten and returned.
     """
-    n_words = out.numel() // 8
-    pointers = dict(weight_ptr=weight, out_ptr=out, absmax_ptr=absmax, absmax2_ptr=absmax2)
-    pointers |= dict(table_ptr=absmax2, code2_ptr=absmax2, offset_ptr=absmax2)  # not read
-    state = dict(NESTED=True, LOG2_BLOCK=6, LOG2_BLOCK2=8, TAIL=False, n_words=n_words, n_tail=0)
+    n_words, unread = out.numel() // 8, absmax2
+    state = dict(NESTED=True, LOG2_BLOCK=6, LOG2_BLOCK2=8, TAIL=False)
     arithmetic = dict(ASM=False, MODE=0, STAGE=False, FLUSH=False)  # not done
-    tile = dict(WORDS=words, THREADS=threads, num_warps=threads // 32)
-    hints = dict(LOAD_HINT="evict_first", STORE_HINT=store)
-    grid = (-(-n_words // (words * threads)),)
-    moving_kernel[grid](**pointers, **state, **arithmetic, **tile, **hints)
+    choice = dict(WORDS=words, THREADS=threads, LOAD_HINT="evict_first", STORE_HINT=store)
+    moving_kernel[(-(-n_words // (words * threads)),)](
+        *(weight, out, absmax, unread, unread, absmax2, unread, n_words, 0),
+        **(state | arithmetic | choice), num_warps=threads // 32,
+    )  # fmt: skip
     return out
 
 

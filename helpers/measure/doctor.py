@@ -7,7 +7,7 @@ from helpers.machine import environment, install
 from helpers.record.names import DTYPES
 
 LAYER = (200, 33)  # (in_features, out_features): 6600 elements end mid-tile, mid-block and on half a word
-SETUP = "bash colab_setup.sh"
+FIX = "run `bash colab_setup.sh`, then this command again"
 
 
 class Check(NamedTuple):
@@ -16,7 +16,6 @@ class Check(NamedTuple):
     name: str
     ok: bool | None
     detail: str
-    fix: str = ""
 
 
 def packages() -> list[Check]:
@@ -24,7 +23,7 @@ def packages() -> list[Check]:
     versions = install.installed()
     gaps = install.missing(install.wanted([], environment.nvidia_smi("name")), versions)
     return [
-        Check(f"package {n}", False, f"{need} is needed, {versions.get(n, 'none')} is installed", SETUP)
+        Check(f"package {n}", False, f"{need} is needed, {versions.get(n, 'none')} is installed: {FIX}")
         for n, need in gaps.items()
     ] or [Check("packages", True, "all of requirements.txt that is used here is installed")]
 
@@ -65,9 +64,7 @@ def _equal(device: str, dtype: str) -> tuple[bool, str]:
 def recommend(checks: list[Check]) -> str:
     """What to do on this machine, from the findings alone."""
     if failed := [check for check in checks if check.ok is False]:
-        fixes = [check.fix for check in failed if check.fix]
-        first = f"run `{fixes[0]}`, then this command again" if fixes else f"see to '{failed[0].name}' first"
-        return f"{len(failed)} check(s) failed: {first}."
+        return f"{len(failed)} check(s) failed: see to '{failed[0].name}' first."
     if environment.has_gpu():
         return "The kernel is right here; `python -m helpers bench --quick` says how fast it is."
     text = "The kernel is right here; without a GPU nothing can be gained by it. To measure:"
@@ -82,11 +79,11 @@ def examine() -> list[Check]:
         checks.append(gpu())
         from helpers.submission import protocol
     except ImportError as error:
-        return [*checks, Check("torch", False, f"does not import: {error}", SETUP)]
+        return [*checks, Check("torch", False, f"does not import: {error}: {FIX}")]
     absent = [b for b in protocol.baselines().values() if b.fn is None]  # imports the libraries first
     device = "cuda" if environment.has_gpu() and not environment.old_gpu() else "cpu"
     if text := environment.old_triton():
-        return [*checks, Check("Triton", False, text, SETUP)]
+        return [*checks, Check("Triton", False, text)]
     for dtype in DTYPES:
         try:
             ok, detail = _equal(device, dtype)
@@ -107,6 +104,6 @@ def main(argv: list[str] | None = None) -> int:
     print()
     for check in checks:
         mark = {True: "ok", False: "FAIL", None: "-"}[check.ok]
-        print(f"{mark:5} {check.name}: {check.detail}" + (f"\n      fix: {check.fix}" if check.fix else ""))
+        print(f"{mark:5} {check.name}: {check.detail}")
     print(f"\n{recommend(checks)}")
     return int(any(check.ok is False for check in checks))
