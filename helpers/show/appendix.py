@@ -1,8 +1,10 @@
 """What README, docs and the notebook show of stored results: one function a block of markdown."""
 
+import math
 from collections.abc import Callable
 
 from helpers.machine import environment
+from helpers.measure.compiled import DECODED, LAUNCHES, NO_ASSERTS, NO_BODY, NO_GUARDS, PRODUCTS
 from helpers.record import goals, hashes, names, tables
 from helpers.record.results import EARLIER, Spread, caption, find, ratio, stale
 from helpers.show import plots
@@ -190,6 +192,39 @@ def _steps(data) -> tables.Table:
         if any(times):
             rows.append([name, why, *("-" if time is None else f"{time:.2f}" for time in times)])
     return rows
+
+
+def compiled() -> str:
+    """24 weights and products, eager and compiled; of ours, where the microseconds of a weight go."""
+    text, found = block("benchmark", tables.compiled)(), stored("benchmark").data.compile
+    if not found or not found.parts:
+        return text
+
+    def us(rows, name):
+        return rows[name].p50 / found.weights if name in rows else math.nan
+
+    one, taken = found.parts, (NO_GUARDS, NO_ASSERTS, NO_BODY, PRODUCTS)
+    whole, *less = (us(one.compiled, name) for name in ("kernel", *taken))
+    eager, launches, products = (us(one.eager, name) for name in ("kernel", LAUNCHES, DECODED))
+    lines = {
+        "Dynamo's guards": (whole - less[0],),
+        "Inductor's asserts of sizes and strides": (less[0] - less[1],),
+        "our call: checks, allocation, launch": (less[1] - less[2], eager - products, launches - products),
+        "product": (less[3], products, products),
+        "the rest: bytecode, wrappers, what is passed in": (less[2] - less[3],),
+        "sum": (whole, eager, launches),
+    }
+    table = [[f"us a weight, forward, {one.tokens} tokens", "compiled", "eager", "only launches"]]
+    for name, times in lines.items():
+        cells = ["-" if math.isnan(time) else f"{time:.1f}" for time in times]
+        table.append([name, *cells, *[""] * (3 - len(cells))])
+    says = (
+        f"Of the {whole - eager:.1f} us that compiling adds a weight, guards are {whole - less[0]:.1f} and "
+        f"asserts {less[0] - less[1]:.1f}; a graph that does only launches would take {launches:.1f} us, "
+        f"{whole - launches:.1f} less."
+    )
+    missing = "; ".join(f"{name}: {reason}" for name, reason in one.failures.items())
+    return "\n\n".join([text, tables.markdown(table), f"Not measured: {missing}." if missing else says])
 
 
 def speed() -> str:
@@ -414,7 +449,7 @@ def logs() -> str:
 
 
 WRITTEN = (
-    badge, claim, score, cards, microseconds, speed, t4, t4_kernels, machine_code, forced, estimate,
+    badge, claim, score, cards, microseconds, compiled, speed, t4, t4_kernels, machine_code, forced, estimate,
     goals_met, limits, libraries, other_cards, stress, logs,
 )  # fmt: skip
 BLOCKS = {function.__name__: function for function in WRITTEN} | {
@@ -425,7 +460,6 @@ BLOCKS = {function.__name__: function for function in WRITTEN} | {
     "bench_targets": block("benchmark", goals.table),
     "steps": block("benchmark", _steps, "gpu"),
     "gemm": block("benchmark", tables.gemm),
-    "compiled": block("benchmark", tables.compiled),
     "call_cost": block(
         "benchmark", tables.call_cost, empty="What a call executes was not counted in the stored run."
     ),

@@ -8,7 +8,9 @@ import nbformat
 import pytest
 
 from helpers.machine.environment import ROOT
+from helpers.measure import compiled as parts
 from helpers.record import goals, hashes, names, results
+from helpers.record.results import Compile, CompileCase, Times
 from helpers.show import appendix, draw
 from helpers.submission import repository, sync
 
@@ -110,6 +112,38 @@ def test_what_a_call_saves_is_split_by_what_the_gpu_saves(result):
             if case.rows and case.numel == 58_720_256:
                 case.rows[name].p50 = us
     assert appendix.saved(result.data, "unsloth_today") == (21.0, 1.0)
+
+
+@pytest.mark.parametrize("missing", ["", parts.NO_BODY])
+def test_what_compiling_adds_is_told_apart(monkeypatch, result, missing):
+    monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: result)
+
+    def rows(**us):
+        return {name: Times(p50=2 * value, rounds=7) for name, value in us.items() if name != missing}
+
+    eager = rows(**{parts.DECODED: 10.0, "kernel": 19.0, parts.LAUNCHES: 15.0})
+    chain = {"kernel": 30.0, parts.NO_GUARDS: 25.0, parts.NO_ASSERTS: 21.0, parts.NO_BODY: 13.0}
+    failures = {f"{missing} compiled": "why"} if missing else {}
+    compiled = rows(**chain, **{parts.PRODUCTS: 11.5})
+    case = CompileCase(tokens=64, backward=False, eager=eager, compiled=compiled, failures=failures)
+    found = Compile(weights=2, shape=(1, 1), dtype="bfloat16", cases=[case], call_eager={}, call_compiled={})
+    result.data.compile = found
+    before = appendix.compiled()
+    assert before.startswith("| 2 weights and products") and "guards" not in before
+    found.parts = case
+    table, says = appendix.compiled().removeprefix(before + "\n\n").split("\n\n")
+    body, rest = ("-", "-") if missing else ("8.0", "1.5")
+    assert [line[2:-2].split(" | ")[1:] for line in table.splitlines()[2:]] == [
+        ["5.0", "", ""], ["4.0", "", ""], [body, "9.0", "5.0"], ["11.5", "10.0", "10.0"], [rest, "", ""],
+        ["30.0", "19.0", "15.0"],
+    ]  # fmt: skip
+    if missing:
+        assert says == f"Not measured: {missing} compiled: why."
+    else:
+        assert says == (
+            "Of the 11.0 us that compiling adds a weight, guards are 5.0 and asserts 4.0; a graph that does "
+            "only launches would take 15.0 us, 15.0 less."
+        )
 
 
 @pytest.mark.parametrize("name", ["benchmark", "protocol"])
