@@ -209,7 +209,6 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     """
     if _is_compiling() or _dynamo_watches() is not None:
         return _call_operator(weight, quant_state, out)
-    code2, absmax2, offset, dtype2, blocksize2 = _FLAT
     try:  # each field is read once: what is compared with a plan is what is launched on
         one = quant_state.__dict__  # past QuantState's own __getattr__
         absmax = one["absmax"]
@@ -217,6 +216,8 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
             two = one["state2"].__dict__
             code2, absmax2, offset = two["code"], two["absmax"], one["offset"]
             dtype2, blocksize2 = two["dtype"], two["blocksize"]
+        else:
+            code2, absmax2, offset, dtype2, blocksize2 = _FLAT
         values = (one["shape"], one["dtype"], one["quant_type"], one["blocksize"], dtype2,
                   blocksize2, True)
     except (AttributeError, KeyError):
