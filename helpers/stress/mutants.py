@@ -32,6 +32,7 @@ QUICK = (
     "tests/nf4/test_callers.py::TestOperator",
     "tests/nf4/test_bad_input.py",
     "tests/nf4/test_plans.py",
+    "tests/nf4/test_kinds.py",
     "tests/nf4/test_hostile_calls.py",
     "tests/nf4/test_compiled_calls.py",
     "tests/nf4/test_kernel_bits.py",
