@@ -57,7 +57,7 @@ def _trivial():
     return lambda: trivial_kernel[(1,)](out)
 
 
-def count_compiles() -> dict:
+def count_compiles() -> list[dict]:
     """Machine codes of the kernel that appear in the (initially empty) Triton cache over all layer shapes of
     Llama-3 8B and 70B, for each output dtype and state kind."""
     import torch
@@ -76,7 +76,7 @@ def count_compiles() -> dict:
             state = "nested" if nested else "flat"
             rows.append({"dtype": dtype_name(dtype), "state": state, "compiles": after - before})
             before = after
-    return {"rows": rows}
+    return rows
 
 
 JOBS = {
@@ -86,7 +86,7 @@ JOBS = {
 }
 
 
-def measure(job: str, cache: str) -> dict:
+def measure(job: str, cache: str):
     """One job's data from a new process with `cache` as Triton's cache folder. Raises child.ChildFailed."""
     variables = {"TRITON_CACHE_DIR": cache, "TRITON_INTERPRET": None}
     done = child.python(["-m", "helpers.measure.first_call", job], variables=variables)
@@ -113,10 +113,8 @@ def cold(bench) -> Cold:
 
 def compiles(bench) -> Compiles:
     """`count_compiles` in a new process whose Triton cache starts empty."""
-    import msgspec
-
     with tempfile.TemporaryDirectory(prefix="triton-compiles-") as cache:
-        return msgspec.convert(measure("compiles", cache), Compiles)
+        return Compiles(rows=measure("compiles", cache))
 
 
 if __name__ == "__main__":

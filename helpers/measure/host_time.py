@@ -13,7 +13,7 @@ from helpers.measure import ceilings, clocks
 from helpers.measure.contenders import Bench, users_bitsandbytes, wrong_bits
 from helpers.oracle.layers import quantized_layer
 from helpers.record.names import ALLOCATE_FILL
-from helpers.record.results import CallCost, Host, HostCase, Parts, Rows, Times
+from helpers.record.results import Host, HostCase, Parts, Rows, Times
 from helpers.submission import protocol
 
 LAUNCHES = ("triton kernel[grid]", "aten fill_", "triton compiled launcher")
@@ -176,7 +176,7 @@ def steps(bench: Bench) -> Rows:
     return _rows(bench, calls, bench.rounds(40, 10), around=around)
 
 
-def _count(call: Callable) -> CallCost:
+def _count(call: Callable) -> dict[str, int]:
     """What one call executes: bytecodes and calls of Python functions, at any depth, and calls into C."""
     seen = collections.Counter()
 
@@ -200,10 +200,10 @@ def _count(call: Callable) -> CallCost:
         finally:
             sys.settrace(before[0])
             sys.setprofile(before[1])
-    return CallCost(bytecodes=seen["opcode"], python_calls=seen["call"], c_calls=seen["into C"])
+    return {"bytecodes": seen["opcode"], "python_calls": seen["call"], "c_calls": seen["into C"]}
 
 
-def call_cost(bench: Bench) -> dict[str, CallCost]:
+def call_cost(bench: Bench) -> dict[str, dict[str, int]]:
     """What a call costs free of noise, of every contender and of the least there can be."""
     shape, dtype = bench.scope.layers[0]
     expected, calls, _ = _calls(bench, shape, dtype)

@@ -107,10 +107,12 @@ def _compile(data: Benchmark) -> Iterator[Goal]:
 def _first_call(data: Benchmark) -> Iterator[Goal]:
     """How many compiles the layers of two models take, and how long a first call takes."""
     rows = data.compiles.rows if data.compiles else []
-    kinds = ", ".join(f"{row.dtype} {row.state}" for row in rows)
+    kinds = ", ".join(f"{row['dtype']} {row['state']}" for row in rows)
     name = "compiles over all layer shapes of Llama-3 8B and 70B" + (f" ({kinds})" if kinds else "")
-    counts = ", ".join(str(row.compiles) for row in rows) or NOT_MEASURED
-    yield Goal(name, NOT_MEASURED, counts, "1 each", all(row.compiles == 1 for row in rows) if rows else None)
+    counts = ", ".join(str(row["compiles"]) for row in rows) or NOT_MEASURED
+    yield Goal(
+        name, NOT_MEASURED, counts, "1 each", all(row["compiles"] == 1 for row in rows) if rows else None
+    )
     for state, name, must_reach in (
         ("empty", "first call ever (empty caches)", "<= 1.0 s"),
         ("warm", "first call in a new process (warm disk cache)", "<= 0.2 s"),

@@ -179,16 +179,8 @@ class Cold(Record):
     trivial: Starts | None = None  # a kernel that stores one number: Triton's own share
 
 
-class CompileCount(Record):
-    dtype: str
-    state: str  # nested or flat
-    compiles: int
-    shapes: int | None = None  # in earlier files
-    specializations: int | None = None
-
-
 class Compiles(Record):
-    rows: list[CompileCount]
+    rows: list[dict[str, str | int]]  # dtype, state ("nested" or "flat"), compiles
     shapes: list[tuple[int, int]] = []  # in earlier files
 
 
@@ -213,20 +205,12 @@ class Compile(Record):
     parts: CompileCase | None = None  # our forward with one thing less from row to row, and launches alone
 
 
-class CallCost(Record):
-    """What one call executes in Python, free of noise."""
-
-    bytecodes: int
-    python_calls: int
-    c_calls: int
-
-
 class Benchmark(Record):
     """A section that was not measured is None, and `not_measured` or `failed` says why."""
 
     quick: bool
     host: Host | None = None
-    call_cost: dict[str, CallCost] | None = None
+    call_cost: dict[str, dict[str, int]] | None = None  # of one call: bytecodes, python_calls, c_calls
     protocol: Protocol | None = None
     byte_mover: ByteMover | None = None
     gpu: Gpu | None = None

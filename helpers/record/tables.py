@@ -82,10 +82,7 @@ def compiled(data: Benchmark) -> Table:
 
 def call_cost(data: Benchmark) -> Table:
     """What one call executes: counts, so free of noise."""
-    rows = [
-        [label(name), *map(str, (cost.bytecodes, cost.python_calls, cost.c_calls))]
-        for name, cost in (data.call_cost or {}).items()
-    ]
+    rows = [[label(name), *map(str, cost.values())] for name, cost in (data.call_cost or {}).items()]
     return [["one call", "bytecodes", "Python calls", "calls into C"], *rows] if rows else []
 
 

@@ -44,7 +44,7 @@ def test_a_first_call_with_a_warm_cache_is_faster(tmp_path):
 def test_few_compiles_for_each_dtype_and_state_kind():
     """All layer shapes of two models: up to a size loads carry hints, above they do not."""
     rows = first_call.compiles(None).rows
-    assert {(row.dtype, row.state) for row in rows} == {
+    assert {(row["dtype"], row["state"]) for row in rows} == {
         (dtype, state) for dtype in ("float16", "bfloat16") for state in ("nested", "flat")
     }
-    assert {row.compiles for row in rows} <= {1, 2}
+    assert {row["compiles"] for row in rows} <= {1, 2}

@@ -6,12 +6,10 @@ from helpers.record import names
 from helpers.record.results import (
     Benchmark,
     ByteMover,
-    CallCost,
     Cases,
     Cold,
     Compile,
     CompileCase,
-    CompileCount,
     Compiles,
     Entry,
     Gpu,
@@ -81,7 +79,7 @@ def data():
             parts={},
         ),
         gpu=Gpu(sizes=gpu),
-        call_cost={"kernel": CallCost(bytecodes=212, python_calls=9, c_calls=31)},
+        call_cost={"kernel": dict(bytecodes=212, python_calls=9, c_calls=31)},
         gemm=Cases(
             cases=[
                 GpuCase(
@@ -108,7 +106,7 @@ def data():
             call_eager=rows(kernel=8.3),
             call_compiled=rows(kernel=7.0),
         ),
-        compiles=Compiles(rows=[CompileCount(dtype="float16", state="nested", compiles=1)]),
+        compiles=Compiles(rows=[dict(dtype="float16", state="nested", compiles=1)]),
         cold=Cold(kernel=Starts(empty=[start | {"first_call": 1.0}], warm=[start])),
         ablation=Cases(
             cases=[

@@ -117,7 +117,7 @@ def test_a_case_without_compiled_times_gives_no_verdict(data):
 
 
 def test_the_table_holds_every_cell(data):
-    data.compiles.rows[0].compiles = 3
+    data.compiles.rows[0]["compiles"] = 3
     data.cold = None
     header, *lines = goals.table(data)
     assert header == list(goals.HEADER)
