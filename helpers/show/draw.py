@@ -96,14 +96,11 @@ def draw(check: bool = False) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m helpers draw",
-        description="Draw README, docs and the notebook's stored pictures anew from the result files.",
-    )
-    check = "change nothing, fail where one is not up to date"
-    parser.add_argument("--check", action="store_true", help=check)
-    options = parser.parse_args(argv)
-    old = draw(options.check)
-    what = "not up to date" if options.check else "drawn anew"
+    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1].split("\n")[0])
+    help = "change nothing, fail where one is not up to date"
+    parser.add_argument("--check", action="store_true", help=help)
+    check = parser.parse_args(argv).check
+    old = draw(check)
+    what = "not up to date" if check else "drawn anew"
     print(f"{what}: {', '.join(old)}" if old else "all up to date")
-    return int(options.check and bool(old))
+    return int(check and bool(old))

@@ -11,14 +11,23 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
 from helpers.machine import environment
 from helpers.record import hashes, results
 
 NAME = "Unsloth_Puzzles_A"
-SOURCE = environment.ROOT / f"{NAME}.ipynb"
+SOURCE, BUILD = environment.ROOT / f"{NAME}.ipynb", environment.ROOT / "build"
 SCORE = "score"  # id of the cell that prints it
-FLAGS = {"install": "setup", "protocol": "protocol", "t4-ptx": "not_on_a_t4"}  # cells told apart
+# Cells that an estimate of another machine's time tells apart.
+FLAGS = {"install": {"setup": True}, "protocol": {"protocol": True}, "t4-ptx": {"not_on_a_t4": True}}
 SECONDS = 1800  # that a cell may take
+STORES = """outputs also into the repository's notebook, measurements into results/; with NF4_FORCE into
+    results/<gpu>-forced-<card>/ alone"""
 
 
 def scrub(value, places: dict[str, str]):
@@ -47,17 +56,13 @@ def execute(notebook, folder: Path) -> dict[str, float]:
     Returns the seconds of each code cell by id. Raises nbclient's CellExecutionError when a cell raised; the
     outputs until then are kept.
     """
-    from jupyter_client.kernelspec import KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-    from nbclient import NotebookClient
-
-    started, seconds = {}, {}
+    seconds = {}
 
     def start(cell, cell_index):
-        started[cell.id] = time.monotonic()
+        seconds[cell.id] = -time.monotonic()
 
     def done(cell, cell_index, execute_reply):
-        seconds[cell.id] = time.monotonic() - started[cell.id]
+        seconds[cell.id] = round(seconds[cell.id] + time.monotonic(), 3)
         print(f"{seconds[cell.id]:6.1f} s  {cell.id}", flush=True)
 
     for cell in notebook.cells:
@@ -80,8 +85,6 @@ def execute(notebook, folder: Path) -> dict[str, float]:
 
 def alone(notebook) -> dict[str, float]:
     """`execute` in an empty folder: no repository, no `helpers`, nothing prepared in the environment."""
-    import nbformat
-
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
     with tempfile.TemporaryDirectory(prefix="alone-") as folder, mock.patch.dict(os.environ):
@@ -107,8 +110,6 @@ def stamp(notebook) -> dict:
 
 def store_forced(notebook, folder: Path) -> Path:
     """Store a run with a card's decisions forced, labelled and without its pictures; returns its path."""
-    import nbformat
-
     facts, forced = stamp(notebook), environment.forced()
     text = (
         f"> **{facts['gpu']}, {environment.forced_text(forced)}** (`NF4_FORCE={forced}`), "
@@ -129,10 +130,7 @@ def store_forced(notebook, folder: Path) -> Path:
 
 def keep(out: Path, seconds: dict[str, float]) -> None:
     """Store each cell's seconds, and the score and protocol that the run wrote (nf4_<card>.json)."""
-    cells = [{"title": name, "seconds": round(value, 3)} for name, value in seconds.items()]
-    for cell in cells:
-        if cell["title"] in FLAGS:
-            cell[FLAGS[cell["title"]]] = True
+    cells = [{"title": name, "seconds": each, **FLAGS.get(name, {})} for name, each in seconds.items()]
     results.write("notebook", {"cells": cells})
     for path in out.glob("nf4_*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))["data"]
@@ -141,19 +139,13 @@ def keep(out: Path, seconds: dict[str, float]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m helpers run", description=__doc__.split(": ")[1])
+    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1])
     parser.add_argument("--notebook", type=Path, default=SOURCE, help=argparse.SUPPRESS)
-    build = environment.ROOT / "build"
-    parser.add_argument("--out", type=Path, default=build, help="folder for what it writes")
+    parser.add_argument("--out", type=Path, default=BUILD, help="folder for what it writes")
     parser.add_argument("--quick", action="store_true", help="fewer timed rounds (NF4_QUICK=1)")
     parser.add_argument("--alone", action="store_true", help="the notebook alone, in an empty folder")
-    stores = "outputs also into the repository's notebook, measurements into results/; with NF4_FORCE "
-    stores += "into results/<gpu>-forced-<card>/ alone"
-    parser.add_argument("--in-place", action="store_true", help=stores)
+    parser.add_argument("--in-place", action="store_true", help=STORES)
     options = parser.parse_args(argv)
-
-    import nbformat
-    from nbclient.exceptions import CellExecutionError
 
     in_place = options.in_place and not options.alone
     out, forced = options.out.resolve(), environment.forced()
@@ -186,15 +178,15 @@ def main(argv: list[str] | None = None) -> int:
     if not seconds or not score:
         print(f"\n{failure}", file=sys.stderr)
         return 1
-    if in_place and environment.has_gpu():
-        if not os.environ.get("NF4_QUICK"):
+    if in_place:
+        if environment.has_gpu() and not os.environ.get("NF4_QUICK"):
             keep(out, seconds)
         if forced:
             print(f"stored as {store_forced(notebook, environment.result_folder())}")
-    if in_place and not forced:
-        stamp(notebook)
-        nbformat.write(notebook, options.notebook)
-        print(f"outputs written into {options.notebook.name}")
-        subprocess.call([sys.executable, "-m", "helpers", "draw"], cwd=environment.ROOT)
+        else:
+            stamp(notebook)
+            nbformat.write(notebook, options.notebook)
+            print(f"outputs written into {options.notebook.name}")
+            subprocess.call([sys.executable, "-m", "helpers", "draw"], cwd=environment.ROOT)
     print(f"\n{score}")
     return 0

@@ -10,7 +10,7 @@ from helpers.submission import evidence, marking, protocol
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; exit status 1 when a check failed or a line cost points."""
-    parser = argparse.ArgumentParser(prog="python -m helpers score", description=__doc__.split(": ")[1])
+    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1])
     parser.add_argument("--quick", action="store_true", help="3 repeats of 200 rounds instead of 5 of 1000")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the table and its evidence")
     options = parser.parse_args(argv)

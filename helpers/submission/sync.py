@@ -127,8 +127,7 @@ def sync(notebook, back: bool = False, modules: dict[str, Path] = MODULES) -> di
 
 
 def main(argv: list[str] | None = None) -> int:
-    text = "Write the modules' sections into the notebook's cells, or bring these back."
-    parser = argparse.ArgumentParser(prog="python -m helpers sync", description=text)
+    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1].split("\n")[0])
     parser.add_argument("--back", action="store_true", help="from the notebook's cells into the modules")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     before = nbformat.writes(notebook)
