@@ -100,58 +100,47 @@ def _reads(instruction: Instruction, read: str) -> list[str]:
     return _registers(read) + _registers(read.split(", ")[-1], wide)
 
 
-def _address(instruction: Instruction) -> str:
-    """What stands between the brackets of a memory access, without its descriptor (sm_80 and newer)."""
+def _address(instruction: Instruction) -> list[str]:
+    """Registers between the brackets of a memory access, without its descriptor (sm_80 and newer)."""
     inside = re.search(r"(?<!c)\[([^\[\]]*)\](?!\[)", instruction.operands)
-    return inside[1] if inside else ""
-
-
-def _origins(path, position: int, registers: list[str], base: int) -> tuple[set[str], set[int]]:
-    """What the values in `registers` before `position` derive from: (pointer arguments, positions of loads).
-
-    Looked up backwards; a load's own address is not followed.
-    """
-    wanted, arguments, loads = set(registers), set(), set()
-    for at in range(position - 1, -1, -1):
-        results, operands = _results(path[at])
-        if not wanted & set(results):
-            continue
-        if not path[at].predicate:  # else the value from before may stay
-            wanted -= set(results)
-        if path[at].stem in ("LDG", "LDS"):
-            loads |= {at} if path[at].stem == "LDG" else set()
-            continue
-        wanted |= set(_registers(operands))
-        offsets = [int(text, 16) - base for text in _PARAMETER.findall(operands)]
-        arguments |= {POINTERS[offset // 8] for offset in offsets if 0 <= offset < 8 * len(POINTERS)}
-    return arguments, loads
+    return _registers(inside[1].replace(".64", "")) if inside else []
 
 
 def read(path: tuple[Instruction, ...], arch: int) -> Order:
     """Order of our kernel's loads along `path`, the way of one thread (machine_code.executed)."""
     base = next(start for least, start in PARAMETER_BASE if arch >= least)
     waiting: dict[str, Load] = {}  # register -> the load whose value it will hold
-    loads: dict[int, Load] = {}
-    events, shared, level, latencies = [], set(), 0, None
+    holds: dict[str, set[str | Load]] = {}  # register -> what its value derives from: arguments, loads
+    loads, events, shared, level, latencies = [], [], set(), 0, None
+
+    def origins(registers: list[str]) -> set[str | Load]:
+        return set().union(*(holds.get(name, ()) for name in registers))
+
     for position, now in enumerate(path):
         results, operands = _results(now)
+        offsets = [int(text, 16) - base for text in _PARAMETER.findall(operands)]
+        derived = {POINTERS[offset // 8] for offset in offsets if 0 <= offset < 8 * len(POINTERS)}
+        derived |= origins(_registers(operands))
         used = {waiting[name] for name in (*_reads(now, operands), *results) if name in waiting}
         if used:
             level = max(level, 1 + max(load.behind for load in used))
             events.append(f"<wait {', '.join(map(str, sorted(used, key=lambda load: load.position)))}>")
             waiting = {name: load for name, load in waiting.items() if load not in used}
-        if now.stem == "LDG":
-            arguments, _ = _origins(path, position, _registers(_address(now).replace(".64", "")), base)
-            what = arguments.pop() if len(arguments) == 1 else "?"
-            loads[position] = Load(position, what, level)
-            waiting |= dict.fromkeys(results, loads[position])
-            events.append(str(loads[position]))
+        if now.stem == "LDG":  # an address may be another load's value, which is not followed
+            arguments = [source for source in origins(_address(now)) if isinstance(source, str)]
+            loads.append(Load(position, arguments[0] if len(arguments) == 1 else "?", level))
+            waiting |= dict.fromkeys(results, loads[-1])
+            events.append(str(loads[-1]))
+            derived = {loads[-1]}
         elif now.stem in EVENTS:
             events.append(f"{EVENTS[now.stem]}@{position}")
             if now.stem == "STG" and latencies is None:
                 latencies = level
             if now.stem == "STS":
-                value = _registers(operands.split(", ")[-1], width(now.opcode) // 32)
-                shared |= {loads[at].what for at in _origins(path, position, value, base)[1]} or {"?"}
-    order = tuple(sorted(shared))
-    return Order(tuple(loads.values()), tuple(events), level if latencies is None else latencies, order)
+                value = origins(_registers(operands.split(", ")[-1], width(now.opcode) // 32))
+                shared |= {load.what for load in value if isinstance(load, Load)} or {"?"}
+            derived = set()
+        for name in results:  # a predicated write may leave what was there
+            holds[name] = derived | (holds.get(name, set()) if now.predicate else set())
+    latencies = level if latencies is None else latencies
+    return Order(tuple(loads), tuple(events), latencies, tuple(sorted(shared)))

@@ -217,7 +217,7 @@ def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span, str]]:
     parts = [
         ("set-up", Span(32, 96), "a rehearsal with Colab's packages, 32 s; times 1 to 3, assumed"),
         ("protocol, timed once", _sum(timed), source),
-        # 40 to 100 million elements made a second; 20 to 40 TFLOP/s in fp16, in bf16 without tensor cores 2 to 8
+        # 40 to 100 million elements made a second; 20 to 40 TFLOP/s in fp16, 2 to 8 in bf16: no tensor cores
         ("its checks and layers", Span(8, 29), "58 TFLOP of matrix products at assumed rates"),
         ("everything else", Span(2 * rest, 3 * rest), "stored on the H200, times 2 to 3"),
     ]
