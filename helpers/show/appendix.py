@@ -6,10 +6,12 @@ from collections.abc import Callable
 from helpers.machine import environment
 from helpers.measure.compiled import DECODED, LAUNCHES, NO_ASSERTS, NO_BODY, NO_GUARDS, PRODUCTS
 from helpers.record import goals, hashes, names, tables
-from helpers.record.results import EARLIER, Spread, caption, find, ratio, stale
+from helpers.record.results import EARLIER, caption, find, msgspec, ratio, stale
 from helpers.show import plots
+from helpers.submission import marking
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
 from helpers.t4 import sass, simulated
+from helpers.training import several_gpus, train_bench
 
 RESULTS = environment.ROOT / "results"
 # What is changed in the stored ablation, and why the kernel decides otherwise.
@@ -25,7 +27,6 @@ REASONS = {
     "bf16 rounded in integers": "what a T4 needs costs little where hardware converts",
 }
 BASELINES = ("unsloth_today", "unsloth_classic")
-LIBRARIES = {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}
 
 
 def stored(name: str, card: str = names.CARD):
@@ -98,19 +99,14 @@ def t4_picture() -> plots.Picture:
 def score() -> str:
     """The marking table that the notebook's stored run computed."""
     result = stored("score")
-    data, columns = result.data, ("classic", "today")
-    rows = [["criterion", *(f"vs {column}" for column in columns), "evidence"]]
-    for line in data.lines:
-        points = (line.points[column] for column in columns)
-        rows.append(
-            [line.name, *("-" if p is None else f"{p:+d}" if p else "0" for p in points), line.evidence]
-        )
-    rows.append(["sum", *(f"{data.totals[column]} of {data.maximum}" for column in columns), ""])
-    return f"**{data.headline}**\n\n{with_caption(result, rows)}"
+    score = msgspec.convert(result.data, marking.Score, from_attributes=True)
+    head, *lines, sums = score.rows()
+    rows = [[cell.lower() for cell in head], *lines, ["sum", *sums[1:]]]
+    return f"**{score.headline}**\n\n{with_caption(result, rows)}"
 
 
 def saved(data, baseline: str) -> tuple[float, float] | None:
-    """Microseconds saved over a baseline, summed over the official shapes: (in all, of it GPU time).
+    """Microseconds saved over a baseline, summed over the official shapes, and the share of GPU time in them.
     None where a shape was not measured both ways."""
     sizes, whole, on_gpu = data.gpu_rows(), 0.0, 0.0
     for case in data.host.cases if data.host else []:
@@ -119,29 +115,21 @@ def saved(data, baseline: str) -> tuple[float, float] | None:
             return None
         whole += case.synchronized[baseline].p50 - case.synchronized["kernel"].p50
         on_gpu += rows[baseline].p50 - rows["kernel"].p50
-    return (whole, on_gpu) if whole else None
-
-
-def _parts(gain: tuple[float, float] | None) -> str:
-    """What of a gain is the kernel's and what the call's; "-" where it is not known."""
-    return f"{gain[1] / gain[0]:.0%}, {1 - gain[1] / gain[0]:.0%}" if gain else "-"
+    return (whole, on_gpu / whole) if whole else None
 
 
 def microseconds() -> str:
     """How much of the win is the kernel and how much is the call, in words."""
     result, lines = stored("benchmark"), []
     for name in BASELINES:
-        gain = saved(result.data, name)
-        if gain is None:
-            return "The parts of a call were not measured in the stored run."
-        whole, on_gpu = gain
-        lines.append(
-            f"over {names.label(name)} {whole:.0f} us are saved, {on_gpu / whole:.0%} of them "
-            f"by the kernel on the GPU and {1 - on_gpu / whole:.0%} by the call on the host"
-        )
+        if gain := saved(result.data, name):
+            lines.append(
+                f"over {names.label(name)} {gain[0]:.0f} us are saved, {gain[1]:.0%} of them "
+                f"by the kernel on the GPU and {1 - gain[1]:.0%} by the call on the host"
+            )
     return (
         "**How much is the kernel, how much the call?** One synchronized call of each of the protocol's "
-        f"three shapes, added up: {'; '.join(lines)}. *{caption(result)}.*"
+        f"three shapes, added up: {'; '.join(lines) or 'not measured'}. *{caption(result)}.*"
     )
 
 
@@ -162,15 +150,15 @@ def cards() -> str:
         over = [f"{timed.speedup(ours, name):.2f}" for name in BASELINES]
         date = facts.date[:10] + (", quick run" if not run and bench.data.quick else "")
         date += f" ({EARLIER})" if stale(result) else ""
-        parts = _parts(saved(bench.data, "unsloth_today") if bench else None)
+        gain = saved(bench.data, "unsloth_today") if bench else None
+        parts = f"{gain[1]:.0%}, {1 - gain[1]:.0%}" if gain else "-"
         rows.append([f"{facts.gpu}, {date}", f"{timed.entries[ours].p50:.3f}", *over, parts])
     if names.T4 not in folders:
         _, totals, over = _predicted()
         ours, today = totals["kernel"], totals["unsloth_today"]
-        whole, on_gpu = ((sum(theirs) - sum(mine)) / 2 for theirs, mine in
-                         ((today.both, ours.both), (today.kernels, ours.kernels)))  # fmt: skip
+        part = (sum(today.kernels) - sum(ours.kernels)) / (sum(today.both) - sum(ours.both))
         name = "Tesla T4, predicted (kernels simulated, calls published), not measured"
-        rows.append([name, str(ours.both), *over, _parts((whole, on_gpu))])
+        rows.append([name, str(ours.both), *over, f"{part:.0%}, {1 - part:.0%}"])
     return tables.markdown(rows)
 
 
@@ -324,29 +312,6 @@ def other_cards() -> str:
     return "\n\n".join(texts)
 
 
-def _interval(speed: Spread) -> str:
-    return f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})"
-
-
-def _caught(calls: dict[str, int]) -> str:
-    return f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
-
-
-def _training(data) -> tables.Table:
-    """One row a library and number of tokens."""
-    head = ["", "tokens per step", "ms without", "ms with", "speedup (95% interval)", "GPU time dequantizing"]
-    rows = [[*head, "caught", "same bits"]]
-    for library, measured in data.libraries.items():
-        for size in measured.sizes:
-            arms = (size.without, size.with_)
-            same = ("yes" if size.same_bits else "NO") if size.repeatable else "not repeatable without it"
-            times = [f"{arm.ms.p50:.1f}" for arm in arms]
-            shares = " -> ".join(f"{arm.dequantize_ms / arm.gpu_ms:.0%}" for arm in arms)
-            row = [f"{size.tokens:,}", *times, _interval(size.speedup), shares, _caught(size.calls), same]
-            rows.append([LIBRARIES[library], *row])
-    return rows
-
-
 def _training_short(data) -> tables.Table:
     """One row a number of tokens: a QLoRA step with the libraries' own code -> with the kernel."""
     cells = {
@@ -354,37 +319,11 @@ def _training_short(data) -> tables.Table:
         for name, measured in data.libraries.items()
         for size in measured.sizes
     }
-    rows = [["one QLoRA step, ms, without -> with", *(LIBRARIES[name] for name in data.libraries)]]
+    libraries = [train_bench.LIBRARIES[name] for name in data.libraries]
+    rows = [["one QLoRA step, ms, without -> with", *libraries]]
     for tokens in sorted({tokens for tokens, _ in cells}):
         times = (cells.get((tokens, name), "not measured") for name in data.libraries)
         rows.append([f"{tokens:,} tokens", *times])
-    return rows
-
-
-def _operations(data) -> tables.Table:
-    """What else a whole model goes through, with and without the kernel."""
-    rows = [["with a whole model", "ms without", "with", "speedup (95% interval)", "caught", "same bits"]]
-    for library, measured in data.libraries.items():
-        for row in measured.operations:
-            cells = ["failed", "", "", "", row.failed]
-            if not row.failed:
-                times = [f"{arm.p50:.1f}" for arm in (row.without, row.with_)]
-                same = "yes" if row.same_bits else "NO"
-                cells = [*times, _interval(row.speedup), _caught(row.calls), same]
-            rows.append([f"{LIBRARIES[library]}: {row.name}", *cells])
-    return rows
-
-
-def _several_gpus(data) -> tables.Table:
-    rows = [["engine", "GPUs", "ms per step without", "with", "speedup (p20 to p80)", "losses"]]
-    for engine, run in data.engines.items():
-        cells = ["failed", "", "", "", run.failed]
-        if not run.failed:
-            times = [f"{run.step_ms[arm].p50:.1f}" for arm in ("without", "with")]
-            speed = f"{run.speedup.p50:.2f} ({run.speedup.p20:.2f} to {run.speedup.p80:.2f})"
-            same = f"{'identical' if run.same_losses else 'DIFFER'}, {run.steps} steps"
-            cells = [str(run.processes), *times, speed, same]
-        rows.append([engine, *cells])
     return rows
 
 
@@ -454,19 +393,17 @@ WRITTEN = (
 )  # fmt: skip
 BLOCKS = {function.__name__: function for function in WRITTEN} | {
     "protocol": block("benchmark", tables.protocol),
-    "host_steps": block(
-        "benchmark", _host_steps, empty="The steps of a call were not measured in the stored run."
-    ),
+    "host_steps": block("benchmark", _host_steps),
     "bench_targets": block("benchmark", goals.table),
     "steps": block("benchmark", _steps, "gpu"),
     "gemm": block("benchmark", tables.gemm),
-    "call_cost": block(
-        "benchmark", tables.call_cost, empty="What a call executes was not counted in the stored run."
-    ),
-    "training": block("training", _training),
+    "call_cost": block("benchmark", tables.call_cost),
+    "training": block("training", train_bench.steps),
     "training_short": block("training", _training_short),
     "operations": block(
-        "training", _operations, empty="Prefill, loading and merging were not measured in the stored run."
+        "training",
+        train_bench.operations,
+        empty="Prefill, loading and merging were not measured in the stored run.",
     ),
-    "several_gpus": block("several_gpus", _several_gpus),
+    "several_gpus": block("several_gpus", several_gpus.table),
 }
