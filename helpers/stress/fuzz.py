@@ -7,6 +7,7 @@ a Case that can be pasted into `fuzz.check(...)`.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -23,11 +24,11 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
-from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import results
 from helpers.stress.states import mismatches, state_of
+from helpers.submission.protocol import DEVICE
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORAGES = {"uint8": torch.uint8, **DTYPES}
@@ -162,15 +163,14 @@ def wrong(kernel, case: Case, device: str) -> torch.Tensor:
     return mismatches(result, expected) + (~guards.isnan()).sum()
 
 
-def check(case: Case, device: str | None = None) -> int:
+def check(case: Case, device: str = DEVICE) -> int:
     """Run one case (a printed failure, pasted); returns the number of wrong elements."""
-    device = device or ("cuda" if environment.has_gpu() else "cpu")
     with nf4_kernel.force(**WAYS[case.kind.way]):
         return int(wrong(nf4_kernel, case, device))
 
 
-def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> dict:
-    """`count` cases of one kind in batches; one synchronization a batch. Returns counts and failed cases."""
+def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> tuple[int, list[str]]:
+    """(elements, failed cases) of `count` cases of one kind, in batches; one synchronization a batch."""
     source = random.Random(seed)
     failed, elements = [], 0
     with nf4_kernel.force(**WAYS[kind.way]):
@@ -185,7 +185,7 @@ def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> di
             counts = torch.stack(verdicts).tolist()
             failed += [repr(case) for case, bad in zip(batch, counts, strict=True) if bad]
             elements += sum(math.prod(case.shape) for case in batch)
-    return {"cases": count, "elements": elements, "failed": failed}
+    return elements, failed
 
 
 def main(argv: list[str]) -> int:
@@ -195,33 +195,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 1) - 2)))
     parser.add_argument("--seed", type=int, default=3407)
     arguments = parser.parse_args(argv)
-    gpu = environment.has_gpu()
-    device, ways, largest = ("cuda", tuple(WAYS), 40_000) if gpu else ("cpu", ("own",), 5_000)
-    chosen = kinds(min(arguments.kinds, arguments.cases), arguments.seed, ways)
+    cases, seed = arguments.cases, arguments.seed
+    ways, largest = (tuple(WAYS), 40_000) if DEVICE == "cuda" else (("own",), 5_000)
+    chosen = kinds(min(arguments.kinds, cases), seed, ways)
+    counts = [len(range(i, cases, len(chosen))) for i in range(len(chosen))]  # equal shares
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        tasks = {}
-        for i, kind in enumerate(chosen):
-            count = len(range(i, arguments.cases, len(chosen)))  # an equal share
-            tasks[pool.submit(run_kind, kind, count, arguments.seed + i, device, largest)] = kind
+        tasks = [
+            pool.submit(run_kind, kind, count, seed + i, DEVICE, largest)
+            for i, (kind, count) in enumerate(zip(chosen, counts, strict=True))
+        ]
         done = concurrent.futures.as_completed(tasks)
         for task in tqdm(done, total=len(tasks), unit=" kinds", file=sys.stdout, mininterval=2):
             task.result()  # raises what the process did, at once
-    rows = {kind: task.result() for task, kind in tasks.items()}
-    failed = [case for row in rows.values() for case in row["failed"]]
-    data = {
-        "cases": sum(row["cases"] for row in rows.values()),
-        "elements": sum(row["elements"] for row in rows.values()),
-        "kinds": len(rows),
-        "failed": len(failed),
-        "first_failures": failed[:20],
-        "seed": arguments.seed,
-        "seconds": round(time.perf_counter() - start, 1),
-        "device": device,
-        "ways": {way: sum(row["cases"] for kind, row in rows.items() if kind.way == way) for way in ways},
-    }
+    elements, failures = zip(*(task.result() for task in tasks), strict=True)
+    failed = list(itertools.chain(*failures))
+    by_way = collections.Counter()
+    for kind, count in zip(chosen, counts, strict=True):
+        by_way[kind.way] += count
+    data = {"cases": cases, "elements": sum(elements), "kinds": len(chosen), "failed": len(failed)}
+    data |= {"first_failures": failed[:20], "seed": seed, "device": DEVICE, "ways": by_way}
+    data["seconds"] = round(time.perf_counter() - start, 1)
     path = results.write("fuzz", data)
     print(json.dumps({name: value for name, value in data.items() if name != "first_failures"}))
     print("\n".join([*failed[:5], f"written: {path}"]))
-    return int(bool(failed) or data["cases"] != arguments.cases)
+    return int(bool(failed))

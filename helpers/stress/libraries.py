@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import torch
 
@@ -25,7 +24,7 @@ from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import layers, reference
 from helpers.record import names, results, tables
 from helpers.stress.states import random_contents, state_of
-from helpers.submission.protocol import baselines
+from helpers.submission.protocol import baselines, synchronize
 
 OURS = "kernel"
 LIBRARIES = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft", OURS)
@@ -204,14 +203,10 @@ def wrong_elements(result, layer, most=2**22) -> int:
 
 def _window(weight, state, start, size):
     """The oracle for `size` elements from `start`, a multiple of blocksize * state2.blocksize."""
-    block, group = start // state.blocksize, start // (state.blocksize * state.state2.blocksize)
-    part = SimpleNamespace(
-        **{name: getattr(state, name) for name in ("offset", "dtype", "quant_type", "blocksize")}
-    )
-    part.shape = torch.Size([size])
+    block, part = start // state.blocksize, copy.copy(state)
+    part.shape, part.state2 = torch.Size([size]), copy.copy(state.state2)
     part.absmax = state.absmax[block : block - (-size // state.blocksize)]
-    part.state2 = copy.copy(state.state2)
-    part.state2.absmax = state.state2.absmax[group:]
+    part.state2.absmax = state.state2.absmax[block // state.state2.blocksize :]
     return reference.dequantize(weight.data.view(-1)[start // 2 : start // 2 + size // 2 + 1], part)
 
 
@@ -227,25 +222,22 @@ def judge(function, layout: Layout, device: str) -> dict:
             layout.then(layer)
             result = function(layer).detach()
         wrong = 0 if layout.broken else wrong_elements(result, layer)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        synchronize()
     except Exception as error:
-        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        return {"outcome": "crash" if _context_lost(device) else "refused", "text": text[:200]}
+        text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
+        return {"outcome": "crash" if _context_lost() else "refused", "text": text[:200]}
     if layout.broken:
         return {"outcome": "accepted", "text": "gave a result of the shape asked for"}
     text = f"{wrong} of {result.numel()} elements" if wrong else ""
     return {"outcome": "wrong" if wrong else "exact", "text": text}
 
 
-def _context_lost(device):
-    if device != "cuda":
-        return False
+def _context_lost() -> bool:
     try:
-        torch.cuda.synchronize()
-        return False
+        synchronize()
     except Exception:
         return True
+    return False
 
 
 def library_function(library: str) -> tuple[Callable | None, str]:
@@ -312,15 +304,10 @@ def main(argv: list[str]) -> int:
     jobs = max(1, min(len(arguments.libraries), (os.cpu_count() or 1) // 2))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         rows = list(pool.map(lambda library: examine(library, layouts), arguments.libraries))
-    data = {}
-    for library, outcomes in zip(arguments.libraries, rows, strict=True):
-        if isinstance(outcomes, str):
-            print(f"{names.label(library)}: absent, {outcomes}")
-        else:
-            data[library] = outcomes
-    print(tables.markdown(table(data)))
-    print(f"written: {results.write('libraries', data)}")
-    right = {
-        name: ("refused",) if layout.broken else ("refused", "exact") for name, layout in LAYOUTS.items()
-    }
-    return int(any(row["outcome"] not in right[name] for name, row in data.get(OURS, {}).items()))
+    found = dict(zip(arguments.libraries, rows, strict=True))
+    for library in [library for library, outcomes in found.items() if isinstance(outcomes, str)]:
+        print(f"{names.label(library)}: absent, {found.pop(library)}")
+    print(tables.markdown(table(found)))
+    print(f"written: {results.write('libraries', found)}")
+    right = {name: {"refused"} if layout.broken else {"refused", "exact"} for name, layout in LAYOUTS.items()}
+    return int(any(row["outcome"] not in right[name] for name, row in found.get(OURS, {}).items()))

@@ -26,6 +26,7 @@ from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import hashes
 from helpers.stress.states import random_contents, state_of
+from helpers.submission.protocol import DEVICE
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements), a large tile (8192), and just behind each.
@@ -48,30 +49,30 @@ def cases():
         yield n, dict(dtype=torch.bfloat16, blocksize2=1)
 
 
+def launched(n: int, options: dict) -> list[bool]:
+    """Which of a case's launches are right."""
+    packed, state = state_of((n,), *random_contents(n, "cpu", "cpu"), **options)
+    expected = reference.dequantize(packed, state, flush_subnormal=DEVICE == "cuda")
+    weight, state = state_of((n,), *random_contents(n, "cpu", DEVICE), **options)
+    # Twice (the second launch is the plan's), into an output that begins at an odd element, and from a weight
+    # that begins at an odd byte.
+    memory = torch.empty(n + 1, dtype=state.dtype, device=DEVICE)
+    shifted = torch.empty(len(packed) + 1, 1, dtype=torch.uint8, device=DEVICE)[1:]
+    shifted.copy_(weight)
+    launches = ((weight, None), (weight, None), (weight, memory[1:]), (shifted, None))
+    results = [nf4_kernel._your_dequantize_nf4(source, state, out=out) for source, out in launches]
+    return [reference.same_bits(result.cpu(), expected) for result in results]
+
+
 def run_cases() -> int:
     """All cases in this process."""
-    device = "cuda" if environment.has_gpu() else "cpu"
-    count, wrong, decode = 0, [], nf4_kernel._your_dequantize_nf4
-    for way in WAYS if device == "cuda" else WAYS[:1]:
+    count, wrong = 0, []
+    for way in WAYS if DEVICE == "cuda" else WAYS[:1]:
         with nf4_kernel.force(**way):
             for n, options in cases():
-                packed, state = state_of((n,), *random_contents(n, "cpu", "cpu"), **options)
-                expected = reference.dequantize(packed, state, flush_subnormal=device == "cuda")
-                weight, state = state_of((n,), *random_contents(n, "cpu", device), **options)
-                # Twice (the second launch is the plan's), into an output that begins at an odd element, and
-                # from a weight that begins at an odd byte.
-                memory = torch.empty(n + 1, dtype=state.dtype, device=device)
-                shifted = torch.empty(len(packed) + 1, 1, dtype=torch.uint8, device=device)[1:]
-                shifted.copy_(weight)
-                outputs = [
-                    decode(weight, state),
-                    decode(weight, state),
-                    decode(weight, state, out=memory[1:]),
-                ]
-                outputs.append(decode(shifted, state))
-                same = [reference.same_bits(result.cpu(), expected) for result in outputs]
-                wrong += [(way, n, options)] * same.count(False)
-                count += len(outputs)
+                right = launched(n, options)
+                wrong += [(way, n, options)] * right.count(False)
+                count += len(right)
     print(f"{count} launches of the edge cases, {len(wrong)} wrong {wrong[:3] if wrong else ''}")
     return int(bool(wrong))
 
@@ -100,19 +101,14 @@ def main(argv: list[str]) -> int:
     if arguments.cases:
         return run_cases()
     sanitizer = find_sanitizer()
-    problem = environment.no_gpu()
-    if sanitizer is None:
-        problem = problem or (
-            "compute-sanitizer was not found: pip install nvidia-cuda-sanitizer-api, or set COMPUTE_SANITIZER"
-        )
+    install = "pip install nvidia-cuda-sanitizer-api, or set COMPUTE_SANITIZER"
+    problem = environment.no_gpu() or (not sanitizer and f"compute-sanitizer was not found: {install}")
     if problem:
         print(problem)
         return 2
     command = [sys.executable, "-m", "helpers", "sanitizer", "--cases"]
-    variables = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = functools.partial(
-        subprocess.run, cwd=environment.ROOT, env=variables, capture_output=True, text=True
-    )
+    options = {"env": os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "cwd": environment.ROOT}
+    run = functools.partial(subprocess.run, **options, capture_output=True, text=True)
     run(command, check=True)
     version = run([sanitizer, "--version"]).stdout.strip().splitlines()[-1]
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes")

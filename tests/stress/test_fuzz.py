@@ -50,7 +50,7 @@ def test_random_cases_on_the_gpu(kernel):
     failed = []
     for i, way in enumerate(fuzz.WAYS):
         for kind in fuzz.kinds(2, seed=i, ways=(way,)):
-            failed += fuzz.run_kind(kind, 100, seed=i, device="cuda", largest=40_000)["failed"]
+            failed += fuzz.run_kind(kind, 100, seed=i, device="cuda", largest=40_000)[1]
     assert not failed, failed[:3]
 
 

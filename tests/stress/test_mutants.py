@@ -58,9 +58,8 @@ def test_a_mutant_that_no_longer_applies_is_named_and_fails_the_run(monkeypatch,
     monkeypatch.setattr(mutants, "MUTANTS", {"gone": gone})
     monkeypatch.setattr(mutants, "run_tests", lambda *a: (mutants.SURVIVED, ""))
     assert mutants.main(["--only", "gone"]) == 1
-    first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("mutant 'gone': 'no such text in the kernel' occurs 0 times")
-    assert any(line.split()[:4] == ["gone", "no", "longer", "applies"] for line in rest)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "gone no longer applies 'no such text in the kernel' occurs 0 times" in text
 
 
 @pytest.mark.parametrize(
