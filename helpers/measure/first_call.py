@@ -12,16 +12,18 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
+
 from helpers.machine import child
-from helpers.record.names import dtype_name
+from helpers.measure.ceilings import trivial_kernel
+from helpers.nf4 import kernel
+from helpers.record.names import DTYPES
 from helpers.record.results import Cold, Compiles, Starts
 
 SHAPE = (1024, 4096)  # of the weight in the cold start
 
 
 def _first_call(call) -> dict[str, float]:
-    import torch
-
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()
@@ -31,9 +33,6 @@ def _first_call(call) -> dict[str, float]:
 
 def _kernel():
     """A call of the kernel on a weight made by hand: bitsandbytes' import takes longer than all the rest."""
-    import torch
-
-    from helpers.nf4 import kernel
 
     def random(dtype, *size):
         return torch.zeros(size, device="cuda").uniform_(0, 200).to(dtype)
@@ -49,10 +48,6 @@ def _kernel():
 
 def _trivial():
     """A call of a kernel that stores one number: Triton's own share of a cold start."""
-    import torch
-
-    from helpers.measure.ceilings import trivial_kernel
-
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
     return lambda: trivial_kernel[(1,)](out)
 
@@ -60,21 +55,18 @@ def _trivial():
 def count_compiles() -> list[dict]:
     """Machine codes of the kernel that appear in the (initially empty) Triton cache over all layer shapes of
     Llama-3 8B and 70B, for each output dtype and state kind."""
-    import torch
-
-    from helpers.measure.workload import LLAMA_3, random_layers
-    from helpers.nf4 import kernel
+    from helpers.measure.workload import LLAMA_3, random_layers  # imports what a cold start does without
 
     name, cache = kernel._your_dequantize_nf4_kernel.fn.__name__, Path(os.environ["TRITON_CACHE_DIR"])
     rows, before = [], 0
     for nested in (True, False):
-        for dtype in (torch.float16, torch.bfloat16):
+        for dtype in DTYPES:
             for shape in LLAMA_3:
-                kernel.your_dequantize_nf4(*random_layers(shape, dtype, 1, nested))
+                kernel.your_dequantize_nf4(*random_layers(shape, getattr(torch, dtype), 1, nested))
             torch.cuda.synchronize()
             after = len(list(cache.rglob(f"{name}*.cubin")))
             state = "nested" if nested else "flat"
-            rows.append({"dtype": dtype_name(dtype), "state": state, "compiles": after - before})
+            rows.append({"dtype": dtype, "state": state, "compiles": after - before})
             before = after
     return rows
 

@@ -16,7 +16,7 @@ from helpers.record.names import ALLOCATE_FILL
 from helpers.record.results import Host, HostCase, Parts, Rows, Times
 from helpers.submission import protocol
 
-LAUNCHES = ("triton kernel[grid]", "aten fill_", "triton compiled launcher")
+LAUNCHES = ("aten fill_", "triton compiled launcher")
 BARE = "torch.empty + a bare launch"
 # How each gets its output, where it is not torch.empty.
 _ALLOCATES = {"kernel": "Inductor's empty_strided", ALLOCATE_FILL: "empty_strided"}
@@ -28,11 +28,10 @@ def _rows(bench: Bench, calls: dict[str, Callable], rounds: int, wait=False, **m
 
 
 def _launches(out) -> dict[str, Callable]:
-    """Ways to launch one tiny kernel: Triton's public path, an ATen operation, Triton's compiled launcher."""
-    kernel = ceilings.trivial_kernel
-    compiled = kernel[(1,)](out)
-    public, aten, launcher = LAUNCHES
-    ways = {public: lambda: kernel[(1,)](out), aten: lambda: out.fill_(0)}
+    """The cheapest ways to launch one tiny kernel: an ATen operation, Triton's compiled launcher."""
+    compiled = ceilings.trivial_kernel[(1,)](out)
+    aten, launcher = LAUNCHES
+    ways = {aten: lambda: out.fill_(0)}
     with contextlib.suppress(Exception):  # private: its arguments change between versions of Triton
         run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
         stream, address = torch.cuda.current_stream().cuda_stream, out.data_ptr()
