@@ -15,7 +15,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 from helpers.machine import child, environment
 from helpers.record import results
@@ -40,23 +39,14 @@ def substitute() -> None:
     original = functional.dequantize_4bit
 
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
-        if A.device.type != here:
+        if A.device.type != here or quant_state is None:  # its own code then calls the operator
             return original(A, quant_state, absmax, out, blocksize or 64, quant_type)
-        if quant_state is None:
-            if absmax is None or out is None:
-                raise ValueError("dequantize_4bit needs absmax and out where there is no quant_state")
-            quant_state = functional.QuantState(
-                absmax, out.shape, dtype=out.dtype, blocksize=blocksize or 64, quant_type=quant_type
-            )
         if not torch.compiler.is_compiling():  # a traced backward must not touch what is outside of it
             launches["functional"] += 1
         return nf4_kernel._your_dequantize_nf4(A, quant_state, out=out)
 
     def operator(A, absmax, blocksize, quant_type, dtype, out):
-        state = SimpleNamespace(
-            absmax=absmax, shape=out.shape, dtype=dtype, blocksize=blocksize, quant_type=quant_type
-        )
-        state.nested, state.state2, state.offset = False, None, None
+        state = functional.QuantState(absmax, out.shape, None, blocksize, quant_type, dtype)
         launches["operator"] += 1
         nf4_kernel._your_dequantize_nf4(A.contiguous().view(-1, 1), state, out=out)
 
@@ -135,13 +125,7 @@ def main(argv: list[str]) -> int:
     print(f"launches of this kernel: {substituted['launches']}")
     if new:
         print(f"failed only with this kernel: {new}\n{logs[1][-8000:]}")
-    data = {
-        "bitsandbytes": version,
-        "tests": folder.name,
-        "selection": SELECTION,
-        "original": original,
-        "substituted": substituted,
-        "failed_only_with_this_kernel": new,
-    }
+    data = {"bitsandbytes": version, "tests": folder.name, "selection": SELECTION}
+    data |= {"original": original, "substituted": substituted, "failed_only_with_this_kernel": new}
     print(f"written: {results.write('bitsandbytes_own', data)}")
-    return 1 if new or not sum(substituted["launches"].values()) or not substituted["passed"] else 0
+    return int(bool(new) or not sum(substituted["launches"].values()) or not substituted["passed"])
