@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from unittest import mock
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpecManager
@@ -83,17 +82,6 @@ def execute(notebook, folder: Path) -> dict[str, float]:
     return seconds
 
 
-def alone(notebook) -> dict[str, float]:
-    """`execute` in an empty folder: no repository, no `helpers`, nothing prepared in the environment."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
-    with tempfile.TemporaryDirectory(prefix="alone-") as folder, mock.patch.dict(os.environ):
-        os.environ.pop("TRITON_INTERPRET", None)
-        os.environ["PYTHONPATH"] = os.pathsep.join(packages)
-        nbformat.write(notebook, Path(folder) / SOURCE.name)
-        return execute(notebook, Path(folder))
-
-
 def score_text(notebook) -> str:
     """What the cell of the score printed; "" where it printed nothing."""
     outputs = [output for cell in notebook.cells if cell.get("id") == SCORE for output in cell.outputs]
@@ -143,11 +131,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--notebook", type=Path, default=SOURCE, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=BUILD, help="folder for what it writes")
     parser.add_argument("--quick", action="store_true", help="fewer timed rounds (NF4_QUICK=1)")
-    parser.add_argument("--alone", action="store_true", help="the notebook alone, in an empty folder")
     parser.add_argument("--in-place", action="store_true", help=STORES)
     options = parser.parse_args(argv)
 
-    in_place = options.in_place and not options.alone
     out, forced = options.out.resolve(), environment.forced()
     out.mkdir(parents=True, exist_ok=True)
     copy = out / f"{NAME}.executed.ipynb"
@@ -158,15 +144,14 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["NF4_BUILD"] = str(out)  # the notebook's kernel inherits it: where its result file goes
 
     notebook = nbformat.read(options.notebook, as_version=4)
-    if forced and not options.alone:
+    if forced:
         source = "from helpers.machine import environment\n\nenvironment.prepare()  # of bf16, too"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="forced-card"))
     where = environment.gpu_name() or "the CPU, in Triton’s interpreter"
     print(f"executing {options.notebook.name} on {where}")
     failure, start, seconds = "The notebook printed no score.", time.monotonic(), {}
     try:
-        folder = options.notebook.resolve().parent
-        seconds = alone(notebook) if options.alone else execute(notebook, folder)
+        seconds = execute(notebook, options.notebook.resolve().parent)
     except CellExecutionError as error:
         failure = "A cell failed:\n\n" + re.sub(r"\x1b\[[0-9;]*m", "", str(error))[-4000:]
     for cell in notebook.cells:
@@ -178,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     if not seconds or not score:
         print(f"\n{failure}", file=sys.stderr)
         return 1
-    if in_place:
+    if options.in_place:
         if environment.has_gpu() and not os.environ.get("NF4_QUICK"):
             keep(out, seconds)
         if forced:

@@ -1,10 +1,15 @@
 """The notebook's file is the submission: alone in an empty folder, and pasted into the puzzle's notebook."""
 
 import json
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import nbformat
 import pytest
 
+from helpers.machine import environment
 from helpers.submission import run, sync
 
 PUZZLE = """
@@ -118,12 +123,35 @@ def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+def alone(notebook):
+    """Execute it in an empty folder: no repository, no `helpers`, nothing prepared in the environment."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
+    with tempfile.TemporaryDirectory(prefix="alone-") as folder, mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        os.environ["PYTHONPATH"] = os.pathsep.join(packages)
+        nbformat.write(notebook, Path(folder) / run.SOURCE.name)
+        run.execute(notebook, Path(folder))
+
+
+def test_alone_is_an_empty_folder_where_nothing_is_prepared(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(environment.ROOT))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code = (
+        "import importlib.util, os\n"
+        f"assert os.listdir('.') == ['{run.SOURCE.name}'], os.listdir('.')\n"
+        "assert importlib.util.find_spec('helpers') is None\n"
+        "assert 'TRITON_INTERPRET' not in os.environ\n"
+    )
+    alone(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]))
+
+
 def test_it_runs_alone_to_its_score(notebook, no_gpu):
     last = (
         "import sys\nprint([name for name in sys.modules if name.split('.')[0] in ('helpers', 'matplotlib')])"
     )
     notebook.cells.append(nbformat.v4.new_code_cell(last, id="last"))
-    run.alone(notebook)
+    alone(notebook)
     assert "Tested in fp16 and bf16                +1" in run.score_text(notebook)
     assert "of 14 points on this CPU (Triton's interpreter)" in run.score_text(notebook)
     assert printed(notebook, "repository").startswith("No repository of this notebook here")
@@ -154,7 +182,7 @@ def test_its_kernel_runs_in_the_puzzles_own_notebook_on_the_gpu(notebook, tmp_pa
 def test_a_gpu_run_alone_leaves_its_result_file(notebook, tmp_path, monkeypatch):
     monkeypatch.setenv("NF4_BUILD", str(tmp_path))
     monkeypatch.setenv("NF4_QUICK", "1")
-    run.alone(notebook)
+    alone(notebook)
     (path,) = tmp_path.glob("nf4_*.json")
     content = json.loads(path.read_text())
     assert content["environment"]["gpu"] and content["data"]["score"]["headline"] in run.score_text(notebook)

@@ -86,18 +86,6 @@ def test_a_notebook_without_a_score_fails(execute, capsys):
     assert "no score" in capsys.readouterr().err
 
 
-def test_alone_is_an_empty_folder_where_nothing_is_prepared(execute, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(environment.ROOT))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    code = (
-        "import importlib.util, os\n"
-        f"assert os.listdir('.') == ['{run.SOURCE.name}'], os.listdir('.')\n"
-        "assert importlib.util.find_spec('helpers') is None\n"
-        "assert 'TRITON_INTERPRET' not in os.environ\n" + SCORE
-    )
-    assert execute({"score": code}, "--alone")[0] == 0
-
-
 def test_in_place_keeps_ids_tags_and_metadata_and_draws_what_shows_results(execute, capsys):
     status, copy, path = execute({"score": SCORE}, "--in-place")
     written = nbformat.read(path, 4)
@@ -136,7 +124,7 @@ def test_what_marking_writes_is_what_is_stored(tmp_path, on_a_gpu):
     assert stored.speedup("mine", "unsloth_today") == 1.5
 
 
-@pytest.mark.parametrize("options", [("--in-place", "--quick"), ("--in-place", "--alone"), ()])
+@pytest.mark.parametrize("options", [("--in-place", "--quick"), ()])
 def test_other_runs_store_nothing(execute, on_a_gpu, options):
     assert execute({"score": KEPT}, *options)[0] == 0
     assert not on_a_gpu.exists()
