@@ -65,4 +65,3 @@ def python(
         text = f"{done.out.strip()[-2000:]}\n{done.err.strip()[-6000:]}".strip()
         raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
     return done
-

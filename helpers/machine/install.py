@@ -111,22 +111,15 @@ def diagnose(log: str) -> str:
     return next(advice for sign, advice in ADVICE.items() if re.search(sign, log))
 
 
-def pip(what: str, *arguments: str, required: bool = True) -> bool:
-    """Run `pip install`, its errors shown and all it says in build/setup.log; True when it worked.
-
-    Raises SetupError when something `required` did not install.
-    """
+def pip(what: str, *arguments: str) -> None:
+    """Run `pip install`, its errors shown and all it says in build/setup.log. Raises SetupError."""
     LOG.parent.mkdir(parents=True, exist_ok=True)
     LOG.write_text("")
     print(f"installing {what} ...", flush=True)
     options = ["--disable-pip-version-check", "--quiet", "--log", str(LOG)]
-    if subprocess.run([sys.executable, "-m", "pip", "install", *options, *arguments]).returncode == 0:
-        return True
-    advice = diagnose(LOG.read_text(errors="replace"))
-    if required:
+    if subprocess.run([sys.executable, "-m", "pip", "install", *options, *arguments]).returncode:
+        advice = diagnose(LOG.read_text(errors="replace"))
         raise SetupError(f"{what} did not install. {advice}\nAll that pip said: {LOG}")
-    print(f"  not installed: {advice}", flush=True)
-    return False
 
 
 def wrong_build(gpus: list) -> bool:
@@ -153,7 +146,10 @@ def install_torch(gpus: list) -> None:
         return
     # isolated: pip's own settings may name other indexes, whose newest torch comes with gigabytes of CUDA
     quick = ["--isolated", "--index-url", CPU_INDEX, "--timeout", "10", "--retries", "1"]
-    if not pip(f"torch, CPU build, from {CPU_INDEX}", str(torch), *quick, required=False):
+    try:
+        pip(f"torch, CPU build, from {CPU_INDEX}", str(torch), *quick)
+    except SetupError as error:
+        print(error, flush=True)
         pip(f"{CPU_TORCH} (an index without its CPU build brings several GB of CUDA libraries)", CPU_TORCH)
 
 
