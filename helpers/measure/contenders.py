@@ -1,23 +1,35 @@
-"""Who is measured and how long, and the gate before any clock starts: the bits must be bitsandbytes'."""
+"""Who is measured, on what and how long, and the gate before any clock starts: bitsandbytes' bits."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
 
-from helpers.measure import clocks, workload
-from helpers.record.names import BASELINES_ON_GPU, TARGET_SIZES
+from helpers.measure import clocks
+from helpers.oracle.layers import quantized_layer
+from helpers.record.names import BASELINES_ON_GPU, LARGEST, SMALLEST, TARGET_SIZES, bytes_moved
 from helpers.submission import protocol
+
+_POWERS = {2**power for power in range(10, 40)} - {2**26, 2**28}  # 58.7M and 235M stand for these two
+SIZES = tuple(n for n in sorted(_POWERS | set(TARGET_SIZES)) if SMALLEST <= n <= LARGEST)
+# Weights of a decoder layer of Llama-3 8B and 70B, (out_features, in_features).
+LLAMA_3 = (
+    *((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
+    *((8192, 8192), (1024, 8192), (28672, 8192), (8192, 28672)),
+)
+MOST_LAYERS = 2048  # to rotate through
 
 
 @dataclass(frozen=True)
 class Scope:
     """What a run covers: sizes in elements, layers as ((out_features, in_features), dtype)."""
 
-    sizes: tuple[int, ...] = workload.SIZES
+    sizes: tuple[int, ...] = SIZES
     ablation: tuple[int, ...] = (2**20, *TARGET_SIZES)  # the first does not fill a large card
     layers: tuple = (((1024, 4096), "bfloat16"), ((2048, 8192), "float16"), ((4096, 14336), "bfloat16"))
     configs: tuple[protocol.Config, ...] = protocol.OFFICIAL
@@ -28,16 +40,16 @@ class Scope:
     backend: str = "inductor"
     compile_seconds: float = 100.0  # for all torch.compile; what would end later is left out
     most_rounds: int = 1000
-    rotate: int = workload.ROTATE_BYTES  # through which GPU calls rotate
+    rotate: int = 1_100_000_000  # bytes through which GPU calls rotate: many times any L2 cache
     inner: int = 100  # calls a round; far below the launch queue's depth
 
 
 FULL = Scope()
 QUICK = Scope(
-    sizes=workload.QUICK_SIZES,
+    sizes=(SMALLEST, *TARGET_SIZES),
     ablation=TARGET_SIZES[:2],
     gemm=protocol.OFFICIAL[:1],
-    rotate=workload.QUICK_ROTATE_BYTES,
+    rotate=500_000_000,
 )
 
 
@@ -54,6 +66,10 @@ class Bench:
 
     def rounds(self, full: int, quick: int) -> int:
         return min(quick if self.quick else full, self.scope.most_rounds)
+
+    def rotation(self, numel: int) -> int:
+        """How many layers of a size the calls rotate through: at least 2, at most MOST_LAYERS."""
+        return max(2, min(MOST_LAYERS, math.ceil(self.scope.rotate / bytes_moved(numel))))
 
     def bar(self, total: int, what: str):
         return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
@@ -74,6 +90,38 @@ class Bench:
     def forced(self, overrides: dict):
         """The kernel's settings with these changed, inside a `with` block."""
         return self.module.force(**overrides) if overrides else contextlib.nullcontext()
+
+
+def random_layers(
+    shape, dtype, count: int, nested: bool = True, device: str = "cuda"
+) -> list[SimpleNamespace]:
+    """Random packed weights with the codebooks and the range of scales of a real bitsandbytes layer.
+
+    shape: (out_features, in_features), in all a multiple of 64 elements. Every layer has contents of its
+    own: `.weight`, uint8 (numel / 2, 1), with its `.quant_state`, as in a Linear4bit.
+    """
+    numel = math.prod(shape)
+    real = quantized_layer(4096, 256, dtype, nested, device=device).weight.quant_state
+
+    def random_bytes(*size):
+        return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+
+    def scales_like(values, size):
+        low, high = values.aminmax()
+        return torch.rand(size, device=device) * (high - low) + low
+
+    layers = []
+    for _ in range(count):
+        weight, state = random_bytes(numel // 2, 1), copy.copy(real)
+        state.shape = torch.Size(shape)
+        if nested:
+            state.absmax, state.state2 = random_bytes(numel // 64), copy.copy(real.state2)
+            state.state2.absmax = scales_like(real.state2.absmax, -(-numel // 16384))
+        else:
+            state.absmax = scales_like(real.absmax, numel // 64)
+        weight.quant_state = state
+        layers.append(SimpleNamespace(weight=weight))
+    return layers
 
 
 def users_bitsandbytes() -> Callable | None:

@@ -55,7 +55,7 @@ def _trivial():
 def count_compiles() -> list[dict]:
     """Machine codes of the kernel that appear in the (initially empty) Triton cache over all layer shapes of
     Llama-3 8B and 70B, for each output dtype and state kind."""
-    from helpers.measure.workload import LLAMA_3, random_layers  # imports what a cold start does without
+    from helpers.measure.contenders import LLAMA_3, random_layers  # imports what a cold start does without
 
     name, cache = kernel._your_dequantize_nf4_kernel.fn.__name__, Path(os.environ["TRITON_CACHE_DIR"])
     rows, before = [], 0

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from helpers.measure import ceilings, clocks, workload
-from helpers.measure.contenders import Bench, why, wrong_bits
+from helpers.measure import ceilings, clocks
+from helpers.measure.contenders import Bench, random_layers, why, wrong_bits
 from helpers.record.names import DTYPES, bytes_moved, dtype_name
 from helpers.record.results import Cases, Gpu, GpuCase, Rows, Times
 from helpers.submission import protocol
@@ -67,14 +67,14 @@ def _case(bench: Bench, numel: int, dtype: str, candidates: Candidates, rounds: 
     """The GpuCase of one size; ceiling: `ceilings.launches()`, of which the fastest choice counts."""
     case, (kind, choices) = GpuCase(numel=numel, dtype=dtype), ceiling
     # The layers, a second set of outputs in the graphs' pool, and what the checks need.
-    count, free = workload.rotation(numel, bench.scope.rotate), bench.gpu.free_bytes()
+    count, free = bench.rotation(numel), bench.gpu.free_bytes()
     need = count * (bytes_moved(numel) + 2 * numel) + 8 * numel
     if need > 0.9 * free:
         case.skipped = f"needs {need / 1e9:.1f} GB of free GPU memory, {free / 1e9:.1f} GB are free"
         return case
     columns = 4096 if numel % 4096 == 0 else 64
     shape, dtype = (numel // columns, columns), getattr(torch, dtype)
-    layers = workload.random_layers(shape, dtype, count, device=bench.device)
+    layers = random_layers(shape, dtype, count, device=bench.device)
     outs = [torch.empty(shape, dtype=dtype, device=bench.device) for _ in layers] if choices else []
     graphs, case.failures = _capture(bench, candidates, layers)
     for place, launch in enumerate(choices):
@@ -97,7 +97,7 @@ def _moved(layer) -> tuple[torch.Tensor, ...]:
 
 def _gate(device: str, launches: list[Callable]):
     """Every launch choice of a ceiling against its oracle: one that skips bytes would be no ceiling."""
-    (layer,) = workload.random_layers((256, 1024), torch.float16, 1, device=device)
+    (layer,) = random_layers((256, 1024), torch.float16, 1, device=device)
     out = torch.empty((256, 1024), dtype=torch.float16, device=device)
     for launch in launches:
         launch(*_moved(layer), out.fill_(math.nan))
@@ -125,7 +125,7 @@ def gemm(bench: Bench) -> Cases:
         policies["unsloth_today"] = today, {}
     for config, turned in bench.progress(itertools.product(bench.scope.gemm, (1, -1)), "gemm"):
         shape, tokens = (config.intermediate, config.hidden)[::turned], config.batch * config.seq
-        layers = workload.random_layers(shape, config.dtype, UNITS, device=bench.device)
+        layers = random_layers(shape, config.dtype, UNITS, device=bench.device)
         generator = torch.Generator(device=bench.device).manual_seed(config.seed)
         X = torch.randn(tokens, shape[1], dtype=config.dtype, device=bench.device, generator=generator)
         ready = protocol.expected(layers[0])

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.measure import byte_mover, ceilings, workload
-from helpers.measure.contenders import FULL, Bench
+from helpers.measure import byte_mover, ceilings
+from helpers.measure.contenders import FULL, Bench, random_layers
 from helpers.submission import protocol
 
 
@@ -25,7 +25,7 @@ def test_it_takes_the_arguments_of_the_kernel(kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("numel", [64 * 64, 2**16 + 64])
 def test_every_byte_is_read_and_every_element_written(kernel, device, dtype, numel):
-    (layer,) = workload.random_layers((numel // 64, 64), dtype, 1, device=device)
+    (layer,) = random_layers((numel // 64, 64), dtype, 1, device=device)
     out = torch.full((numel // 64, 64), math.nan, dtype=dtype, device=device)
 
     def moved():

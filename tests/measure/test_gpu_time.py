@@ -4,8 +4,8 @@ import types
 import pytest
 import torch
 
-from helpers.measure import ceilings, gpu_time, workload
-from helpers.measure.contenders import FULL, Bench, wrong_bits
+from helpers.measure import ceilings, gpu_time
+from helpers.measure.contenders import FULL, Bench, random_layers, wrong_bits
 from helpers.record.names import bytes_moved
 from helpers.record.results import ratio
 from helpers.submission import protocol
@@ -67,7 +67,7 @@ def test_a_ceiling_that_skips_bytes_stops_the_section(bench, monkeypatch):
 
 
 def test_elements_left_unwritten_are_seen(bench):
-    (layer,) = workload.random_layers((64, 64), torch.float16, 1, device="cpu")
+    (layer,) = random_layers((64, 64), torch.float16, 1, device="cpu")
     expected = protocol.expected(layer)
     out = expected.clone()
     assert wrong_bits(lambda: out, expected, out)
