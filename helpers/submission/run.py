@@ -89,33 +89,6 @@ def score_text(notebook) -> str:
     return "\n".join(texts).strip()
 
 
-def stamp(notebook) -> dict:
-    """Write into the notebook's metadata of which kernel its outputs are; returns of which machine."""
-    facts = environment.describe()
-    notebook.metadata.setdefault("nf4", {}).update({"kernel": hashes.label(), "environment": facts})
-    return facts
-
-
-def store_forced(notebook, folder: Path) -> Path:
-    """Store a run with a card's decisions forced, labelled and without its pictures; returns its path."""
-    facts, forced = stamp(notebook), environment.forced()
-    text = (
-        f"> **{facts['gpu']}, {environment.forced_text(forced)}** (`NF4_FORCE={forced}`), "
-        f"{facts['date'][:10]}, kernel `{hashes.label()}`. Not a run on a T4: it shows that a T4's decisions "
-        "give the right bits; each time below is this card's."
-    )
-    for cell in notebook.cells:
-        cell.pop("attachments", None)
-        for data in (output.get("data", {}) for output in cell.get("outputs", ())):
-            for kind in [kind for kind in data if kind.startswith("image/")]:
-                del data[kind]
-    notebook.cells.insert(0, nbformat.v4.new_markdown_cell(text, id="forced"))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{NAME}.executed.ipynb"
-    nbformat.write(notebook, path)
-    return path
-
-
 def keep(out: Path, seconds: dict[str, float]) -> None:
     """Store each cell's seconds, and the score and protocol that the run wrote (nf4_<card>.json)."""
     cells = [{"title": name, "seconds": each, **FLAGS.get(name, {})} for name, each in seconds.items()]
@@ -166,10 +139,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.in_place:
         if environment.has_gpu() and not os.environ.get("NF4_QUICK"):
             keep(out, seconds)
-        if forced:
-            print(f"stored as {store_forced(notebook, environment.result_folder())}")
-        else:
-            stamp(notebook)
+        if not forced:
+            facts = {"kernel": hashes.label(), "environment": environment.describe()}
+            notebook.metadata.setdefault("nf4", {}).update(facts)  # of which kernel its outputs are
             nbformat.write(notebook, options.notebook)
             print(f"outputs written into {options.notebook.name}")
             subprocess.call([sys.executable, "-m", "helpers", "draw"], cwd=environment.ROOT)
