@@ -1,1 +1,1 @@
-"""Clocks, workloads, ceilings, GPU time, host time, the benchmark."""
+"""Clocks, contenders, ceilings, GPU time, host time, the benchmark."""

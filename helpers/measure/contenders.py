@@ -136,8 +136,7 @@ def users_bitsandbytes() -> Callable | None:
 
 def why(error: BaseException) -> str:
     """An error's type and first line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
 
 
 def wrong_bits(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) -> str:

@@ -16,7 +16,7 @@ BASELINES_ON_GPU = ("unsloth_today", "unsloth_classic", "bitsandbytes")  # with 
 CEILINGS = {"ceiling_cuda": "ceiling, CUDA C", "ceiling_triton": "ceiling, Triton"}  # the stricter first
 ALLOCATE_FILL = "empty_strided + fill_"  # the least a call can cost that returns new memory
 BYTE_MOVER = "byte_mover"  # no arithmetic, our tile, our launch path
-OTHERS = {ALLOCATE_FILL: "allocate + fill", BYTE_MOVER: "only moves the bytes", "copy": "torch copy"}
+OTHERS = {ALLOCATE_FILL: "allocate + fill", BYTE_MOVER: "only moves the bytes"}
 LABELS = CONTENDERS | CEILINGS | OTHERS
 
 SMALLEST, LARGEST = 2**16, 2**30  # elements: the span in which no size may be slower than Unsloth today
@@ -42,12 +42,11 @@ def size_text(numel: int) -> str:
     return f"{numel / 1e6:.3g}M" if numel >= 1e6 else f"{numel / 1e3:.3g}k"
 
 
-def bytes_moved(numel: int, itemsize: int = 2, nested: bool = True) -> int:
-    """Bytes that must cross DRAM for `numel` elements: packed codes, scales and the output, each once.
+def bytes_moved(numel: int) -> int:
+    """Bytes that must cross DRAM for `numel` elements: packed codes, scales and 16-bit output, each once.
 
-    An element reads 0.5 + 1/64 + 4/16384 bytes (a flat state 0.5 + 4/64) and writes `itemsize`. The codebooks
-    and the offset (about 1 KB, read once and then cached) are left out.
+    An element reads 0.5 + 1/64 + 4/16384 bytes and writes 2. The codebooks and the offset (about 1 KB, read
+    once and then cached) are left out.
     """
     blocks = -(-numel // 64)
-    scales = blocks + 4 * -(-blocks // 256) if nested else 4 * blocks
-    return -(-numel // 2) + scales + itemsize * numel
+    return -(-numel // 2) + blocks + 4 * -(-blocks // 256) + 2 * numel

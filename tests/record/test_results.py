@@ -121,7 +121,6 @@ def test_sizes_in_words(numel, text):
 def test_bytes_of_an_element():
     n = 2**24
     assert names.bytes_moved(n) / n == 0.5 + 1 / 64 + 4 / 16384 + 2
-    assert names.bytes_moved(n, 4, nested=False) / n == 0.5 + 4 / 64 + 4
 
 
 def test_partial_blocks_are_rounded_up():
