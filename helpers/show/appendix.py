@@ -137,9 +137,8 @@ def cards() -> str:
     """One row a card: the official protocol against both baselines, and what of the gain is the kernel's."""
     rows = [["official protocol", "this kernel, s", "times as fast as Unsloth today",
              "times as fast as Unsloth classic", "of the time saved over today: kernel, call"]]  # fmt: skip
-    folders = {
-        path.parent.name for name in ("benchmark", "protocol") for path in RESULTS.glob(f"*/{name}.json")
-    }
+    kept = (path for path in RESULTS.glob("*/*.json") if path.stem in ("benchmark", "protocol"))
+    folders = {path.parent.name for path in kept}
     for card in sorted(folders, key=lambda name: (name != names.CARD, name)):
         bench, run = (stored(name, card) for name in ("benchmark", "protocol"))
         result, timed = run or bench, run.data if run else bench.data.protocol

@@ -100,13 +100,12 @@ def _titled(figure, title: str, drawn: list[str]) -> Picture:
 def _shares(sizes: dict[int, dict], ceiling: str) -> dict[str, tuple[str, dict]]:
     """{name: (label, {elements: share of the ceiling's speed})}, without classic where bitsandbytes' line
     hides it: both launch the same kernels."""
-    series = {}
-    for name in ("kernel", *BASELINES_ON_GPU):
-        shares = {numel: ratio(rows, ceiling, name) for numel, rows in sizes.items()}
-        if any(shares.values()):
-            series[name] = {numel: share for numel, share in shares.items() if share is not None}
-    theirs, classic = (series.get(name, {}) for name in ("bitsandbytes", "unsloth_classic"))
-    labels = {name: label(name) for name in series}
+    series = {
+        name: {numel: share for numel, rows in sizes.items() if (share := ratio(rows, ceiling, name))}
+        for name in ("kernel", *BASELINES_ON_GPU)
+    }
+    theirs, classic = series["bitsandbytes"], series["unsloth_classic"]
+    labels = {name: label(name) for name, points in series.items() if points}
     same = theirs and theirs.keys() == classic.keys()
     if same and all(abs(theirs[numel] / classic[numel] - 1) < 0.03 for numel in theirs):
         labels["bitsandbytes"] = "bitsandbytes, Unsloth classic (same kernels)"
