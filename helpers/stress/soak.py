@@ -48,7 +48,7 @@ def fresh(number: int, device: str):
 
 
 def run(launches: int, windows: int, device: str) -> dict:
-    """Totals, and one row a window: us a call, bytes of host, allocated and reserved memory."""
+    """Totals, and one row a window: us a call, bytes of host and of allocated memory."""
     gpu, call = device == "cuda", nf4_kernel.your_dequantize_nf4
     every, count = (EVERY, LAYERS) if gpu else (50, 6)
     made, done, rows, layers = 0, 0, [], {}
@@ -82,7 +82,6 @@ def run(launches: int, windows: int, device: str) -> dict:
                 "us": 1e6 * seconds / (done - first),
                 "host": resident_bytes(),
                 "allocated": torch.cuda.memory_allocated() if gpu else 0,
-                "reserved": torch.cuda.memory_reserved() if gpu else 0,
             })  # fmt: skip
             bar.update(done - first)
     return {"launches": done, "layers": made, "wrong": int(wrong), "windows": rows}
@@ -111,11 +110,8 @@ def main(argv: list[str]) -> int:
     data = run(arguments.launches, arguments.windows, device)
     data["seconds"] = round(time.perf_counter() - start, 1)
     data["grown"] = growth(data["windows"]) if device == "cuda" else []  # the interpreter's own does vary
-    first, last = data["windows"][0], data["windows"][-1]
     print(f"{data['launches']:,} launches, {data['layers']:,} layers, {data['wrong']} wrong")
-    print(f"us a call: {first['us']:.2f} -> {last['us']:.2f}")
-    for name, label in (("host", "host"), ("allocated", "GPU")):
-        print(f"MiB of {label} memory: {first[name] / 2**20:.1f} -> {last[name] / 2**20:.1f}")
+    print("us a call, bytes of memory:", data["windows"][0], "->", data["windows"][-1])
     print("\n".join(data["grown"]) or "nothing grew")
     print(f"written: {results.write('soak', data)}")
     return 1 if data["wrong"] or data["grown"] else 0

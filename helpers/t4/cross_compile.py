@@ -7,9 +7,7 @@ around it: all compiles happen in `python -m helpers.t4.cross_compile`, which re
 import functools
 import importlib
 import importlib.util
-import os
 import sys
-import tempfile
 import types
 from pathlib import Path
 from unittest import mock
@@ -20,7 +18,6 @@ import triton
 
 from helpers.machine import child
 from helpers.machine.environment import ROOT, version_of
-from helpers.nf4 import kernel as nf4_kernel
 from helpers.t4 import other_card
 
 LARGE = 2048 * 8192  # elements: an official size; the kernel's tile and hints depend on it
@@ -28,10 +25,6 @@ CACHE = ROOT / "build" / "triton-cache"
 DTYPES = ("float16", "bfloat16", "float32")
 # Unsloth chooses its T4 launch by Triton's version: 3.7 brought a table of its own for (7, 5).
 UNSLOTH_TABLES = ("3.6.0", "3.7.0")
-
-
-class CompileError(RuntimeError):
-    """The process that compiles failed; the text is its own."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -58,23 +51,15 @@ class Built(msgspec.Struct):
     error: str = ""
 
 
-def build(requests: list[Request], pythonpath: str = "") -> list[Built]:
+def build(requests: list[Request]) -> list[Built]:
     """Compile each request; failures come back as Built.error.
 
-    pythonpath: a folder searched before the installed packages (another Triton). Raises CompileError when the
-    process that compiles fails.
+    Raises child.ChildFailed when the process that compiles fails.
     """
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
-    if pythonpath:
-        variables["PYTHONPATH"] = os.pathsep.join([pythonpath, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory() as folder:
-        answer = Path(folder) / "answer.json"
-        arguments = ["-m", "helpers.t4.cross_compile", str(answer)]
-        stdin = msgspec.json.encode(requests).decode()
-        done = child.python(arguments, variables=variables, stdin=stdin, check=False)
-        if not answer.exists():
-            raise CompileError(f"the compile process failed:\n{done.err[-2000:]}")
-        return msgspec.json.decode(answer.read_bytes(), type=list[Built])
+    stdin = msgspec.json.encode(requests).decode()
+    done = child.python(["-m", "helpers.t4.cross_compile"], variables=variables, stdin=stdin)
+    return msgspec.json.decode(done.out.splitlines()[-1], type=list[Built])
 
 
 def _unsloth_module(table: str, arch: int):
@@ -101,7 +86,7 @@ def _unsloth_module(table: str, arch: int):
 
 
 def _unsloth_launch(request: Request):
-    """(kernel, arguments, named, outputs of one thread) of Unsloth's fused kernel for nested states."""
+    """(kernel, arguments, named) of the launch of Unsloth's fused kernel for nested states."""
     module = _unsloth_module(request.unsloth, request.arch)
     size, meta = request.numel, functools.partial(torch.empty, device="meta")
     codes = (meta(length, dtype=torch.uint8) for length in (size // 2, size // 64))  # weight, absmax
@@ -109,27 +94,23 @@ def _unsloth_launch(request: Request):
     launcher = mock.MagicMock()  # in the place of the kernel
     with mock.patch.object(torch.cuda, "current_device", lambda: 0):
         module._launch(launcher, *codes, floats, floats, floats, floats, 64, 256, out, fp_fusion=False)
-    arguments, named = launcher.__getitem__.return_value.call_args
-    # A program is ROWS blocks of 2 * HALF elements, whatever lanes its stores repeat.
-    elements = named["ROWS"] * named["HALF"] * 2 / (32 * named["num_warps"])
-    return module._nf4_dequant_kernel, arguments, named, elements
-
-
-def _our_launch(request: Request):
-    """(kernel, arguments, named, outputs of one thread) of ours."""
-    dtype = getattr(torch, request.dtype)
-    arguments, named = other_card.our_launch(
-        request.arch, dtype, request.nested, request.numel, request.force
-    )
-    return nf4_kernel._your_dequantize_nf4_kernel, arguments, named, 8 * named["WORDS"]
+    return module._nf4_dequant_kernel, *launcher.__getitem__.return_value.call_args
 
 
 def _answer(request: Request) -> Built:
     """The kernel asked for, or the error it raised."""
     versions = {"triton": triton.__version__}
-    versions |= {"unsloth": version_of("unsloth")} if request.unsloth else {}
     try:
-        *launch, elements = _unsloth_launch(request) if request.unsloth else _our_launch(request)
+        if request.unsloth:
+            launch, versions["unsloth"] = _unsloth_launch(request), version_of("unsloth")
+            # A program is ROWS blocks of 2 * HALF elements, whatever lanes its stores repeat.
+            elements = launch[2]["ROWS"] * launch[2]["HALF"] * 2 / (32 * launch[2]["num_warps"])
+        else:
+            dtype = getattr(torch, request.dtype)
+            launch = other_card.our_launch(
+                request.arch, dtype, request.nested, request.numel, request.force
+            )
+            elements = 8 * launch[2]["WORDS"]
         found = other_card.compiled(request.arch, *launch)
     except Exception as error:
         return Built(request, error=f"{type(error).__name__}: {error}"[-3000:])
@@ -139,4 +120,4 @@ def _answer(request: Request) -> Built:
 
 if __name__ == "__main__":
     asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Request])
-    Path(sys.argv[1]).write_bytes(msgspec.json.encode([_answer(request) for request in asked]))
+    print(msgspec.json.encode([_answer(request) for request in asked]).decode())

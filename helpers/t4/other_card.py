@@ -3,7 +3,6 @@
 The kernel's inner names are known in this room only here.
 """
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -14,28 +13,16 @@ import torch
 from helpers.nf4 import kernel as nf4_kernel
 
 
-@contextlib.contextmanager
-def _replaced(namespace: dict, name: str, value):
-    """Another global inside the block. Not mock.patch.dict, which empties the namespace on its way out."""
-    before = namespace[name]
-    namespace[name] = value
-    try:
-        yield
-    finally:
-        namespace[name] = before
-
-
 def card_settings(arch: int, module=nf4_kernel):
     """The Settings that the kernel's own code chooses on a card of `arch`; what is forced is left out."""
     major, minor = divmod(arch, 10)
     card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor, multi_processor_count=1)
-    choose = module._card.__wrapped__
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_properties", lambda _: card),
-        _replaced(choose.__globals__, "INTERPRETED", False),
+        mock.patch.object(module, "INTERPRETED", False),
     ):
-        return choose(0)
+        return module._card.__wrapped__(0)
 
 
 def compiled(arch: int, kernel, arguments, named):
@@ -51,12 +38,12 @@ def compiled(arch: int, kernel, arguments, named):
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
     )
-    with _replaced(vars(driver), "_active" if "_active" in vars(driver) else "active", card):
+    with mock.patch.object(driver, "_active" if "_active" in vars(driver) else "active", card):
         return kernel.warmup(*arguments, grid=(1,), **named)
 
 
-def our_launch(arch: int, out_dtype, nested: bool, numel: int, force: dict) -> tuple[tuple, dict]:
-    """(arguments, named) of the launch for a tensor of `numel` elements in bitsandbytes' own blocks.
+def our_launch(arch: int, out_dtype, nested: bool, numel: int, force: dict):
+    """(kernel, arguments, named) of the launch for a tensor of `numel` elements in bitsandbytes' own blocks.
 
     force: other values for fields of the Settings that the kernel chooses there.
     """
@@ -67,7 +54,7 @@ def our_launch(arch: int, out_dtype, nested: bool, numel: int, force: dict) -> t
     )
     absmax = torch.uint8 if nested else torch.float32
     arguments = (torch.uint8, out_dtype, absmax, *[torch.float32] * 4, numel // 8, numel % 8)
-    return arguments, constexprs | nf4_kernel._options(chosen)
+    return nf4_kernel._your_dequantize_nf4_kernel, arguments, constexprs | nf4_kernel._options(chosen)
 
 
 class ForeignKernel:
@@ -95,11 +82,8 @@ class ForeignKernel:
 
 def run_foreign(weight, quant_state, out, arch: int, module=nf4_kernel) -> None:
     """Dequantize into `out` as on a card of `arch`: its settings, its PTX. module: what holds the kernel."""
-    call = module._your_dequantize_nf4
-    namespace, name = call.__globals__, "_your_dequantize_nf4_kernel"
-    foreign = ForeignKernel(namespace[name], arch)
-    with (
-        module.force(**dataclasses.asdict(card_settings(arch, module))),
-        _replaced(namespace, name, foreign),
-    ):
-        call(weight, quant_state, out)
+    name = "_your_dequantize_nf4_kernel"
+    foreign = ForeignKernel(getattr(module, name), arch)
+    settings = dataclasses.asdict(card_settings(arch, module))
+    with module.force(**settings), mock.patch.object(module, name, foreign):
+        module._your_dequantize_nf4(weight, quant_state, out)

@@ -64,6 +64,10 @@ class Code(Record, forbid_unknown_fields=False):
     missed: list[str] = []  # of the budget
     versions: dict[str, str] = {}
 
+    @property
+    def name(self) -> str:
+        return f"sm_{self.arch} {self.label} {SHORT.get(self.dtype, '')}".strip()
+
 
 class MachineCode(Record):
     code: list[Code]
@@ -172,11 +176,7 @@ def table(codes: list[Code], every: bool = False) -> list[list[str]]:
 
 def verdict(codes: list[Code]) -> str:
     """What ours misses of the budgets, in one sentence; it ends in "met" when nothing is missed."""
-    missed = [
-        f"sm_{code.arch} {code.label} {SHORT.get(code.dtype, '')}: {reason}"
-        for code in codes
-        for reason in code.missed
-    ]
+    missed = [f"{code.name}: {reason}" for code in codes for reason in code.missed]
     return "Budgets of ours (instructions, spills, 128-bit stores, occupancy, order of loads): " + (
         "; ".join(missed) or "met"
     )
@@ -189,7 +189,7 @@ def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
 
 def report(codes: list[Code]) -> str:
     """Every row of the table, what failed, the legend and the verdict."""
-    failures = [f"sm_{code.arch} {code.label}: {code.failed}" for code in codes if code.failed]
+    failures = [f"{code.name}: {code.failed}" for code in codes if code.failed]
     texts = [textwrap.fill(text, WIDTH) for text in (*failures, LEGEND, verdict(codes))]
     return "\n".join([tables.text(table(codes, every=True)), "", *texts])
 
@@ -205,11 +205,8 @@ def collect(archs=tuple(CARDS)) -> list[Code]:
 
 def order(codes: list[Code]) -> str:
     """What a thread of ours loads, waits for and stores, in that order, each with its position."""
-    return "\n".join(
-        f"sm_{code.arch} {code.label} {SHORT[code.dtype]}: {code.order or code.failed}"
-        for code in codes
-        if code.contender == "kernel"
-    )
+    ours = (code for code in codes if code.contender == "kernel")
+    return "\n".join(f"{code.name}: {code.order or code.failed}" for code in ours)
 
 
 def main(argv: list[str] | None = None) -> int:

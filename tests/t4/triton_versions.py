@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -44,7 +45,9 @@ def check(version: str) -> tuple[list[sass.Code], list[str]]:
         for nested in (True, False)[: 2 if arch == 75 else 1]
     ]
     codes, wrong = [], []
-    for built in cross_compile.build(requests, str(install(version))):
+    with mock.patch.dict(os.environ, PYTHONPATH=str(install(version))):
+        compiled = cross_compile.build(requests)
+    for built in compiled:
         code = sass.code_of(built)
         codes.append(code)
         where = f"Triton {version}, sm_{code.arch}, {code.label} {code.dtype}"
