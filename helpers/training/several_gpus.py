@@ -41,10 +41,9 @@ def summary(reports: list[dict]) -> results.Engine:
     Times are those of the run in turns, p20, p50 and p80: a step takes as long as its slowest process, a turn
     as its median step. The speedup is the ratio of neighbouring turns, half of which have the kernel first.
     """
-    from helpers.measure import clocks
 
     def spread(values):
-        return results.Spread(**clocks.percentiles(values))
+        return results.Spread(**results.percentiles(values))
 
     seconds = [max(each) for each in zip(*(one["in turns"]["seconds"] for one in reports), strict=True)]
     steps = zip(reports[0]["in turns"]["kernel"], seconds, strict=True)

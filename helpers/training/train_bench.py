@@ -29,7 +29,6 @@ ARMS = ("without", "with")
 ROUNDS = 60  # on a shared host one round's ratio may be 15% off
 WARM_UP = 2  # rounds that are not timed
 LONGEST = 45  # seconds; a slower card stops after the round that reaches them, or it would never end
-EARLIER = {"peak_bytes": None, "dequantize_launches": {}, "remains": []}  # which files had before
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
 
@@ -156,7 +155,7 @@ def times(arm, prepare, rounds: int, count: int = 1) -> dict:
     A round times `count` runs of it. The ratio is of the same round, with a 95% interval of its median, "low"
     to "high". "rounds": how many there was time for.
     """
-    from helpers.measure.clocks import median_interval, percentiles, synchronize
+    from helpers.measure.clocks import median_interval, synchronize
 
     seconds = {name: [] for name in ARMS}
     began = time.perf_counter()
@@ -176,8 +175,8 @@ def times(arm, prepare, rounds: int, count: int = 1) -> dict:
             break
     ratios = [a / b for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     low, high = median_interval(ratios)
-    row = {name: percentiles([1e3 * value for value in seconds[name]]) for name in ARMS}
-    row["speedup"] = percentiles(ratios) | {"low": low, "high": high}
+    row = {name: results.percentiles([1e3 * value for value in seconds[name]]) for name in ARMS}
+    row["speedup"] = results.percentiles(ratios) | {"low": low, "high": high}
     return row | {"rounds": len(ratios), "steps_a_round": count}
 
 
@@ -193,7 +192,6 @@ def _profile(step, steps: int = 2) -> dict:
     return {
         "gpu_ms": sum(ms for _, ms in events),
         "dequantize_ms": sum(ms for name, ms in events if any(kernel in name for kernel in decoding)),
-        **EARLIER,
     }
 
 
