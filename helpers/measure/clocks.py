@@ -11,7 +11,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -46,14 +46,12 @@ def collector_off():
             gc.enable()
 
 
-def interleaved(names: Iterable[str], rounds: int, measure: Callable[[str], float]) -> dict[str, list[float]]:
-    """{name: what measure(name) returned in each round}; who goes first changes every round."""
-    order, values = list(names), {name: [] for name in names}
+def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
+    """Every name once in every round; who goes first changes every round."""
+    order = list(names)
     for _ in range(rounds):
-        for name in order:
-            values[name].append(measure(name))
+        yield from order
         order.append(order.pop(0))
-    return values
 
 
 def time_interleaved(
@@ -70,27 +68,25 @@ def time_interleaved(
     batch, both inside `around(name)`. `inner` must stay below the launch queue's depth (about 1000 kernels),
     or the calls would wait for the GPU.
     """
+    times: dict[str, list[float]] = {name: [] for name in calls}
     drain, clock = synchronize, time.perf_counter
-
-    def batch(name):
-        call = calls[name]
-        with around(name):
-            call()
-            drain()
-            start = clock()
-            if wait:
-                for _ in range(inner):
-                    call()
-                    drain()
-            else:
-                for _ in range(inner):
-                    call()
-            seconds = clock() - start
-            drain()
-        return seconds / inner
-
     with collector_off():
-        return interleaved(calls, rounds, batch)
+        for name in turns(calls, rounds):
+            call = calls[name]
+            with around(name):
+                call()
+                drain()
+                start = clock()
+                if wait:
+                    for _ in range(inner):
+                        call()
+                        drain()
+                else:
+                    for _ in range(inner):
+                        call()
+                times[name].append((clock() - start) / inner)
+                drain()
+    return times
 
 
 @functools.cache
@@ -150,18 +146,17 @@ def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[
     Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock
     starts, so the host's launch time is not counted, and the caches are as the candidate leaves them.
     """
+    times: dict[str, list[float]] = {name: [] for name in graphs}
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def replay(name):
+    for name in turns(graphs, rounds):
         graph, count = graphs[name]
         graph.replay()
         start.record()
         graph.replay()
         stop.record()
         stop.synchronize()
-        return start.elapsed_time(stop) * 1e-3 / count
-
-    return interleaved(graphs, rounds, replay)
+        times[name].append(start.elapsed_time(stop) * 1e-3 / count)
+    return times
 
 
 def allocations(call: Callable) -> int:
