@@ -101,11 +101,6 @@ def missing(required: dict, versions: dict[str, str]) -> dict[str, Requirement]:
     }
 
 
-def wanted(groups: list[str], gpus: list) -> dict[str, Requirement]:
-    """All requirements for these groups on this machine."""
-    return requirements(*groups, *(("gpu", "unsloth") if gpus else ()))
-
-
 def diagnose(log: str) -> str:
     """What to do about a failed pip, from its log."""
     return next(advice for sign, advice in ADVICE.items() if re.search(sign, log))
@@ -153,11 +148,10 @@ def install_torch(gpus: list) -> None:
         pip(f"{CPU_TORCH} (an index without its CPU build brings several GB of CUDA libraries)", CPU_TORCH)
 
 
-def install(groups: list[str], gpus: list) -> None:
-    """Install all that is missing. Raises SetupError."""
-    hosted = environment.hosted()
+def install(required: dict[str, Requirement], gpus: list) -> None:
+    """Install what of the required is missing. Raises SetupError."""
     install_torch(gpus)
-    present, required = installed(), wanted(groups, gpus)
+    hosted, present = environment.hosted(), installed()
     unfit = missing(required, present)
     if hosted and "triton" in present and "triton" in unfit:
         raise SetupError(f"{environment.old_triton() or 'Triton does not fit'} ({required['triton']})")
@@ -192,7 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say what is missing")
     options = parser.parse_args(argv)
     gpus, present = environment.nvidia_smi("name"), installed()
-    gaps = missing(wanted(options.group, gpus), present)
+    required = requirements(*options.group, *(("gpu", "unsloth") if gpus else ()))
+    gaps = missing(required, present)
     for name, requirement in gaps.items():
         print(f"missing: {requirement} (installed: {present.get(name, 'none')})")
     if options.check:
@@ -201,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_machine(gpus)
         if gaps or wrong_build(gpus):
-            install(options.group, gpus)
+            install(required, gpus)
         verify(gpus)
     except SetupError as error:
         print(f"\nSET-UP FAILED: {error}", file=sys.stderr)

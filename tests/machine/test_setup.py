@@ -3,6 +3,7 @@
 import concurrent.futures
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,10 +50,15 @@ def test_every_exclusion_and_exact_bound_has_its_reason():
     assert not any("==" in line.split(";")[0] for line in lines if not line.startswith("#"))
 
 
-def test_unsloth_is_wanted_only_beside_a_gpu():
-    assert "unsloth" not in install.wanted(["run", "test"], [])
-    assert {"unsloth", "unsloth-zoo", "trl", "datasets"} <= set(install.wanted([], [T4]))
-    assert "pytest" not in install.wanted([], [T4])
+@pytest.mark.parametrize("gpus", [[], [T4]])
+def test_unsloth_is_wanted_only_beside_a_gpu(plain, gpus, capsys):
+    plain.setattr(environment, "nvidia_smi", lambda fields: gpus)
+    plain.setattr(install, "installed", dict)
+    assert install.main(["--check", "--group", "run"]) == 1
+    absent = set(re.findall(r"^missing: ([\w-]+)", capsys.readouterr().out, re.M))
+    assert {"torch", "nbclient"} <= absent and "pytest" not in absent
+    unsloth = {"unsloth", "unsloth_zoo", "trl", "datasets"}
+    assert unsloth <= absent if gpus else not unsloth & absent
 
 
 def test_missing_names_absent_and_unfit_packages():
@@ -159,7 +165,7 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_replaced(plain):
 def test_a_second_setup_installs_nothing_and_looks_again(plain, capsys):
     plain.setattr(environment, "nvidia_smi", lambda fields: [])
     plain.setattr(install, "missing", lambda required, versions: {})
-    plain.setattr(install, "install", lambda groups, gpus: pytest.fail("asked to install"))
+    plain.setattr(install, "install", lambda required, gpus: pytest.fail("asked to install"))
     assert install.main([]) == 0 and "bitsandbytes" in capsys.readouterr().out
     plain.setattr(install, "VERIFY", "raise ImportError('libcuda is gone')")
     assert install.main([]) == 1 and "libcuda is gone" in capsys.readouterr().err
