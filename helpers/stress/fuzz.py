@@ -7,7 +7,6 @@ a Case that can be pasted into `fuzz.check(...)`.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -198,22 +197,20 @@ def main(argv: list[str]) -> int:
     cases, seed = arguments.cases, arguments.seed
     ways, largest = (tuple(WAYS), 40_000) if DEVICE == "cuda" else (("own",), 5_000)
     chosen = kinds(min(arguments.kinds, cases), seed, ways)
-    counts = [len(range(i, cases, len(chosen))) for i in range(len(chosen))]  # equal shares
+    shares = {kind: len(range(i, cases, len(chosen))) for i, kind in enumerate(chosen)}  # equal ones
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
         tasks = [
             pool.submit(run_kind, kind, count, seed + i, DEVICE, largest)
-            for i, (kind, count) in enumerate(zip(chosen, counts, strict=True))
+            for i, (kind, count) in enumerate(shares.items())
         ]
         done = concurrent.futures.as_completed(tasks)
         for task in tqdm(done, total=len(tasks), unit=" kinds", file=sys.stdout, mininterval=2):
             task.result()  # raises what the process did, at once
     elements, failures = zip(*(task.result() for task in tasks), strict=True)
     failed = list(itertools.chain(*failures))
-    by_way = collections.Counter()
-    for kind, count in zip(chosen, counts, strict=True):
-        by_way[kind.way] += count
+    by_way = {way: sum(count for kind, count in shares.items() if kind.way == way) for way in ways}
     data = {"cases": cases, "elements": sum(elements), "kinds": len(chosen), "failed": len(failed)}
     data |= {"first_failures": failed[:20], "seed": seed, "device": DEVICE, "ways": by_way}
     data["seconds"] = round(time.perf_counter() - start, 1)

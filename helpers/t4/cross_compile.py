@@ -17,7 +17,7 @@ import torch
 import triton
 
 from helpers.machine import child
-from helpers.machine.environment import ROOT, version_of
+from helpers.machine.environment import ROOT
 from helpers.t4 import other_card
 
 LARGE = 2048 * 8192  # elements: an official size; the kernel's tile and hints depend on it
@@ -47,7 +47,7 @@ class Built(msgspec.Struct):
     num_warps: int = 0
     shared: int = 0  # bytes per block
     elements: float = 0.0  # outputs of one thread
-    versions: dict = {}  # triton, and unsloth's where it is the source
+    triton: str = ""  # the version that compiled it
     error: str = ""
 
 
@@ -99,23 +99,20 @@ def _unsloth_launch(request: Request):
 
 def _answer(request: Request) -> Built:
     """The kernel asked for, or the error it raised."""
-    versions = {"triton": triton.__version__}
     try:
         if request.unsloth:
-            launch, versions["unsloth"] = _unsloth_launch(request), version_of("unsloth")
+            launch = _unsloth_launch(request)
             # A program is ROWS blocks of 2 * HALF elements, whatever lanes its stores repeat.
             elements = launch[2]["ROWS"] * launch[2]["HALF"] * 2 / (32 * launch[2]["num_warps"])
         else:
-            dtype = getattr(torch, request.dtype)
-            launch = other_card.our_launch(
-                request.arch, dtype, request.nested, request.numel, request.force
-            )
+            kind = getattr(torch, request.dtype), request.nested, request.numel
+            launch = other_card.our_launch(request.arch, *kind, request.force)
             elements = 8 * launch[2]["WORDS"]
         found = other_card.compiled(request.arch, *launch)
     except Exception as error:
         return Built(request, error=f"{type(error).__name__}: {error}"[-3000:])
-    ptx, cubin, metadata = found.asm["ptx"], found.asm["cubin"], found.metadata
-    return Built(request, ptx, cubin, metadata.num_warps, metadata.shared, elements, versions)
+    asm, warps, shared = found.asm, found.metadata.num_warps, found.metadata.shared
+    return Built(request, asm["ptx"], asm["cubin"], warps, shared, elements, triton.__version__)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from helpers.machine.environment import ROOT, version_of
+from helpers.machine.environment import ROOT
 from helpers.record import results, tables
 from helpers.record.results import Record
 from helpers.t4 import load_order, machine_code
@@ -62,7 +62,6 @@ class Code(Record, forbid_unknown_fields=False):
     latencies: int | None = None  # dependent ones before the first store
     late_words: int | None = None  # words loaded behind a wait
     missed: list[str] = []  # of the budget
-    versions: dict[str, str] = {}
 
     @property
     def name(self) -> str:
@@ -82,8 +81,8 @@ def code_of(built: Built) -> Code:
     else:
         label = f"ours, {'nested' if request.nested else 'flat'}{', small tile' * small}"
     contender = "unsloth" if request.unsloth else "kernel"
-    code = Code(arch=arch, contender=contender, label=label, dtype=request.dtype, nested=request.nested,
-                small=small, versions=built.versions)  # fmt: skip
+    kind = dict(dtype=request.dtype, nested=request.nested, small=small)
+    code = Code(arch=arch, contender=contender, label=label, **kind)
     if built.error:
         lines = [line.strip() for line in built.error.splitlines() if line.strip()]
         code.failed = f"did not compile: {lines[-1][:300]}"
@@ -140,9 +139,8 @@ def bitsandbytes() -> list[Code]:
     for dtype in HALF:
         path = machine_code.executed(instructions[names[dtype]])
         figures = machine_code.count(CARDS[75], path, *usage[names[dtype]], threads=64, elements=16)
-        label, versions = "bitsandbytes, weight", {"bitsandbytes": version_of("bitsandbytes")}
-        who = dict(arch=75, contender="bitsandbytes", label=label, dtype=dtype, nested=False)
-        codes.append(Code(**who, versions=versions, **figures))
+        kind = dict(label="bitsandbytes, weight", dtype=dtype, nested=False)
+        codes.append(Code(arch=75, contender="bitsandbytes", **kind, **figures))
     return codes
 
 

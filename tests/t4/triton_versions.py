@@ -53,10 +53,9 @@ def check(version: str) -> tuple[list[sass.Code], list[str]]:
         where = f"Triton {version}, sm_{code.arch}, {code.label} {code.dtype}"
         missed = code.missed
         if not built.error:
-            used = built.versions["triton"]
-            if version != "newest" and not used.startswith(version):
-                wrong.append(f"{where}: compiled by {used} instead")
-            if tuple(map(int, used.split(".")[:2])) < STAGED:
+            if version != "newest" and not built.triton.startswith(version):
+                wrong.append(f"{where}: compiled by {built.triton} instead")
+            if tuple(map(int, built.triton.split(".")[:2])) < STAGED:
                 missed = [text for text in missed if "loaded behind a wait" not in text]
             missed = missed + _mnemonics(built.ptx, code)
         wrong += [f"{where}: {reason}" for reason in missed]
