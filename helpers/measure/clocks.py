@@ -9,7 +9,6 @@ import ctypes
 import functools
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -133,7 +132,7 @@ def graph_nodes(call: Callable[[], object]) -> int:
     """
     graph, _ = capture(lambda _: call(), 1, graph=torch.cuda.CUDAGraph(keep_graph=True))
     nodes = ctypes.c_size_t()
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes))
     if status:
         raise RuntimeError(f"cuGraphGetNodes failed with CUDA error {status}")

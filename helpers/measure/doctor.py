@@ -18,14 +18,11 @@ class Check(NamedTuple):
     detail: str
 
 
-def packages() -> list[Check]:
-    """What requirements.txt asks for here and is missing or out of range."""
-    versions = install.installed()
-    gaps = install.missing(install.wanted([], environment.nvidia_smi("name")), versions)
-    return [
-        Check(f"package {n}", False, f"{need} is needed, {versions.get(n, 'none')} is installed: {FIX}")
-        for n, need in gaps.items()
-    ] or [Check("packages", True, "all of requirements.txt that is used here is installed")]
+def packages() -> Check:
+    """Whether all is here that requirements.txt asks for; prints what is not."""
+    if install.main(["--check"]):
+        return Check("packages", False, f"those above are missing or out of range: {FIX}")
+    return Check("packages", True, "all of requirements.txt that is used here is installed")
 
 
 def gpu() -> Check:
@@ -73,7 +70,7 @@ def recommend(checks: list[Check]) -> str:
 
 def examine() -> list[Check]:
     """All findings."""
-    checks = packages()
+    checks = [packages()]
     try:
         environment.prepare()
         checks.append(gpu())
