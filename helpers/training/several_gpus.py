@@ -55,13 +55,11 @@ def summary(reports: list[dict]) -> results.Engine:
     expected = reports[0]["without"]["losses"]
     return results.Engine(
         processes=len(reports),
-        devices=[one["with"]["device"] for one in reports],
         steps=len(expected),
         step_ms={
             name: spread([1e3 * second for kernel, second in turns if kernel == (name == "with")])
             for name in ("without", "with")
         },
-        pairs=len(pairs),
         speedup=spread([pair[False] / pair[True] for pair in pairs]),
         same_losses=all(one[name]["losses"] == expected for one in reports for name in one),
         decoded_by_the_kernel=[one["with"]["decoded"] for one in reports],

