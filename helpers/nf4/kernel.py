@@ -696,7 +696,7 @@ def _repeat(compiled, grid, arguments, constexprs, limit):
 
 # %% What is kept of a launch id="kernel-plan" part="host" folded=true tags=["kernel"]
 _plans = {}  # of an absmax, by _identity: what repeats its launches, dropped when it is freed
-_kinds = {}  # by repr of values (64 is no 64.0): what plans a launch of a layer like one checked
+_kinds = {}  # by _name: what plans a launch for a layer like one that was checked
 # Not id(): it tells every audit hook, and filelock, which huggingface_hub imports, has a slow one.
 _identity = object.__hash__
 
@@ -711,54 +711,58 @@ def _kind(tensors, values, out, launch, kernel, forced):
     index, size, dtype = weight.get_device(), tuple(out.shape), out.dtype
     stride = torch.empty(size, device="meta").stride()  # `out` may have others
     transposed, low = values[-1] and weight.shape[0] == 1, weight.data_ptr() & 3
-    # Guards also compare what torch does with an operator in this thread: torch.jit.trace and
-    # torch.func fit none, while autocast and no_grad, which change nothing here, each need one. So
-    # there are two of them, and `learns` decides when neither fits.
-    same, other = _never, _never
-
-    def learns(tensors):
-        """Are these laid out as the kind's? Then one C++ call will tell so from now on."""
-        nonlocal same, other
-        if _traced() or _layout(tensors[:1]) != layout[:1]:  # another view is of another kind
-            return False
-        tensors = tuple(map(_alias, tensors))  # which no other thread can change
-        learnt = _layout(tensors) == layout
-        if learnt:
-            same, other = _guards(*tensors), same
-        return learnt
+    like, guards = (layout, low, values), (_never, _never)
 
     def plan(tensors):
         """A launch for these tensors, ready to repeat; None where they are not of this kind, or not
         in memory. `again(...)` compares all it depends on and launches, or returns None. Contents
         need no look: every launch reads them. It is one function, since a call of a further one
         takes as long as two of its comparisons."""
+        # Guards also compare what torch does with an operator in this thread: torch.jit.trace and
+        # torch.func fit none, while autocast and no_grad, which change nothing here, each need one.
+        # So there are two of them, and `learns` decides when neither fits.
+        same, other = guards
         alike = same(*tensors) or other(*tensors) or _layout(tensors) == layout
-        if not alike or tensors[0].data_ptr() & 3 != low or not all(map(_in_memory, tensors)):
+        if not alike or tensors[0].data_ptr() & 3 != low:
             return None
         absmax_at, code2_at, absmax2_at, offset_at = (x.data_ptr() for x in tensors[1:])
         # A storage may shrink in place. To ask one that is kept takes a third of the time of asking
         # its tensor. The weight's is kept weakly: whoever offloads it wants its memory back.
         absmax_now, code2_now, absmax2_now = (x.untyped_storage().nbytes for x in tensors[1:4])
         absmax_bytes, code2_bytes, absmax2_bytes = absmax_now(), code2_now(), absmax2_now()
-        place = None, _never, 0
+        if not all(map(_in_memory, tensors)):  # asked last: what shrinks from now on is noticed
+            return None
+        place = None, _never, 0, 0
+
+        def learns(tensors):
+            """Are these laid out as the kind's? Then one C++ call will tell so from now on."""
+            nonlocal same, other, guards
+            if _traced() or _layout(tensors[:1]) != layout[:1]:  # another view is of another kind
+                return False
+            aliases = tuple(map(_alias, tensors))  # which no other thread can change
+            learnt = _layout(aliases) == layout
+            if learnt:
+                for alias, x in zip(aliases, tensors, strict=True):
+                    alias.requires_grad_(x.requires_grad)
+                same, other = guards = _guards(*aliases), same
+            return learnt
 
         def moved(weight, address):
-            """Is the weight all there, where it is now (FSDP gathers it anew for each use)?"""
+            """Is the weight, of a known layout, all there where it is now (FSDP gathers it anew)?"""
             nonlocal place
-            there = address & 3 == low and _in_memory(weight)
+            storage = weight.untyped_storage()
+            now = address, weakref.ref(storage), storage.nbytes(), storage.data_ptr()
+            there = address & 3 == low and weight.data_ptr() == address and _in_memory(weight)
             if there:
-                storage = weight.untyped_storage()
-                place = address, weakref.ref(storage), storage.nbytes()
+                place = now
             return there
 
         def again(weight, absmax, code2, absmax2, offset, now, given):
             try:
                 address = weight.data_ptr()
-                at, storage, weight_bytes = place
+                at, storage, weight_bytes, base = place
                 if not (
                     now == values
-                    and (address == at and (storage := storage()) is not None
-                         and storage.nbytes() == weight_bytes or moved(weight, address))
                     and absmax.data_ptr() == absmax_at
                     and code2.data_ptr() == code2_at
                     and absmax2.data_ptr() == absmax2_at
@@ -770,6 +774,9 @@ def _kind(tensors, values, out, launch, kernel, forced):
                     and (same(weight, absmax, code2, absmax2, offset)
                          or other(weight, absmax, code2, absmax2, offset)
                          or learns((weight, absmax, code2, absmax2, offset)))
+                    and (address == at and (storage := storage()) is not None
+                         and storage.nbytes() == weight_bytes and storage.data_ptr() == base
+                         or moved(weight, address))
                     and kernel is _your_dequantize_nf4_kernel
                     and forced is _forced
                     and _hooks.launch_enter_hook is _enter  # a profiler follows launches: assigned
@@ -796,7 +803,7 @@ def _kind(tensors, values, out, launch, kernel, forced):
         again.like = like
         return again
 
-    like = plan.like = layout, low, values
+    plan.like = like
     return plan
 
 
@@ -850,13 +857,14 @@ def _first_call(tensors, values, out=None):
     forced, kernel, absmax = _forced, _your_dequantize_nf4_kernel, tensors[1]
     tensors = tuple(map(_alias, tensors))
     (shape, dtype, *_, transposes), weight = values, tensors[0]
-    with _on(weight):
-        again = _like_before(tensors, values)
-        result = again and again(*tensors, values, out)
+    if again := _like_before(tensors, values):
+        with _on(weight):
+            result = again(*tensors, values, out)
         if result is not None:
             _keep_plan(again, absmax)
             return result
-        sizes = _check(tensors, values)
+    sizes = _check(tensors, values)
+    with _on(weight):
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=weight.device)
         else:
@@ -872,16 +880,21 @@ def _first_call(tensors, values, out=None):
                 plan = _kind(tensors, values, out, launch, kernel, forced)
                 if len(_kinds) >= 256:  # shapes of a model are few
                     _kinds.clear()
-                _keep(_kinds, repr(values), plan, 16)
+                _keep(_kinds, _name(values), plan, 16)
                 if again := plan(tensors):
                     _keep_plan(again, absmax)
     return out.t() if transposes and weight.shape[0] == 1 else out
 
 
+def _name(values):
+    """Of a kind: 64 is not 64.0, and a notebook's cell that runs again makes functions anew."""
+    return repr(values), codebooks, _configure, _constexprs
+
+
 def _like_before(tensors, values):
     """A launch for these tensors, if they are like those of a layer that was checked before."""
     try:
-        for plan in _kinds.get(repr(values), ()):
+        for plan in _kinds.get(_name(values), ()):
             if again := plan(tensors):
                 return again
     except (AttributeError, RuntimeError, TypeError, ValueError):

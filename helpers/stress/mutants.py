@@ -119,6 +119,7 @@ CHECKS = (
 # What a plan compares before it is repeated: one comparison at a time is left out.
 COMPARED = {
     "weight's storage": "storage.nbytes() == weight_bytes",
+    "where the weight's storage is": "storage.data_ptr() == base",
     "absmax's address": "absmax.data_ptr() == absmax_at",
     "code2's address": "code2.data_ptr() == code2_at",
     "absmax2's address": "absmax2.data_ptr() == absmax2_at",
@@ -140,18 +141,19 @@ PLANS = (
         Mutant(f"plan: {what} ignored", "now == values", f"now[:{i}] + now[{i + 1}:] == values[:{i}] + values[{i + 1}:]")
         for i, what in {0: "shape", 1: "dtype", 2: "quant_type", 3: "blocksize", 4: "state2.dtype", 5: "state2.blocksize"}.items()
     ),
-    Mutant("plan: a weight that moved is taken as it is", "there = address & 3 == low and _in_memory(weight)", "there = True"),
+    Mutant("plan: a weight that moved is taken as it is", "weight.data_ptr() == address and _in_memory(weight)", "True"),
     Mutant("plan: weight's alignment ignored", "there = address & 3 == low and", "there =", gpu=True),
     Mutant("kind: weight's alignment ignored", "or tensors[0].data_ptr() & 3 != low", "", gpu=True),
-    Mutant("kind: layouts ignored", "not alike or", ""),
-    Mutant("kind: freed tensors accepted", "or not all(map(_in_memory, tensors))", ""),
-    Mutant("kind: values ignored", "_kinds.get(repr(values), ())", "next(iter(_kinds.values()), ())"),
-    Mutant("kind: never used", "result = again and again(*tensors, values, out)", "result = None"),
+    Mutant("kind: layouts ignored", "if not alike or", "if"),
+    Mutant("kind: freed tensors accepted", "if not all(map(_in_memory, tensors)):", "if False:"),
+    Mutant("kind: values ignored", "_kinds.get(_name(values), ())", "next(iter(_kinds.values()), ())"),
+    Mutant("kind: a codebook of before", "codebooks, _configure, _constexprs", "0"),
+    Mutant("kind: never used", "if again := _like_before(tensors, values):", "if again := None:"),
     Mutant("kind: kept without end", "_kinds.clear()", "pass"),
     Mutant("plan: weight's first address kept", "*middle, weight, out, absmax,", "*middle, arguments[0].data_ptr(), out, absmax,", gpu=True),
     Mutant("plan: layouts ignored", f"same({OPERANDS}) or other({OPERANDS}) or learns(({OPERANDS}))", "True"),
     Mutant("plan: who traces is ignored when guards learn", "if _traced() or _layout(tensors[:1])", "if _layout(tensors[:1])"),
-    Mutant("plan: layouts not compared when guards learn", "learnt = _layout(tensors) == layout", "learnt = True"),
+    Mutant("plan: layouts not compared when guards learn", "learnt = _layout(aliases) == layout", "learnt = True"),
     Mutant("plan: made from tensors that may change meanwhile", "tuple(map(_alias, tensors)) (shape, dtype", "tensors\n    (shape, dtype"),
     Mutant("plan: absmax kept alive", "weakref.ref(absmax, lambda", "(absmax, lambda"),
     Mutant("plan: kept when its absmax is freed", "weakref.ref(absmax, lambda", "weakref.ref(absmax) and (lambda"),

@@ -291,6 +291,41 @@ def test_a_weight_that_ends_past_a_storage_of_the_planned_size_is_refused(kernel
         call(layer)
 
 
+def test_a_shorter_view_does_not_vouch_for_a_weight_that_shrank(kernel, call, layer):
+    warm(call, layer)
+    weight, state = layer.weight, layer.weight.quant_state
+    storage, n = weight.untyped_storage(), weight.nbytes
+    storage.resize_(n // 2)
+    short = torch.empty(0, dtype=torch.uint8, device=weight.device).set_(storage, 0, (n // 2, 1))
+    for given in (weight, short, weight, weight):
+        with pytest.raises(kernel.UnsupportedState, match="weight"):
+            kernel._your_dequantize_nf4(given, state)
+
+
+def test_a_storage_that_left_does_not_vouch_for_another_at_its_address(kernel, call, make_layer):
+    """FSDP frees its flat parameter and gathers it elsewhere; a storage that shrank lands in its place."""
+    layer = make_layer(512, 320, torch.bfloat16)
+    weight, n = layer.weight, layer.weight.nbytes
+    flat = weight.data.view(-1).clone()
+    call(layer)
+    for _ in range(100):
+        weight.data = flat.view(weight.shape)
+        assert exact(call(layer)[0], layer)
+        address, memory = flat.data_ptr(), torch.zeros(2 * n, dtype=torch.uint8, device=weight.device)
+        view = memory[:n].view(weight.shape)
+        flat.untyped_storage().resize_(0)
+        memory.untyped_storage().resize_(n // 2)
+        flat.untyped_storage().resize_(n)
+        if memory.data_ptr() == address != flat.data_ptr():
+            weight.data = view
+            for _ in range(2):
+                with pytest.raises(kernel.UnsupportedState, match="weight"):
+                    call(layer)
+            return
+        flat.copy_(noise(flat))
+    pytest.skip("no storage landed at the address that another had left")
+
+
 def test_a_layout_seen_only_while_guards_are_made_is_not_learnt(planned, kernel, layer, monkeypatch):
     """Another thread re-strides the weight for a moment: the strided weight is refused for good."""
     for _ in range(2):

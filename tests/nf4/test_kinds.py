@@ -166,6 +166,78 @@ def test_a_weight_too_short_or_freed_is_refused(launched, kernel, make_layer):
     assert len(launched) == 1
 
 
+def test_a_new_codebook_is_a_new_kind(launched, kernel, make_layer, monkeypatch):
+    """As when the notebook's cell of the codebooks was edited and is run again."""
+    one, two = (make_layer(64, 320, torch.bfloat16, seed=seed) for seed in range(2))
+    kernel.your_dequantize_nf4(one)
+    double = kernel.codebooks(one.weight.device) * 2
+    monkeypatch.setattr(kernel, "codebooks", lambda device: double)
+    result = kernel.your_dequantize_nf4(two)
+    expected = reference.dequantize(two.weight, two.weight.quant_state)
+    assert len(launched) == 2 and torch.equal(result, expected * 2)
+
+
+def test_a_scale_that_shrinks_while_it_is_planned_is_noticed(launched, kernel, make_layer, monkeypatch):
+    kernel.your_dequantize_nf4(make_layer(128, 320, torch.bfloat16, seed=1))
+    layer, asked, in_memory = make_layer(128, 320, torch.bfloat16), [], kernel._in_memory
+
+    def shrinks_then(tensor):
+        asked.append(in_memory(tensor))
+        if len(asked) == 5:
+            layer.weight.quant_state.absmax.untyped_storage().resize_(8)
+        return asked[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(kernel, "_in_memory", shrinks_then)
+        with pytest.raises(kernel.UnsupportedState, match="absmax"):
+            kernel.your_dequantize_nf4(layer)
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match="absmax"):
+            kernel.your_dequantize_nf4(layer)
+
+
+@pytest.fixture
+def made(kernel, monkeypatch):
+    """Every time that guards were made."""
+    times, make = [], kernel._guards
+
+    def count(*tensors):
+        times.append(tensors)
+        return make(*tensors)
+
+    monkeypatch.setattr(kernel, "_guards", count)
+    return times
+
+
+def test_layers_of_one_kind_have_guards_of_their_own(launched, kernel, make_layer, made, device):
+    """One was loaded in inference mode; each is called with and without autocast, in turns."""
+    with torch.inference_mode():
+        layers = [make_layer(64, 320, torch.bfloat16)]
+    layers.append(make_layer(64, 320, torch.bfloat16))
+    for turn in range(6):
+        for layer in layers:
+            kernel.your_dequantize_nf4(layer)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                kernel.your_dequantize_nf4(layer)
+        if turn == 1:
+            made.clear()
+    assert not made
+
+
+def test_a_weight_that_requires_gradients_has_guards_that_fit(launched, kernel, make_layer, made):
+    """quant_storage=bfloat16 as FSDP needs it: such a parameter may require gradients."""
+    layer = make_layer(64, 320, torch.bfloat16)
+    packed = layer.weight.data.view(-1).view(torch.bfloat16).clone()
+    weight, state = torch.nn.Parameter(packed), layer.weight.quant_state
+    for turn in range(6):
+        assert reference.same_bits(
+            kernel._your_dequantize_nf4(weight, state), reference.dequantize(weight, state)
+        )
+        if turn == 1:
+            made.clear()
+    assert not made
+
+
 def test_kinds_keep_no_layer_alive(launched, kernel, make_layer):
     layer = make_layer(64, 320, torch.bfloat16)
     kernel.your_dequantize_nf4(layer)
