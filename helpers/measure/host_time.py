@@ -155,17 +155,15 @@ def steps(bench: Bench) -> Rows:
         "torch.empty": {"_empty_cuda": plain_empty},
         "no direct launch: Triton's wrapper of the compiled launcher": {"IN_C": False},
         "public launch: kernel[grid](...)": _public_launch(module),
-        "no plan: every call is checked and launched as the first": {
-            "_plans": _NoPlans(),
-            "_kinds": _NoPlans(),
-        },
+        "no plan: every call is checked and launched as the first": {"_plans": _NoPlans()},
     }
+    kinds = {name: _NoPlans() if "_plans" in change else {} for name, change in changes.items()}
 
-    def around(name):
-        return mock.patch.multiple(module, **changes[name]) if changes[name] else contextlib.nullcontext()
+    def around(name):  # no launch that another step planned
+        return mock.patch.multiple(module, _kinds=kinds[name], **changes[name])
 
     calls = {}
-    for name in changes:  # each with a layer, and so with a plan, of its own
+    for name in changes:  # each with a layer of its own
         layer = _layer(bench, shape, dtype_name)
         calls[name] = functools.partial(module.your_dequantize_nf4, layer)
         with around(name):

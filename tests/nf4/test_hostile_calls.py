@@ -302,28 +302,26 @@ def test_a_shorter_view_does_not_vouch_for_a_weight_that_shrank(kernel, call, la
             kernel._your_dequantize_nf4(given, state)
 
 
-def test_a_storage_that_left_does_not_vouch_for_another_at_its_address(kernel, call, make_layer):
+def test_a_storage_that_left_does_not_vouch_for_another_at_its_address(kernel, call, layer):
     """FSDP frees its flat parameter and gathers it elsewhere; a storage that shrank lands in its place."""
-    layer = make_layer(512, 320, torch.bfloat16)
-    weight, n = layer.weight, layer.weight.nbytes
-    flat = weight.data.view(-1).clone()
-    call(layer)
-    for _ in range(100):
-        weight.data = flat.view(weight.shape)
-        assert exact(call(layer)[0], layer)
-        address, memory = flat.data_ptr(), torch.zeros(2 * n, dtype=torch.uint8, device=weight.device)
-        view = memory[:n].view(weight.shape)
-        flat.untyped_storage().resize_(0)
-        memory.untyped_storage().resize_(n // 2)
-        flat.untyped_storage().resize_(n)
-        if memory.data_ptr() == address != flat.data_ptr():
-            weight.data = view
-            for _ in range(2):
-                with pytest.raises(kernel.UnsupportedState, match="weight"):
-                    call(layer)
-            return
-        flat.copy_(noise(flat))
-    pytest.skip("no storage landed at the address that another had left")
+    weight = layer.weight
+
+    def at_the_end(size):
+        memory = torch.zeros(size, dtype=torch.uint8, device=weight.device)
+        return memory, memory[LARGE - weight.nbytes : LARGE].view(weight.shape).copy_(weight.data)
+
+    flat, weight.data = at_the_end(LARGE)
+    warm(call, layer)
+    address, (other, view) = flat.data_ptr(), at_the_end(LARGE + (1 << 20))
+    flat.untyped_storage().resize_(0)
+    other.untyped_storage().resize_(LARGE - 1)
+    flat.untyped_storage().resize_(LARGE)
+    if not other.data_ptr() == address != flat.data_ptr():
+        pytest.skip("the storage did not land at the address that the other had left")
+    weight.data = view
+    for _ in range(2):
+        with pytest.raises(kernel.UnsupportedState, match="weight"):
+            call(layer)
 
 
 def test_a_layout_seen_only_while_guards_are_made_is_not_learnt(planned, kernel, layer, monkeypatch):
