@@ -5,6 +5,7 @@ run is written to results/<gpu>/benchmark.json; tables and figures are drawn fro
 """
 
 import argparse
+import functools
 import sys
 import traceback
 from collections.abc import Callable
@@ -64,10 +65,10 @@ def failures(data) -> list[str]:
     return [f"{name}: {reason}" for name, reason in reasons.items()] + failures(deeper)
 
 
-def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kernel) -> Benchmark:
+def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kernel, keep=None) -> Benchmark:
     """The sections' data (all by default); a section that cannot run leaves its reason.
 
-    module: what holds the kernel; a live notebook hands in its own functions.
+    module: what holds the kernel; a live notebook hands in its own functions. keep(data): after each section.
     """
     chosen = list(only or (QUICK_SECTIONS if quick else SECTIONS))
     data = Benchmark(quick=quick)
@@ -87,8 +88,10 @@ def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kerne
                 traceback.print_exc()
                 data.failed[name] = why(error)
             torch.cuda.empty_cache()
-    # Unsloth falls back to its classic path for good when its fused kernel fails: then "today" is not today.
-    data.unsloth_fused = getattr(sys.modules.get("unsloth.kernels.utils"), "_USE_NF4_KERNELS", None)
+            # Unsloth takes its classic path for good once its fused kernel fails: then "today" is not today.
+            data.unsloth_fused = getattr(sys.modules.get("unsloth.kernels.utils"), "_USE_NF4_KERNELS", None)
+            if keep:
+                keep(data)
     return data
 
 
@@ -132,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m helpers bench", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer sizes and rounds; never replaces a full run")
-    add("--json", type=Path, metavar="FILE", help="write the result here")
+    add("--json", type=Path, metavar="FILE", help="write the result here, after each section")
     add("--only", nargs="+", choices=list(SECTIONS), help="these sections alone")
     add("--merge", nargs="+", type=Path, metavar="FILE", help="store such files as one result")
     options = parser.parse_args(argv)
@@ -143,7 +146,8 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         return 0
-    data = measure(options.only, options.quick)
+    keep = functools.partial(_store, options=options) if options.json else None
+    data = measure(options.only, options.quick, keep=keep)
     for name, reason in data.not_measured.items():
         print(f"{name}: not measured ({reason})")
     if path := _store(data, options):

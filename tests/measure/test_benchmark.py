@@ -77,6 +77,17 @@ def test_one_section_and_a_file_asked_for_leave_the_cards_result_alone(on_a_gpu,
     assert results.read("mine", tmp_path, Benchmark).data.gpu.sizes == []
 
 
+def test_a_run_that_is_cut_short_keeps_its_sections(on_a_gpu, monkeypatch, tmp_path):
+    def cut(bench):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(benchmark.SECTIONS, "gemm", cut)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["--only", "gpu", "gemm", "--json", str(tmp_path / "part.json")])
+    data = results.read("part", tmp_path, Benchmark).data
+    assert data.gpu.sizes == [] and data.gemm is None
+
+
 def test_without_a_gpu_every_section_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(environment, "has_gpu", lambda: False)
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
