@@ -86,11 +86,6 @@ def forced() -> str | None:
     return os.environ.get("NF4_FORCE") or None
 
 
-def forced_text(card: str | None) -> str:
-    """How a run with the decisions of `card` ("t4") forced is labelled; it is never called a run on it."""
-    return f"{card.upper()}'s decisions forced" if card else ""
-
-
 def _hide_native_bf16():
     """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
     import torch

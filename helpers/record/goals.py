@@ -11,7 +11,6 @@ from helpers.record.results import Benchmark, ratio
 ROUNDS = 1000  # of the official protocol
 NOT_MEASURED = "not measured"
 HEADER = ("goal", "Unsloth today", "ours", "must reach", "met")
-HOST_SHAPE, HOST_DTYPE = (1024, 4096), "bfloat16"  # the smallest official layer: there a call weighs most
 
 
 class Goal(NamedTuple):
@@ -51,7 +50,7 @@ def _protocol(data: Benchmark) -> Iterator[Goal]:
 
 def _host(data: Benchmark) -> Iterator[Goal]:
     cases = data.host.cases if data.host else []
-    case = next((c for c in cases if (c.shape, c.dtype) == (HOST_SHAPE, HOST_DTYPE)), None)
+    case = next((c for c in cases if (c.shape, c.dtype) == (names.HOST_SHAPE, "bfloat16")), None)
     for moment, words in (("returned", "until the call returns"), ("synchronized", "with a synchronize")):
         rows = getattr(case, moment, {})
         ratios = (ratio(rows, name, names.ALLOCATE_FILL) for name in ("kernel", "unsloth_today"))

@@ -127,7 +127,6 @@ class ByteMover(Record):
 
     rounds: int
     seconds: dict[str, list[float]]  # kernel, byte_mover: one value a repeat, over all configurations
-    configs: list[str] = []  # in earlier files
 
     @property
     def share(self) -> float:
@@ -146,7 +145,6 @@ class GpuCase(Record):
     shape: tuple[int, int] | None = None  # of a product's weight
     tokens: int | None = None
     # In earlier files:
-    absent: dict[str, str] = {}
     buffers: int | None = None
     bytes_rotated: int | None = None
     layer: str = ""
@@ -331,21 +329,17 @@ class Library(Record):
 
 
 class Training(Record):
-    quick: bool = False
     layers: int | None = None
     rank: int | None = None
     model: dict[str, int] = {}
     libraries: dict[str, Library] = {}
     make_seconds: float | None = None
-    not_measured: str = ""
 
 
 class Engine(Record):
     processes: int | None = None
-    devices: list[str] = []
     steps: int | None = None
     step_ms: dict[str, Spread] = {}  # without, with
-    pairs: int | None = None
     speedup: Spread | None = None
     same_losses: bool | None = None
     decoded_by_the_kernel: list[int] = []
@@ -525,7 +519,7 @@ def caption(result: Result | None, what: str = "call") -> str:
     if result is None:
         return "no result file"
     facts = result.environment
-    forced = f" ({environment.forced_text(facts.forced)})" if facts.forced else ""
+    forced = f" ({facts.forced.upper()}'s decisions forced)" if facts.forced else ""
     quick = ", quick run" if getattr(result.data, "quick", False) else ""
     versions = ", ".join(f"{n} {v}" for n, v in (("torch", facts.torch), ("triton", facts.triton)) if v)
     parts = [f"{facts.gpu or 'no GPU'}{forced}", f"{facts.date[:10]}{quick}", f"kernel {result.kernel.label}"]

@@ -73,11 +73,10 @@ def claim() -> str:
 
 def _predicted():
     """Of a T4: (the simulator, seconds by contender, how many times as fast as each baseline)."""
-    run, simulation = stored("benchmark"), simulated.simulation(RESULTS / simulated.FOLDER.name).data
-    shares = simulated.host_shares(run.data if run else None) or (1.0,)
-    spans = [simulated.ratio(simulation, shares, name) for name in BASELINES]
-    over = [f"{span.low:.2f} to {span.high:.2f}" for span in spans]
-    return simulation.simulator, simulated.totals(simulation, shares), over
+    result, shares = simulated.stored(RESULTS)
+    ratios = (simulated.ratio(result.data, shares, name) for name in BASELINES)
+    over = [f"{low:.2f} to {high:.2f}" for low, _, high in ratios]
+    return result.data.simulator, simulated.totals(result.data, shares), over
 
 
 def t4_in_words() -> str:
@@ -236,7 +235,7 @@ def t4() -> str:
 
 def t4_kernels() -> str:
     """Kernels alone on the simulated T4."""
-    result = simulated.simulation(RESULTS / simulated.FOLDER.name)
+    result, _ = simulated.stored(RESULTS)
     label = f"kernel {result.kernel.label}: {simulated.CAPTION}"
     return f"{tables.markdown(simulated.kernel_table(RESULTS))}\n\n*{result.data.simulator}; {label}*"
 

@@ -15,7 +15,7 @@ from helpers.record import names, results
 from helpers.record.results import Benchmark, Record, Result
 from helpers.submission import protocol
 
-FOLDER = ROOT / "results" / "t4-simulated"
+RESULTS = ROOT / "results"
 CAPTION = "simulated for that kernel; its loads have been reordered since"
 CONTENDERS = ("kernel", "unsloth_today", "unsloth_classic")
 SLOWER = 1.13  # at most, a T4's DRAM than simulated: its assumptions say 6 to 13 %, from published bandwidths
@@ -25,7 +25,7 @@ CALL_US = (60.0, 77.0)
 # Published: seconds of Unsloth classic on a T4, with bitsandbytes 0.48.2 and before.
 CLASSIC_TOTAL_S = (3.91, 5.5)
 TIERS = (1.05, 1.10, 1.15)  # speedups that the puzzle gives points for
-HOST_SHAPE = (1024, 4096)  # the smallest official layer: there a call weighs most
+UNKNOWN = (1.0,)  # our share of a call's host time where it was not measured
 
 
 class Simulation(Record, forbid_unknown_fields=False):
@@ -72,28 +72,17 @@ class Total(NamedTuple):
         return _sum([self.kernels, self.calls])
 
 
-class Ratio(NamedTuple):
-    """Another contender's seconds over ours."""
+def stored(root: Path = RESULTS) -> tuple[Result[Simulation], tuple[float, ...]]:
+    """The simulation, and our host time of a call over Unsloth today's, returned and synchronized.
 
-    low: float
-    middle: float
-    high: float
-
-
-def simulation(folder: Path = FOLDER) -> Result[Simulation]:
-    """The stored simulation. Raises FileNotFoundError."""
-    return results.read("simulation", folder, Simulation)
-
-
-def host_shares(benchmark: Benchmark | None) -> tuple[float, ...]:
-    """Our host time of a call over Unsloth today's in a stored run, returned and synchronized; () without."""
-    cases = benchmark.host.cases if benchmark and benchmark.host else []
-    return tuple(
-        share
-        for case in cases
-        for rows in (case.returned, case.synchronized)
-        if tuple(case.shape) == HOST_SHAPE and (share := results.ratio(rows, "kernel", "unsloth_today"))
-    )
+    Raises FileNotFoundError without the simulation.
+    """
+    run = results.find("benchmark", root / names.CARD)
+    cases = run.data.host.cases if run and run.data.host else []
+    small = [case for case in cases if case.shape == names.HOST_SHAPE]
+    rows = [rows for case in small for rows in (case.returned, case.synchronized)]
+    shares = tuple(filter(None, (results.ratio(row, "kernel", "unsloth_today") for row in rows)))
+    return results.read("simulation", root / "t4-simulated", Simulation), shares or UNKNOWN
 
 
 def totals(simulated: Simulation, shares: tuple[float, ...]) -> dict[str, Total]:
@@ -111,8 +100,8 @@ def totals(simulated: Simulation, shares: tuple[float, ...]) -> dict[str, Total]
     return sums
 
 
-def ratio(simulated: Simulation, shares: tuple[float, ...], contender: str) -> Ratio:
-    """Seconds of `contender` over ours on a T4.
+def ratio(simulated: Simulation, shares: tuple[float, ...], contender: str) -> tuple[float, float, float]:
+    """Seconds of `contender` over ours on a T4: (low, middle, high).
 
     Both meet the same DRAM; what their calls cost there varies independently, as it was published of other
     hosts. The middle is of the middle of each.
@@ -124,7 +113,7 @@ def ratio(simulated: Simulation, shares: tuple[float, ...], contender: str) -> R
 
     spans = ((1.0, SLOWER), simulated.kernels_s(contender), sums[contender].calls, sums["kernel"].calls)
     every = list(itertools.starmap(over, itertools.product(*spans)))
-    return Ratio(min(every), over(*map(statistics.mean, spans)), max(every))
+    return min(every), over(*map(statistics.mean, spans)), max(every)
 
 
 def tier(value: float) -> str:
@@ -132,21 +121,15 @@ def tier(value: float) -> str:
     return max((f"{line:.2f}" for line in TIERS if value >= line), default="none")
 
 
-def measured(root: Path = ROOT / "results") -> Result[Benchmark] | None:
+def measured(root: Path = RESULTS) -> Result[Benchmark] | None:
     """The benchmark that someone ran on a T4; None as long as nobody has."""
     return results.find("benchmark", root / names.T4)
 
 
-def _stored(root: Path) -> tuple[Result[Simulation], tuple[float, ...]]:
-    """The simulation, and our share of a call's host time where it was measured."""
-    run = results.find("benchmark", root / names.CARD)
-    return simulation(root / FOLDER.name), host_shares(run.data if run else None)
-
-
-def table(root: Path = ROOT / "results") -> list[list[str]]:
+def table(root: Path = RESULTS) -> list[list[str]]:
     """Rows of texts, header first: the official protocol on a T4, simulated and, where stored, measured."""
-    result, shares = _stored(root)
-    simulated, shares, run = result.data, shares or (1.0,), measured(root)
+    result, shares = stored(root)
+    simulated, run = result.data, measured(root)
     head = "seconds on a T4|kernels, simulated|calls|together|time / ours|measured|time / ours"
     rows = [head.split("|")]
     for contender, total in totals(simulated, shares).items():
@@ -162,10 +145,9 @@ def table(root: Path = ROOT / "results") -> list[list[str]]:
     return rows
 
 
-def kernel_table(root: Path = ROOT / "results") -> list[list[str]]:
+def kernel_table(root: Path = RESULTS) -> list[list[str]]:
     """Rows of texts, header first: microseconds of one call's kernel alone, as simulated, over ours."""
-    simulated = simulation(root / FOLDER.name).data
-    times = simulated.us_at_4194304_elements
+    times = stored(root)[0].data.us_at_4194304_elements
     clocks = {"sm_clock_1590_mhz": "1590 MHz (boost)", "sm_clock_1000_mhz": "1000 MHz (throttled)"}
     rows = [["us of one kernel, 4.2M elements, simulated", *clocks.values()]]
     for name in times["sm_clock_1590_mhz"]:
@@ -178,20 +160,20 @@ def kernel_table(root: Path = ROOT / "results") -> list[list[str]]:
     return rows
 
 
-def lines(root: Path = ROOT / "results") -> list[str]:
+def lines(root: Path = RESULTS) -> list[str]:
     """How the table came about and what it leaves open, in sentences."""
-    result, shares = _stored(root)
+    result, shares = stored(root)
     simulated = result.data
     low, high = simulated.error()
-    our_share = f"{min(shares):.2f} to {max(shares):.2f} of that (H200's host)" if shares else "not measured"
-    over = [tier(value) for value in ratio(simulated, shares or (1.0,), "unsloth_today")]
+    our_share = f"{min(shares):.2f} to {max(shares):.2f} of that (H200's host)"
+    over = [tier(value) for value in ratio(simulated, shares, "unsloth_today")]
     texts = [
         f"Kernel {result.kernel.label}: {CAPTION}. {simulated.simulator}; {simulated.machine_code}.",
         f"Classic's kernels: {low:+.0%} to {high:+.0%} against what others published (partly circular: the "
         f"DRAM was calibrated to published bandwidths). A T4's DRAM may be up to {SLOWER - 1:.0%} slower, "
         f"for all alike; {simulated.precision}.",
         f"A call of Unsloth's: {CALL_US[0]:.0f} to {CALL_US[1]:.0f} us beside its kernel (published, T4 "
-        f"Colab); ours {our_share}.",
+        f"Colab); ours {'not measured' if shares == UNKNOWN else our_share}.",
         "The puzzle's lines that the ratio to Unsloth today reaches: "
         f"{over[0]} at the low end, {over[1]} in the middle, {over[2]} at the high end.",
     ]
@@ -199,14 +181,15 @@ def lines(root: Path = ROOT / "results") -> list[str]:
     return [*texts, f"Measured: {results.caption(run)}."] if run else texts
 
 
-def run_all(root: Path = ROOT / "results") -> list[tuple[str, Span, str]]:
+def run_all(root: Path = RESULTS) -> list[tuple[str, Span, str]]:
     """How long "Run all" takes on a T4 Colab: (what, seconds, source) of each part, then of all.
 
     The protocol is timed once there; a T4 Colab's Python takes two to three times a server's (published rule
     of thumb). Raises FileNotFoundError without the stored runs that it scales.
     """
     benchmark, notebook = (results.read(name, root / names.CARD).data for name in ("benchmark", "notebook"))
-    sums = totals(simulation(root / FOLDER.name).data, host_shares(benchmark) or (1.0,))
+    result, shares = stored(root)
+    sums = totals(result.data, shares)
     timed = [sums[name].both for name in ("kernel", "unsloth_today")] + [Span(*CLASSIC_TOTAL_S)]
     source = "ours and today simulated, classic published"
     for name in ("bitsandbytes", "peft"):

@@ -15,7 +15,7 @@ SHARES = (0.362, 0.466)  # our host time over Unsloth today's on the H200's host
 
 @pytest.fixture(scope="module")
 def simulation():
-    return simulated.simulation().data
+    return simulated.stored()[0].data
 
 
 @pytest.fixture
@@ -66,11 +66,13 @@ def test_the_error_is_against_published_seconds(simulation):
 
 def test_our_share_of_a_call_is_the_stored_one(stored):
     benchmark = results.read("benchmark", stored / names.CARD).data
-    shares = simulated.host_shares(benchmark)
+    shares = simulated.stored(stored)[1]
     assert len(shares) == 2 and all(0 < share < 1 for share in shares)
-    (case,) = [case for case in benchmark.host.cases if tuple(case.shape) == simulated.HOST_SHAPE]
+    (case,) = [case for case in benchmark.host.cases if case.shape == names.HOST_SHAPE]
     assert shares[0] == case.returned["kernel"].p50 / case.returned["unsloth_today"].p50
-    assert simulated.host_shares(None) == ()
+    (stored / names.CARD / "benchmark.json").unlink()
+    assert simulated.stored(stored)[1] == simulated.UNKNOWN
+    assert "ours not measured." in " ".join(simulated.lines(stored))
 
 
 def test_the_sentences_say_which_kernel_and_the_table_that_nothing_was_measured(stored):
