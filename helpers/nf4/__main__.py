@@ -63,14 +63,10 @@ def _step():
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    draw = torch.Generator().manual_seed(0)
-    layer = bitsandbytes.nn.Linear4bit(
-        128, 128, bias=False, compute_dtype=torch.float16, quant_type="nf4", compress_statistics=True
-    )
-    values = torch.randn(128, 128, generator=draw).half()
-    layer.weight = bitsandbytes.nn.Params4bit(values, requires_grad=False, quant_type="nf4")
-    layer = layer.to(device)
-    x = torch.randn(64, 128, generator=draw).half().to(device).requires_grad_()
+    torch.manual_seed(0)
+    layer = bitsandbytes.nn.Linear4bit(128, 128, bias=False, compute_dtype=torch.float16, quant_type="nf4")
+    layer = layer.half().to(device)
+    x = torch.randn(64, 128, dtype=torch.float16, device=device, requires_grad=True)
     y = layer(x)
     y.backward(torch.ones_like(y))
     return y.detach(), x.grad

@@ -9,15 +9,16 @@ out, and the switch itself waits for bitsandbytes' first use: a quantization, a 
 import functools
 import importlib
 import os
+import pkgutil
 import sys
 import threading
 import types
 
 VARIABLE = "NF4_TRITON"
 FUNCTIONS = (
-    "bitsandbytes.functional.quantize_4bit",
-    "bitsandbytes.functional.dequantize_4bit",
-    "bitsandbytes.autograd._functions.matmul_4bit",
+    "bitsandbytes.functional:quantize_4bit",
+    "bitsandbytes.functional:dequantize_4bit",
+    "bitsandbytes.autograd._functions:matmul_4bit",
 )
 _lock = threading.RLock()
 
@@ -27,10 +28,7 @@ def load() -> None:
     if os.environ.get(VARIABLE, "0").strip().lower() in ("", "0", "false", "off", "no"):
         return
     try:
-        originals = [
-            getattr(sys.modules[name.rpartition(".")[0]], name.rpartition(".")[2]) for name in FUNCTIONS
-        ]
-        waiting = {id(original): _wait(original) for original in originals}
+        waiting = {id(original): _wait(original) for original in map(pkgutil.resolve_name, FUNCTIONS)}
         for module, attribute, value in references(("bitsandbytes",)):
             if id(value) in waiting:
                 setattr(module, attribute, waiting[id(value)])

@@ -31,6 +31,10 @@ class Library:
     left: dict[str, str] = field(default_factory=dict)  # function: why it stays the library's
     holders: set = field(default_factory=set)  # the Switches that want it on
 
+    def originals(self) -> list[tuple]:
+        """What it replaces and how: the same again takes the same replacements."""
+        return [(site.original, site.watched) for site in self.sites]
+
 
 @dataclass(eq=False)
 class Site:
@@ -51,16 +55,13 @@ class Site:
     fused: int = 0
     reasons: collections.Counter = field(default_factory=collections.Counter)
 
-    def stand_in(self, function: Callable) -> None:
+    def stand_in(self, function: Callable) -> Callable:
         """Make `function` the replacement, under the original's name, module and signature: so it is pickled
         by reference as the original is, and says by `nf4_site` what it is."""
         functools.update_wrapper(function, self.original, updated=())
         function.nf4_site = self
         self.replacement = function
-
-    def key(self) -> tuple:
-        """What makes it the same site again."""
-        return self.original, self.watched
+        return function
 
     def tally(self) -> dict:
         """What was counted so far."""
@@ -140,6 +141,7 @@ def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
     here each is fresh. Other formats (8 bit, NVFP4, int4, MXFP4) have other state types and pass through."""
     original, library = site.original, site.library_switch
 
+    @site.stand_in
     def fast_dequantize(W, quant_state=None, out=None, *more, **named):
         if type(quant_state) is state_type and library.on:
             result = _decoded(site, kernel, W, quant_state, out)
@@ -147,14 +149,13 @@ def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
                 return result
         return original(W, quant_state, out, *more, **named)
 
-    site.stand_in(fast_dequantize)
-
 
 def dequantize_4bit(site: Site, kernel) -> None:
     """For bitsandbytes.functional.dequantize_4bit, all arguments included: without quant_state, `absmax`
     (fp32) and `out` stand for a flat state. Arguments that a newer release adds are the library's."""
     original, library = site.original, site.library_switch
 
+    @site.stand_in
     def dequantize_4bit(
         A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type="fp4", *more, **named
     ):
@@ -168,14 +169,13 @@ def dequantize_4bit(site: Site, kernel) -> None:
                 return result
         return original(A, quant_state, absmax, out, blocksize, quant_type, *more, **named)
 
-    site.stand_in(dequantize_4bit)
-
 
 def gemm_fallback(site: Site, kernel) -> None:
     """For the dequantize-then-multiply branch inside bitsandbytes' CUDA operator gemm_4bit: what compiled
     graphs run, and eager calls that `matmul_4bit` below leaves to the operator."""
     original, library = site.original, site.library_switch
 
+    @site.stand_in
     def _dequant_linear_fallback(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None,
         absmax_8bit=None, absmax_code=None, absmax_offset=None,
@@ -192,8 +192,6 @@ def gemm_fallback(site: Site, kernel) -> None:
         return original(
             A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
         )
-
-    site.stand_in(_dequant_linear_fallback)
 
 
 def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
@@ -222,6 +220,7 @@ def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
     # Function.apply itself only adds the look for functorch, which is done below.
     apply = super(torch.autograd.Function, MatMul4Bit).apply
 
+    @site.stand_in
     def matmul_4bit(A, B, quant_state, out=None, bias=None):
         if library.on and out is None and not _compiling() and type(A) is tensor and not _functorch():
             try:
@@ -258,16 +257,13 @@ def matmul_4bit(site: Site, kernel, functional, cuda_ops) -> None:
                 site.left(error)
         return original(A, B, quant_state, out, bias)
 
-    site.stand_in(matmul_4bit)
-
 
 def watch(site: Site) -> None:
     """Count the calls of a function that stays the library's; changes nothing."""
     original, site.watched = site.original, True
 
+    @site.stand_in
     def watched(*arguments, **named):
         if not _compiling():
             site.library += 1
         return original(*arguments, **named)
-
-    site.stand_in(watched)

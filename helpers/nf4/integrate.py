@@ -34,8 +34,7 @@ LIBRARIES = ("unsloth", "bitsandbytes", "peft", "transformers")
 PACKAGES = ("bitsandbytes", "unsloth", "peft", "transformers", "trl", "accelerate")
 # A reload of this module keeps them: what is switched on must stay reachable.
 _lock = globals().get("_lock") or threading.RLock()
-_installed: dict[str, Library] = globals().get("_installed", {})  # switched on now
-_built: dict[str, Library] = globals().get("_built", {})  # made before, so nothing compiles anew
+_built: dict[str, Library] = globals().get("_built", {})  # kept while off, so nothing compiles anew
 _tested: set = set()  # (the library's function, the kernel's) that gave the same bits
 
 
@@ -48,8 +47,8 @@ class Switch:
 
     def __init__(self, taken: list[str], routes: dict[str, str], refused: dict[str, str]):
         self.libraries, self.routes, self.refused = tuple(taken), routes, refused
-        self.sites: list[Site] = [site for name in taken for site in _installed[name].sites]
-        self.left = {function: why for name in taken for function, why in _installed[name].left.items()}
+        self.sites: list[Site] = [site for name in taken for site in _built[name].sites]
+        self.left = {function: why for name in taken for function, why in _built[name].left.items()}
         self._before = [site.tally() for site in self.sites]
         self._with_unsloth = current(libraries.UNSLOTH) is not None
         self._text = self._describe()
@@ -57,10 +56,9 @@ class Switch:
     def off(self) -> None:
         """Put the libraries' own functions back, except where another open switch still wants the kernel."""
         with _lock:
-            for name in self.libraries:
-                if name in _installed and self in _installed[name].holders:
-                    _installed[name].holders.discard(self)
-                    _remove_orphans()
+            for library in _built.values():
+                library.holders.discard(self)
+            _remove_orphans()
 
     def __enter__(self) -> "Switch":
         return self
@@ -95,7 +93,7 @@ class Switch:
                 lines.append(
                     f"Since then {site.name} was {why}: call use_nf4_kernel() again to be sure of it."
                 )
-        if current(libraries.UNSLOTH) and not self._with_unsloth and "unsloth" not in _installed:
+        if current(libraries.UNSLOTH) and not self._with_unsloth and "unsloth" not in _switched_on():
             lines.append(_TOO_LATE)
         return "\n".join(lines)
 
@@ -160,7 +158,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False) -> Switch:
                     refused[name] = f"{error}" or type(error).__name__
             switch = Switch(taken, routes, refused)
             for name in taken:
-                _installed[name].holders.add(switch)
+                _built[name].holders.add(switch)
         except BaseException:
             _remove_orphans()
             raise
@@ -176,9 +174,8 @@ def restore() -> None:
     a reload of this module, or with a second copy of it: what was replaced is found by its mark."""
     with _lock:
         autoload.forget()
-        for library in _installed.values():
-            library.on = False
-        _installed.clear()
+        for library in _built.values():
+            library.on, library.holders = False, set()
         _put_back()
         sys.meta_path[:] = [one for one in sys.meta_path if type(one).__name__ != "_Latecomer"]
 
@@ -211,8 +208,12 @@ def trainer_callback(*names: str, quiet: bool = False) -> "TrainerCallback":
 
 def stand_in_of(original):
     """What stands in for a library's function now: the replacement, or the function itself."""
-    sites = [site for one in list(_installed.values()) for site in one.sites if site.original is original]
-    return sites[0].replacement if sites else original
+    sites = (site for library in _switched_on().values() for site in library.sites)
+    return next((site.replacement for site in sites if site.original is original), original)
+
+
+def _switched_on() -> dict[str, Library]:
+    return {name: library for name, library in list(_built.items()) if library.on}
 
 
 def _import(name: str, asked: bool) -> None:
@@ -227,16 +228,14 @@ def _import(name: str, asked: bool) -> None:
 
 def _install(name: str) -> None:
     """Put the replacements in place and switch them on; all of the library's or none."""
-    library = _installed.get(name)
-    if library is None or any(map(reloaded, library.sites)):
-        holders = _remove(_installed.pop(name)) if library else set()
-        library = libraries.SITES[name]()  # refuses before anything changes
+    library = _built.get(name)
+    if name not in _switched_on() or any(map(reloaded, library.sites)):
+        holders = _remove(library) if library else set()
+        made = libraries.SITES[name]()  # refuses before anything changes
         _works()
-        built = _built.get(name)
-        if built and [site.key() for site in built.sites] == [site.key() for site in library.sites]:
-            built.left, library = library.left, built
-        library.holders = holders
-        _built[name] = library
+        if library is None or library.originals() != made.originals():
+            library = _built[name] = made
+        library.left, library.holders = made.left, holders
     by_id = {id(site.original): site for site in library.sites}
     try:  # also again: modules imported since the last call may hold the old functions
         for module, attribute, value in references(PACKAGES):
@@ -245,22 +244,22 @@ def _install(name: str) -> None:
         library.on = True
     except BaseException:
         _remove(library)
-        _installed.pop(name, None)
         raise
-    _installed[name] = library
 
 
 def _remove(library: Library) -> set:
     """Take one library's replacements out; returns who held them."""
     library.on = False  # every call site at once; what someone else copied stays a mere detour
     _put_back(library.sites)
-    return library.holders
+    holders, library.holders = library.holders, set()
+    return holders
 
 
 def _remove_orphans() -> None:
     """Take out what no open switch holds."""
-    for name in [name for name, library in _installed.items() if not library.holders]:
-        _remove(_installed.pop(name))
+    for library in _switched_on().values():
+        if not library.holders:
+            _remove(library)
 
 
 def _put_back(sites: list[Site] | None = None) -> None:
@@ -301,7 +300,7 @@ class _Latecomer:
     """On sys.meta_path while switched on: says when Unsloth comes too late to be switched; finds nothing."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == "unsloth.kernels.utils" and _installed:
+        if name == "unsloth.kernels.utils" and _switched_on():
             warnings.warn(_TOO_LATE, stacklevel=2)
 
 

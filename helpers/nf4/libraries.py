@@ -94,21 +94,23 @@ def _require_function(name: str, parameters: tuple[str, ...], more: tuple[str, .
     _require(fits, name, f"takes {tuple(have)}, expected {parameters}")
 
 
-def _operator_source(module, decorator: str) -> str:
-    """Source of the function that `module` registers for an operator, by its decorator's arguments."""
-    source = inspect.getsource(module)
+def _source(code) -> str:
+    """Source of a function or class; of a module, that of the operator gemm_4bit which it registers."""
+    source = inspect.getsource(code)
+    if not inspect.ismodule(code):
+        return source
     for node in ast.parse(source).body:
-        decorators = [ast.unparse(one) for one in getattr(node, "decorator_list", ())]
-        if any(decorator in one for one in decorators):
-            return ast.get_source_segment(source, node) or ""
+        decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
+        if any("'bitsandbytes::gemm_4bit', 'cuda'" in one for one in decorators):
+            return ast.get_source_segment(source, node)
     return ""
 
 
-def _unknown(sources: dict[str, Callable[[], str]]) -> str:
-    """Why code is not what KNOWN says, from {name: function that reads its source}; "" where it is."""
-    for name, read in sources.items():
+def _unknown(codes: dict[str, object]) -> str:
+    """Why code is not what KNOWN says, from {name: function, class or module}; "" where it is."""
+    for name, code in codes.items():
         try:
-            if fingerprint(read()) != KNOWN[name]:
+            if fingerprint(_source(code)) != KNOWN[name]:
                 return f"the code of {name} is not one that is known"
         except (OSError, TypeError, SyntaxError) as error:  # no source files, as in a frozen application
             return f"the code of {name} cannot be read ({error})"
@@ -136,10 +138,7 @@ def bitsandbytes() -> Library:
     cuda = None
     if torch.cuda.is_available() and "bitsandbytes.backends.cuda" in sys.modules:
         cuda = importlib.import_module(CUDA_OPS)
-    gemm = {
-        "gemm_4bit on CUDA": lambda: _operator_source(cuda, "'bitsandbytes::gemm_4bit', 'cuda'"),
-        "_dequant_linear_fallback": lambda: inspect.getsource(current(FALLBACK)),
-    }
+    gemm = {"gemm_4bit on CUDA": cuda, "_dequant_linear_fallback": current(FALLBACK)}
     if current(FALLBACK):
         if why := _unknown(gemm):
             library.left[FALLBACK] = why
@@ -147,10 +146,7 @@ def bitsandbytes() -> Library:
             _add(library, FALLBACK, call_sites.gemm_fallback, kernel)
     forward, backward = products.MatMul4Bit.forward, products.MatMul4Bit.backward
     if not (_calls(forward, "dequantize_4bit") and _calls(backward, "dequantize_4bit")):  # from 0.50 on
-        known = {
-            "matmul_4bit": lambda: inspect.getsource(products.matmul_4bit),
-            "MatMul4Bit": lambda: inspect.getsource(products.MatMul4Bit),
-        }
+        known = {"matmul_4bit": products.matmul_4bit, "MatMul4Bit": products.MatMul4Bit}
         if why := _unknown(known | (gemm if cuda else {})):
             library.left[PRODUCT] = why
             _add(library, PRODUCT, call_sites.watch)

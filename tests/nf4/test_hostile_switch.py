@@ -339,7 +339,7 @@ def test_an_error_in_the_middle_leaves_all_off(monkeypatch, error):
     monkeypatch.setitem(libraries.SITES, "bitsandbytes", fail)
     with pytest.raises(type(error)):
         use_nf4_kernel("unsloth", "bitsandbytes", quiet=True)
-    assert utils.fast_dequantize is original and functions() == ORIGINAL and not integrate._installed
+    assert utils.fast_dequantize is original and functions() == ORIGINAL and not integrate._switched_on()
 
 
 def test_a_full_gpu_at_the_self_test_is_not_for_good(monkeypatch):
@@ -397,7 +397,7 @@ def test_threads_restore_at_once():
     for thread in threads:
         thread.join()
     integrate.restore()
-    assert functions() == ORIGINAL and not integrate._installed
+    assert functions() == ORIGINAL and not integrate._switched_on()
 
 
 # What is known of the libraries
