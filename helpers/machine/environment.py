@@ -46,16 +46,16 @@ def interpreter() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def prepare() -> bool:
+def prepare() -> None:
     """Set this process up to run kernels; the command line, the notebook and the tests call it first.
 
     Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder or a user
-    name both. With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Returns True when
-    kernels will run in the interpreter. Raises RuntimeError where triton was imported too early for that.
+    name both. With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Raises RuntimeError
+    where triton was imported too early for the interpreter.
     """
     give_home()
     if version_of("torch") is None:
-        return interpreter()
+        return
     if not has_gpu() and not interpreter():
         if "triton" in sys.modules:
             raise RuntimeError(
@@ -66,7 +66,6 @@ def prepare() -> bool:
         os.environ["TRITON_INTERPRET"] = "1"
     if forced() == "t4" and native_bf16():
         _hide_native_bf16()
-    return interpreter()
 
 
 def give_home():

@@ -4,20 +4,20 @@ DTYPES = {"float16": "fp16", "bfloat16": "bf16"}  # the official outputs, and ho
 CARD = "nvidia-h200"  # the folder under results/ that README and the notebook quote
 T4 = "tesla-t4"  # ... and where the first run on a T4 belongs
 
-CONTENDERS = {
+BASELINES_ON_GPU = ("unsloth_today", "unsloth_classic", "bitsandbytes")  # with GPU code of their own
+CEILINGS = {"ceiling_cuda": "ceiling, CUDA C", "ceiling_triton": "ceiling, Triton"}  # the stricter first
+ALLOCATE_FILL = "empty_strided + fill_"  # the least a call can cost that returns new memory
+BYTE_MOVER = "byte_mover"  # no arithmetic, our tile, our launch path
+LABELS = CEILINGS | {
     "kernel": "this kernel",
     "unsloth_today": "Unsloth today",
     "unsloth_classic": "Unsloth classic",
     "bitsandbytes": "bitsandbytes",
     "bitsandbytes_zoo": "bitsandbytes through unsloth_zoo",
     "peft": "PEFT",
+    ALLOCATE_FILL: "allocate + fill",
+    BYTE_MOVER: "only moves the bytes",
 }
-BASELINES_ON_GPU = ("unsloth_today", "unsloth_classic", "bitsandbytes")  # with GPU code of their own
-CEILINGS = {"ceiling_cuda": "ceiling, CUDA C", "ceiling_triton": "ceiling, Triton"}  # the stricter first
-ALLOCATE_FILL = "empty_strided + fill_"  # the least a call can cost that returns new memory
-BYTE_MOVER = "byte_mover"  # no arithmetic, our tile, our launch path
-OTHERS = {ALLOCATE_FILL: "allocate + fill", BYTE_MOVER: "only moves the bytes"}
-LABELS = CONTENDERS | CEILINGS | OTHERS
 
 SMALLEST, LARGEST = 2**16, 2**30  # elements: the span in which no size may be slower than Unsloth today
 SHARES = {4_194_304: 0.96, 16_777_216: 0.98, 58_720_256: 0.99, 234_881_024: 0.99}  # of a ceiling, to reach
