@@ -16,14 +16,13 @@ def doctor() -> int:
     """Print what is here, what is switched, and who decodes in one step of one small layer."""
     names = [name for name in ("torch", "triton", *LIBRARIES) if importlib.util.find_spec(name)]
     print(", ".join([f"Python {platform.python_version()}", *map(_with_version, names)]))
-    package = importlib.import_module(__package__)
-    problem = ""
     try:
-        use_nf4_kernel = package.use_nf4_kernel
+        from . import use_nf4_kernel
+        from .backend import cannot_run
+
+        problem = cannot_run()
     except ImportError as error:
         problem = str(error)
-    else:
-        problem = importlib.import_module(f"{__package__}.backend").cannot_run()
     if not problem and "bitsandbytes" not in names:
         problem = "bitsandbytes is not installed, so there is nothing to switch: pip install bitsandbytes"
     if problem:

@@ -144,8 +144,7 @@ def unsloth_fast_dequantize(site: Site, kernel, state_type) -> None:
     @site.stand_in
     def fast_dequantize(W, quant_state=None, out=None, *more, **named):
         if type(quant_state) is state_type and library.on:
-            result = _decoded(site, kernel, W, quant_state, out)
-            if result is not None:
+            if (result := _decoded(site, kernel, W, quant_state, out)) is not None:
                 return result
         return original(W, quant_state, out, *more, **named)
 
@@ -164,8 +163,7 @@ def dequantize_4bit(site: Site, kernel) -> None:
             fields = dict(absmax=absmax, shape=out.shape, dtype=out.dtype, quant_type=quant_type)
             state = State(fields, nested=False, blocksize=64 if blocksize is None else blocksize)
         if library.on and state is not None and not more and not named:
-            result = _decoded(site, kernel, A, state, out)
-            if result is not None:
+            if (result := _decoded(site, kernel, A, state, out)) is not None:
                 return result
         return original(A, quant_state, absmax, out, blocksize, quant_type, *more, **named)
 
@@ -176,7 +174,7 @@ def gemm_fallback(site: Site, kernel) -> None:
     original, library = site.original, site.library_switch
 
     @site.stand_in
-    def _dequant_linear_fallback(
+    def replacement(
         A, B, shapeB, absmax, blocksize, quant_type, bias=None,
         absmax_8bit=None, absmax_code=None, absmax_offset=None,
     ):  # fmt: skip
@@ -186,8 +184,7 @@ def gemm_fallback(site: Site, kernel) -> None:
             if state.nested:
                 state.state2 = State(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
                 state.absmax, state.offset = absmax_8bit, absmax_offset
-            weight = _decoded(site, kernel, B, state)
-            if weight is not None:  # here a row is no transposed weight
+            if (weight := _decoded(site, kernel, B, state)) is not None:  # here a row is no transposed weight
                 return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)
         return original(
             A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
