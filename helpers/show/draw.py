@@ -77,12 +77,12 @@ def draw_notebook(path: Path, check: bool) -> bool:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             after, attached = render(cell.source, "attachment:{}.png".format), cell.pop("attachments", {})
-            pictures = {f"{name}.png": figure(name).png() for name in PICTURE.findall(after)}
+            pictures = {f"{name}.png": name for name in PICTURE.findall(after)}
             fresh &= cell.source == after and attached.keys() == pictures.keys()
             cell.source = after
-            if pictures:
-                coded = {name: base64.b64encode(png).decode() for name, png in pictures.items()}
-                cell.attachments = {name: {"image/png": png} for name, png in coded.items()}
+            if pictures and not check:
+                coded = {file: base64.b64encode(figure(name).png()) for file, name in pictures.items()}
+                cell.attachments = {file: {"image/png": png.decode()} for file, png in coded.items()}
     if not check:
         nbformat.write(notebook, path)
     return fresh
