@@ -3,10 +3,10 @@
     python -m examples.where_it_pays [--model MODEL] [--json FILE]
 
 Each is done in turns with the libraries' own code and with the kernel, and must give the same tokens and the
-same weights. (Of several prompts at once, torch's attention may not repeat its own bits; then the line says that
-results differ without the kernel, too.) Single tokens after the prompt stay with bitsandbytes' own matrix-vector
-kernel. Without --model a random Llama: small layers on a CPU (Triton's interpreter: set TRITON_INTERPRET=1), real
-ones on a GPU.
+same weights. (Of several prompts at once, torch's attention may not repeat its own bits; then the line says
+that results differ without the kernel, too.) Single tokens after the prompt stay with bitsandbytes' own
+matrix-vector kernel. Without --model a random Llama: small layers on a CPU (Triton's interpreter: set
+TRITON_INTERPRET=1), real ones on a GPU.
 """
 
 import argparse
