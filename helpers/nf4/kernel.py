@@ -222,7 +222,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
                   blocksize2, True)
     except (AttributeError, KeyError):
         return _call_unplanned(weight, quant_state, out)
-    with _plain_tensors():  # as in _call_planned, a call of which would take 1% longer
+    with _plain_tensors():  # as in _call_planned, to call which would take longer
         for again in _plans.get(_identity(absmax), ()):
             result = again(weight, absmax, code2, absmax2, offset, values, out)
             if result is not None:
