@@ -33,8 +33,12 @@ def test_every_stored_file_is_of_its_type_and_keeps_every_figure(path, tmp_path)
     assert json.loads(again.read_text()) == json.loads(path.read_text())
 
 
+# The simulated T4 stays that of the kernel that was simulated, and every place that shows it says so.
+MEASURED = [path for path in STORED if path.parent.name != "t4-simulated"]
+
+
 @pytest.mark.release
-@pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_stored_result_is_stale(path):
     result = results.read(path.stem, path.parent)
     assert not results.stale(result), f"measured with kernel {result.kernel.label}: run what wrote it again"
