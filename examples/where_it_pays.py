@@ -3,10 +3,9 @@
     python -m examples.where_it_pays [--model MODEL] [--json FILE]
 
 Each is done in turns with the libraries' own code and with the kernel, and must give the same tokens and the
-same weights. (Of several prompts at once, torch's attention may not repeat its own bits; then the line says
-that results differ without the kernel, too.) Single tokens after the prompt stay with bitsandbytes' own
-matrix-vector kernel. Without --model a random Llama: small layers on a CPU (Triton's interpreter: set
-TRITON_INTERPRET=1), real ones on a GPU.
+same weights; where the libraries alone do not repeat themselves, as of several prompts at once, the line says
+so. Single tokens after the prompt stay with bitsandbytes' own matrix-vector kernel. Without --model a random
+Llama: small layers on a CPU (Triton's interpreter: set TRITON_INTERPRET=1), real ones on a GPU.
 """
 
 import argparse
@@ -125,7 +124,7 @@ def main() -> None:
             print(
                 f"{name}: {without * 1e3:.1f} ms -> {with_it * 1e3:.1f} ms ({without / with_it:.2f}x), "
                 f"results {'the same' if record['same'] else 'DIFFERENT'}"
-                f"{'' if record['repeats'] else ' (they differ without the kernel, too)'}; "
+                f"{'' if record['repeats'] else ' (without the kernel, rounds differ)'}; "
                 f"{record['decoded']}, "
                 f"{record['fused']} products were bitsandbytes' own"
             )

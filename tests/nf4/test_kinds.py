@@ -19,17 +19,28 @@ from helpers.oracle import reference
 pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture
-def launched(planned, kernel, monkeypatch):
-    """Every launch on the public path: its grid's arguments."""
-    launches, launch = [], kernel._launch
+def counted(kernel, monkeypatch, name):
+    """The arguments of every call of the kernel's function of that name."""
+    calls, function = [], getattr(kernel, name)
 
     def count(*arguments):
-        launches.append(arguments)
-        return launch(*arguments)
+        calls.append(arguments)
+        return function(*arguments)
 
-    monkeypatch.setattr(kernel, "_launch", count)
-    return launches
+    monkeypatch.setattr(kernel, name, count)
+    return calls
+
+
+@pytest.fixture
+def launched(planned, kernel, monkeypatch):
+    """Every launch on the public path."""
+    return counted(kernel, monkeypatch, "_launch")
+
+
+@pytest.fixture
+def made(kernel, monkeypatch):
+    """Every time that guards were made."""
+    return counted(kernel, monkeypatch, "_guards")
 
 
 def exact(result, layer):
@@ -194,19 +205,6 @@ def test_a_scale_that_shrinks_while_it_is_planned_is_noticed(launched, kernel, m
     for _ in range(2):
         with pytest.raises(kernel.UnsupportedState, match="absmax"):
             kernel.your_dequantize_nf4(layer)
-
-
-@pytest.fixture
-def made(kernel, monkeypatch):
-    """Every time that guards were made."""
-    times, make = [], kernel._guards
-
-    def count(*tensors):
-        times.append(tensors)
-        return make(*tensors)
-
-    monkeypatch.setattr(kernel, "_guards", count)
-    return times
 
 
 def test_layers_of_one_kind_have_guards_of_their_own(launched, kernel, make_layer, made, device):

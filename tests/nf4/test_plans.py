@@ -499,8 +499,9 @@ class Wrapper(torch.Tensor):
     """A size, a device and no memory, like a DTensor."""
 
     @staticmethod
-    def __new__(cls, like):
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+    def __new__(cls, like, device=None):
+        device = device or like.device
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -515,6 +516,13 @@ def test_a_tensor_that_only_wraps_others_is_refused(planned, kernel, layer, with
         with pytest.raises(kernel.UnsupportedState, match="DTensor"):
             planned(Wrapper(weight.data), state)
     assert exact(planned(weight, state)[0], weight, state)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_wrapper_that_claims_a_gpu_where_there_is_none_is_refused(planned, kernel, layer):
+    weight, state = warm(planned, layer)
+    with pytest.raises(kernel.UnsupportedState, match="no memory"):
+        planned(Wrapper(weight.data, "cuda:0"), state)
 
 
 @pytest.mark.parametrize("with_plan", [False, True])
