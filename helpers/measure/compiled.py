@@ -172,23 +172,19 @@ def _case(
 
 
 def _bare_launch(module, layer) -> Callable:
-    """() -> the weight, by an allocation and a launch of the kernel that our call launches, nothing else."""
+    """() -> the weight, by an allocation and the launch that our call repeats, nothing else."""
     like, (tensors, values) = layer.exact, module._snapshot(layer.weight, layer.weight.quant_state)
-    sizes = module._check(tensors, values)
-    grid, arguments, constexprs, _ = module._configure(tensors, values, sizes, torch.empty_like(like))
-    options = module._options(module.settings(like.device))
-    compiled = module._your_dequantize_nf4_kernel[(grid,)](*arguments, **constexprs, **options)
-    run, middle = compiled.run, (compiled.packed_metadata, None, None, None)
-    if module.IN_C and not (run.global_scratch_size or run.profile_scratch_size):
-        run, middle = run.launch, (0, 0, None, None, *middle)  # what is in C of it
-    before = grid, 1, 1, module._stream(like.get_device()), compiled.function, *middle
-    numbers = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
-    weight, _, *others = *numbers, *constexprs.values()
+    sizes, settings = module._check(tensors, values), module.settings(like.device)
+    grid, arguments, *more = module._configure(tensors, values, sizes, torch.empty_like(like))
+    compiled = module._launch(module._your_dequantize_nf4_kernel, grid, arguments, more[0], settings)
+    repeat = module._repeat(compiled, grid, arguments, *more)
+    weight, _, absmax, _, *second = (x.data_ptr() for x in arguments[:7])
     empty, size, stride, dtype = module._empty_cuda, tuple(like.shape), like.stride(), like.dtype
+    stream = module._stream(like.get_device())
 
     def launch():
         out = empty(size, stride, dtype)
-        run(*before, weight, out.data_ptr(), *others)
+        repeat(stream, weight, out.data_ptr(), absmax, *second)
         return out
 
     return launch

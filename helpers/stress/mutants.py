@@ -72,7 +72,6 @@ class Mutant:
     old: str
     new: str
     gpu: bool = False  # only a GPU shows it
-    count: int = 1  # how often `old` occurs
 
 
 PORTABLE = (
@@ -224,15 +223,14 @@ def occurrences(text: str, old: str) -> list[tuple[int, int]]:
 
 
 def mutate(mutant: Mutant) -> str:
-    """The kernel's text with the bug in it. Raises LookupError if `old` does not occur `count` times."""
+    """The kernel's text with the bug in it. Raises LookupError unless `old` occurs once."""
     text = hashes.KERNEL.read_text(encoding="utf-8")
     places = occurrences(text, mutant.old)
-    if len(places) != mutant.count:
-        where = f"occurs {len(places)} times in the kernel, expected {mutant.count}"
+    if len(places) != 1:
+        where = f"occurs {len(places)} times in the kernel, expected once"
         raise LookupError(f"{mutant.old!r} {where}: adapt helpers/stress/mutants.py")
-    for first, last in reversed(places):
-        text = text[:first] + mutant.new + text[last:]
-    return text
+    ((first, last),) = places
+    return text[:first] + mutant.new + text[last:]
 
 
 def examine(name: str, tests=(), limit: float = CONTROL_LIMIT) -> dict:
