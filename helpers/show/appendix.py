@@ -149,7 +149,7 @@ def cards() -> str:
         date = facts.date[:10] + (", quick run" if not run and bench.data.quick else "")
         date += f" ({EARLIER})" if stale(result) else ""
         gain = saved(bench.data, "unsloth_today") if bench else None
-        parts = f"{gain[1]:.0%}, {1 - gain[1]:.0%}" if gain else "-"
+        parts = f"{gain[1]:.0%}, {1 - gain[1]:.0%}" if gain else "not measured"
         rows.append([f"{facts.gpu}, {date}", f"{timed.entries[ours].p50:.3f}", *over, parts])
     if names.T4 not in folders:
         _, totals, over = _predicted()
@@ -301,12 +301,14 @@ def limits() -> str:
 
 
 def other_cards() -> str:
-    """The score and the goals of every other card with results of its own."""
+    """The score of every other card, and its goals where its benchmark was run."""
     texts = []
-    for path in sorted(RESULTS.glob("*/benchmark.json")):
-        bench, marked = (stored(name, path.parent.name) for name in ("benchmark", "score"))
-        if path.parent.name != names.CARD and marked:
-            texts += [f"**{marked.data.headline}**", with_caption(bench, goals.table(bench.data))]
+    for path in sorted(RESULTS.glob("*/score.json")):
+        marked, bench = (stored(name, path.parent.name) for name in ("score", "benchmark"))
+        if path.parent.name != names.CARD and not marked.environment.forced:
+            texts.append(f"**{marked.data.headline}**")
+            missing = f"Goals: not measured on it.\n\n*{caption(marked)}*"
+            texts.append(with_caption(bench, goals.table(bench.data)) if bench else missing)
     return "\n\n".join(texts)
 
 
