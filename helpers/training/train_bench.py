@@ -14,8 +14,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
 from helpers.machine import child, environment
 from helpers.record import results, tables
 from helpers.training import runs, tiny_models
@@ -28,7 +26,7 @@ PROMPTS = (2048, 8192)  # tokens of one prefill
 ARMS = ("without", "with")
 ROUNDS = 60  # on a shared host one round's ratio may be 15% off
 WARM_UP = 2  # rounds that are not timed
-LONGEST = 45  # seconds; a slower card stops after the round that reaches them, or it would never end
+LONGEST = 12  # seconds; a slower card stops after the round that reaches them, or it would never end
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
 
@@ -234,8 +232,8 @@ def operations(data: results.Training) -> tables.Table:
     return rows
 
 
-def measure() -> dict:
-    """Both libraries, each in a new process on the same model."""
+def measure() -> Path:
+    """Both libraries, each in a new process on the same model; stored after each."""
     data = {"layers": LAYERS, "rank": RANK, "model": tiny_models.LLAMA3_8B, "libraries": {}}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -252,7 +250,8 @@ def measure() -> dict:
             except child.ChildFailed as error:
                 print(f"{library}: failed: {error}")
                 data["libraries"][library] = {"failed": str(error)}
-    return data
+            path = results.write("training", data)
+    return path
 
 
 def main(argv: list[str]) -> int:
@@ -268,8 +267,8 @@ def main(argv: list[str]) -> int:
     elif problem := environment.no_gpu() or environment.old_gpu():
         print(f"not measured ({problem})")
     else:
-        data = msgspec.convert(measure(), results.Training)
-        path = results.write("training", data)
+        path = measure()
+        data = results.read(path.name, path.parent).data
         print(tables.text(steps(data)), tables.text(operations(data)), f"written: {path}", sep="\n\n")
         return int(any(library.failed for library in data.libraries.values()))
     return 0

@@ -163,7 +163,7 @@ def test_the_first_run_on_a_t4_takes_the_place_of_its_prediction(monkeypatch, tm
     results.save(name, result, tmp_path / names.T4)
     row = appendix.cards().splitlines()[-1]
     quick = ", quick run" if name == "benchmark" else ""
-    assert row == f"| Tesla T4, 2030-01-02{quick} ({results.EARLIER}) | 3.000 | 1.20 | 1.50 | - |"
+    assert row == f"| Tesla T4, 2030-01-02{quick} ({results.EARLIER}) | 3.000 | 1.20 | 1.50 | not measured |"
 
 
 def test_goals_are_counted_by_verdict(monkeypatch, result):

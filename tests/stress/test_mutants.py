@@ -4,7 +4,8 @@ import ast
 
 import pytest
 
-from helpers.record import hashes
+from helpers.machine import environment
+from helpers.record import hashes, results
 from helpers.stress import mutants
 
 TESTS = [
@@ -51,15 +52,43 @@ def test_words_match_as_a_whole():
     assert mutants.occurrences(text, "b + f") == mutants.occurrences(text, "a + 1 a") == []
 
 
-def test_a_mutant_that_no_longer_applies_is_named_and_fails_the_run(monkeypatch, capsys):
+def test_a_mutant_that_no_longer_applies_is_named_and_fails_the_run(monkeypatch, tmp_path, capsys):
     gone = mutants.Mutant("gone", "no such text in the kernel", "")
     with pytest.raises(LookupError, match="occurs 0 times"):
         mutants.mutate(gone)
     monkeypatch.setattr(mutants, "MUTANTS", {"gone": gone})
     monkeypatch.setattr(mutants, "run_tests", lambda *a: (mutants.SURVIVED, ""))
-    assert mutants.main(["--only", "gone"]) == 1
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    assert mutants.main(["--only", "gone"]) == 1 and not any(tmp_path.rglob("*.json"))
     text = " ".join(capsys.readouterr().out.split())
     assert "gone no longer applies 'no such text in the kernel' occurs 0 times" in text
+
+
+def test_some_that_run_again_replace_their_rows_of_the_whole_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    names = ["low nibble first", "any blocksize"]
+    monkeypatch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in names})
+
+    def run(verdict, *arguments):
+        def examine(name, *_):
+            return dict(
+                mutant=name,
+                by="",
+                seconds=1.0,
+                verdict=mutants.SURVIVED if name == mutants.CONTROL else verdict,
+            )
+
+        monkeypatch.setattr(mutants, "examine", examine)
+        mutants.main(list(arguments))
+        capsys.readouterr()
+        stored = results.find("mutants", environment.result_folder())
+        return stored and [stored.data.caught, *(row["verdict"] for row in stored.data.mutants)]
+
+    assert run(mutants.CAUGHT, "--only", names[0]) is None, "there is no whole run yet"
+    assert run(mutants.SURVIVED) == [0, mutants.SURVIVED, mutants.SURVIVED]
+    assert run(mutants.CAUGHT, "--only", names[0]) == [1, mutants.CAUGHT, mutants.SURVIVED]
+    monkeypatch.setattr(results, "stale", lambda result: True)
+    assert run(mutants.CAUGHT, "--only", names[1]) == [1, mutants.CAUGHT, mutants.SURVIVED]
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,18 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
     assert "not measured (No CUDA GPU" in capsys.readouterr().out and not any(tmp_path.iterdir())
 
 
-def test_a_worker_that_fails_is_reported(monkeypatch, capsys):
+def test_a_worker_that_fails_is_reported(monkeypatch, tmp_path, capsys):
     def fail(arguments, **options):
         if "make" not in arguments:
             raise child.ChildFailed("no memory")
 
     monkeypatch.setattr(child, "python", fail)
-    assert train_bench.measure()["libraries"] == dict.fromkeys(train_bench.LIBRARIES, {"failed": "no memory"})
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    path = train_bench.measure()
+    libraries = results.read(path.name, path.parent).data.libraries
+    assert {name: each.failed for name, each in libraries.items()} == dict.fromkeys(
+        train_bench.LIBRARIES, "no memory"
+    )
     assert "unsloth: failed: no memory" in capsys.readouterr().out
 
 
