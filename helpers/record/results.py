@@ -37,8 +37,6 @@ class Times(Record):
     p20: float | None = None  # of ten rounds or more
     p80: float | None = None
     repeats: list[float] = []  # all of them, of fewer than ten rounds
-    bytes: int | None = None  # in earlier files, as is `variant`
-    variant: str = ""
 
     @classmethod
     def of(cls, seconds: list[float]) -> "Times":
@@ -81,7 +79,6 @@ class HostCase(Record):
     returned: Rows  # until the call returns
     synchronized: Rows  # with a synchronize
     failures: dict[str, str] = {}
-    calls_a_round: int | None = None  # in earlier files
 
 
 class Host(Record):
@@ -144,17 +141,10 @@ class GpuCase(Record):
     numel: int | None = None
     shape: tuple[int, int] | None = None  # of a product's weight
     tokens: int | None = None
-    # In earlier files:
-    buffers: int | None = None
-    bytes_rotated: int | None = None
-    layer: str = ""
-    units_in_graph: int | None = None
-    variants: dict[str, float] = {}
 
 
 class Gpu(Record):
     sizes: list[GpuCase]
-    l2_bytes: int | None = None  # in earlier files
 
 
 class Cases(Record):
@@ -179,7 +169,6 @@ class Cold(Record):
 
 class Compiles(Record):
     rows: list[dict[str, str | int]]  # dtype, state ("nested" or "flat"), compiles
-    shapes: list[tuple[int, int]] = []  # in earlier files
 
 
 class CompileCase(Record):
@@ -220,8 +209,6 @@ class Benchmark(Record):
     not_measured: dict[str, str] = {}
     failed: dict[str, str] = {}
     unsloth_fused: bool | None = None  # Unsloth's fused kernel was in use to the end
-    baselines: dict[str, Any] = {}  # in earlier files, as is `seconds`
-    seconds: dict[str, float] = {}
 
     def gpu_rows(self) -> dict[tuple[int, str], Rows]:
         """GPU times by (elements, dtype), of the sizes that were measured."""

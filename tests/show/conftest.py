@@ -25,18 +25,18 @@ def result():
     """A whole benchmark with the label of the kernel `0123abcd`."""
     contenders = ("kernel", *names.BASELINES_ON_GPU)
     gpu = [
-        dict(shape=[numel // 64, 64], numel=numel, dtype=dtype, buffers=2,
+        dict(shape=[numel // 64, 64], numel=numel, dtype=dtype,
              rows=rows((*contenders, *names.CEILINGS), numel, dtype))
         for numel in SIZES for dtype in names.DTYPES
     ]  # fmt: skip
-    gpu.append(dict(shape=[2, 2], numel=2**31, dtype="float16", buffers=1, skipped="needs more memory"))
+    gpu.append(dict(shape=[2, 2], numel=2**31, dtype="float16", skipped="needs more memory"))
     hosts = (*contenders, "peft", names.ALLOCATE_FILL)
     fields = ("returned_us", "wait_us", "allocate_us", "launch_us", "rest_us")
     parts = {}
     for name in hosts:
         parts[name] = {key: invented(i, name, key) for i, key in enumerate(fields)}
         parts[name] |= {"allocations": 1, "kernels": 1}
-    case = dict(shape=[8192, 7168], dtype="bfloat16", calls_a_round=9)
+    case = dict(shape=[8192, 7168], dtype="bfloat16")
     cases = [dict(case, returned=rows(hosts, 1), synchronized=rows(hosts, 2))]
     data = dict(quick=False, gpu=dict(sizes=gpu), host=dict(cases=cases, units={}, parts=parts))
     return make("benchmark", data)
