@@ -11,7 +11,7 @@ import torch
 
 from helpers.measure import ceilings, clocks
 from helpers.measure.contenders import Bench, random_layers, why, wrong_bits
-from helpers.record.names import DTYPES, bytes_moved, dtype_name
+from helpers.record.names import CEILING, DTYPES, bytes_moved, dtype_name
 from helpers.record.results import Cases, Gpu, GpuCase, Rows, Times
 from helpers.submission import protocol
 
@@ -63,9 +63,9 @@ def _rows(times: dict[str, list[float]]) -> Rows:
     return {name: Times.of(seconds) for name, seconds in times.items()}
 
 
-def _case(bench: Bench, numel: int, dtype: str, candidates: Candidates, rounds: int, ceiling=("", ())):
-    """The GpuCase of one size; ceiling: `ceilings.launches()`, of which the fastest choice counts."""
-    case, (kind, choices) = GpuCase(numel=numel, dtype=dtype), ceiling
+def _case(bench: Bench, numel: int, dtype: str, candidates: Candidates, rounds: int, choices=()):
+    """The GpuCase of one size; choices: `ceilings.launches()`, of which the fastest counts."""
+    case = GpuCase(numel=numel, dtype=dtype)
     # The layers, a second set of outputs in the graphs' pool, and what the checks need.
     count, free = bench.rotation(numel), bench.gpu.free_bytes()
     need = count * (bytes_moved(numel) + 2 * numel) + 8 * numel
@@ -84,19 +84,19 @@ def _case(bench: Bench, numel: int, dtype: str, candidates: Candidates, rounds: 
         graphs[place] = (bench.gpu.capture(lambda index, moves=moves: moves[index](), count)[0], count)
     times = bench.gpu.replay_interleaved(graphs, rounds)
     if choices:
-        times[kind] = min((times.pop(place) for place in range(len(choices))), key=statistics.median)
+        times[CEILING] = min((times.pop(place) for place in range(len(choices))), key=statistics.median)
     case.rows = _rows(times)
     return case
 
 
 def _moved(layer) -> tuple[torch.Tensor, ...]:
-    """What a ceiling reads of a layer."""
+    """What the ceiling reads of a layer."""
     state = layer.weight.quant_state
     return layer.weight, state.absmax, state.state2.absmax
 
 
 def _gate(device: str, launches: list[Callable]):
-    """Every launch choice of a ceiling against its oracle: one that skips bytes would be no ceiling."""
+    """Every launch choice of the ceiling against its oracle: one that skips bytes would be no ceiling."""
     (layer,) = random_layers((256, 1024), torch.float16, 1, device=device)
     out = torch.empty((256, 1024), dtype=torch.float16, device=device)
     for launch in launches:
@@ -104,16 +104,16 @@ def _gate(device: str, launches: list[Callable]):
         choice = launch.keywords
         expected = ceilings.oracle(*_moved(layer), out.numel(), choice["words"], choice["threads"])
         if not torch.equal(out.view(torch.int32).view(-1, 4), expected):
-            raise AssertionError(f"a ceiling, {choice}, does not write what its oracle says")
+            raise AssertionError(f"the ceiling, {choice}, does not write what its oracle says")
 
 
 def gpu(bench: Bench) -> Gpu:
     """From 64K to 1G elements: every contender, and what only moves the bytes."""
-    ceiling, rounds = ceilings.launches(bench.quick), bench.rounds(21, 7)
-    _gate(bench.device, ceiling[1])
+    choices, rounds = ceilings.launches(bench.quick), bench.rounds(21, 7)
+    _gate(bench.device, choices)
     candidates = {name: (dequantize, {}) for name, dequantize in bench.on_gpu().items()}
     sizes = bench.progress(itertools.product(bench.scope.sizes, DTYPES), "gpu")
-    return Gpu(sizes=[_case(bench, *size, candidates, rounds, ceiling) for size in sizes])
+    return Gpu(sizes=[_case(bench, *size, candidates, rounds, choices) for size in sizes])
 
 
 def gemm(bench: Bench) -> Cases:

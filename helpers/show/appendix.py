@@ -216,9 +216,8 @@ def compiled() -> str:
 def speed() -> str:
     """What the picture of speed by size says, in a sentence."""
     sizes, texts = stored("benchmark").data.gpu_rows(), []
-    kind = next(kind for kind in names.CEILINGS if any(kind in rows for rows in sizes.values()))
     for numel in names.TARGET_SIZES:
-        ours, today = (min(ratio(sizes[numel, dtype], kind, name) for dtype in names.DTYPES)
+        ours, today = (min(ratio(sizes[numel, dtype], names.CEILING, name) for dtype in names.DTYPES)
                        for name in ("kernel", "unsloth_today"))  # fmt: skip
         texts.append(f"{names.size_text(numel)}: {ours:.2f} against {today:.2f}")
     return (

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from helpers.record.names import ALLOCATE_FILL, BASELINES_ON_GPU, CEILINGS, DTYPES, label, size_text
+from helpers.record.names import ALLOCATE_FILL, BASELINES_ON_GPU, CEILING, DTYPES, label, size_text
 from helpers.record.results import caption, ratio
 
 WIDTH, DPI = 7.6, 105  # inches and dots: as wide as an output cell in Colab
@@ -97,11 +97,11 @@ def _titled(figure, title: str, drawn: list[str]) -> Picture:
     return figure
 
 
-def _shares(sizes: dict[int, dict], ceiling: str) -> dict[str, tuple[str, dict]]:
+def _shares(sizes: dict[int, dict]) -> dict[str, tuple[str, dict]]:
     """{name: (label, {elements: share of the ceiling's speed})}, without classic where bitsandbytes' line
     hides it: both launch the same kernels."""
     series = {
-        name: {numel: share for numel, rows in sizes.items() if (share := ratio(rows, ceiling, name))}
+        name: {numel: share for numel, rows in sizes.items() if (share := ratio(rows, CEILING, name))}
         for name in ("kernel", *BASELINES_ON_GPU)
     }
     theirs, classic = series["bitsandbytes"], series["unsloth_classic"]
@@ -118,9 +118,8 @@ def share_by_size(result) -> Picture:
     """The one speed picture: speed of each kernel as a share of one that only moves the bytes, by size."""
     figure, panels = _picture(caption(result, "gpu"), 3.5, panels=2)
     sizes, drawn = result.data.gpu_rows() if result else {}, []
-    ceiling = next((kind for kind in CEILINGS if any(kind in rows for rows in sizes.values())), "")
     for panel, dtype in zip(panels, DTYPES, strict=True):
-        series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype}, ceiling)
+        series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype})
         if not series:
             _say_not_measured(panel, result, "gpu")
             drawn.append(f"{DTYPES[dtype]}: not measured")

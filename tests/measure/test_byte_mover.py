@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.measure import byte_mover, ceilings
+from helpers.measure import byte_mover
 from helpers.measure.contenders import FULL, Bench, random_layers
 from helpers.submission import protocol
 
@@ -16,7 +16,7 @@ def parameters(kernel) -> list:
 
 def test_it_takes_the_arguments_of_the_kernel(kernel):
     ours = kernel._your_dequantize_nf4_kernel
-    fn = ceilings.moving_kernel
+    fn = byte_mover.moving_kernel
     assert fn.arg_names == ours.arg_names
     if hasattr(ours, "params"):  # not in Triton's interpreter
         assert parameters(fn) == parameters(ours)
@@ -29,7 +29,7 @@ def test_every_byte_is_read_and_every_element_written(kernel, device, dtype, num
     out = torch.full((numel // 64, 64), math.nan, dtype=dtype, device=device)
 
     def moved():
-        with mock.patch.object(kernel, byte_mover.KERNEL, ceilings.moving_kernel):
+        with mock.patch.object(kernel, byte_mover.KERNEL, byte_mover.moving_kernel):
             kernel._your_dequantize_nf4(layer.weight, layer.weight.quant_state, out)
         return out.view(torch.int32).view(-1, 4).clone()
 

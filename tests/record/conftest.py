@@ -43,7 +43,6 @@ def data():
                 kernel=100.0,
                 unsloth_today=100.0 if (numel, dtype) == (2**30, "float16") else 112.0,
                 ceiling_cuda=100.0 * names.SHARES.get(numel, 0.5),
-                ceiling_triton=99.5,
             ),
         )
         for numel in (names.SMALLEST, *names.TARGET_SIZES, names.LARGEST)

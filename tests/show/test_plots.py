@@ -31,12 +31,11 @@ def test_shares_are_the_ratios_of_the_data(result):
         assert len(drawn) == 5, "and the line of the byte-mover, nothing else"
 
 
-def test_the_other_ceiling_serves_where_there_is_no_cuda_compiler(result):
+def test_without_the_ceiling_there_is_no_share(result):
     for case in result.data.gpu.sizes:
-        case.rows.pop("ceiling_cuda", None)
-    drawn = series(plots.share_by_size(result).axes[0])
-    case = result.data.gpu.sizes[0]
-    assert drawn[names.label("kernel")][0][1] == results.ratio(case.rows, "ceiling_triton", "kernel")
+        case.rows.pop(names.CEILING, None)
+    for panel in plots.share_by_size(result).axes:
+        assert not panel.lines and "not measured" in panel.texts[0].get_text()
 
 
 def test_classic_is_not_drawn_where_bitsandbytes_line_hides_it(result):
