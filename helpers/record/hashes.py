@@ -100,18 +100,18 @@ def label() -> str:
     return f"{device()[:8]}.{host()[:8]}"
 
 
-def _plain(settings) -> dict:
-    """JSON types, without what only names the card."""
-    return {name: value for name, value in dataclasses.asdict(settings).items() if name not in SHOWN}
+def _deciding(settings: dict) -> dict:
+    """Settings without what only says which card it is."""
+    return {name: value for name, value in settings.items() if name not in SHOWN}
 
 
 def stamp() -> dict:
     """Fields of `results.Kernel`: the kernel as it is now, with its decisions for the card at hand."""
     from helpers.nf4 import kernel as nf4_kernel
 
-    settings = nf4_kernel.settings()
-    facts = {"sms": settings.sms, "capability": settings.capability}
-    return {"label": label(), "device": device(), "host": host(), "settings": _plain(settings) | facts}
+    settings = dataclasses.asdict(nf4_kernel.settings())
+    del settings["reason"]
+    return {"label": label(), "device": device(), "host": host(), "settings": settings}
 
 
 def decisions(environment, sms: int) -> dict:
@@ -129,7 +129,7 @@ def decisions(environment, sms: int) -> dict:
         mock.patch("torch.cuda.is_available", lambda: here),
         mock.patch("torch.cuda.get_device_properties", lambda _: card),
     ):
-        return _plain(nf4_kernel.settings(next(_unused)))
+        return _deciding(dataclasses.asdict(nf4_kernel.settings(next(_unused))))
 
 
 _unused = iter(range(1 << 20, 1 << 30))  # indices of no card: what the kernel keeps of them is nobody's
@@ -140,5 +140,4 @@ def device_changed(result) -> bool:
     measured = result.kernel
     if measured.device != device():
         return True
-    stored = {name: value for name, value in measured.settings.items() if name not in SHOWN}
-    return stored != decisions(result.environment, measured.settings["sms"])
+    return _deciding(measured.settings) != decisions(result.environment, measured.settings["sms"])
