@@ -201,14 +201,10 @@ def main(argv: list[str]) -> int:
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(arguments.workers, mp_context=context) as pool:
-        tasks = [
-            pool.submit(run_kind, kind, count, seed + i, DEVICE, largest)
-            for i, (kind, count) in enumerate(shares.items())
-        ]
-        done = concurrent.futures.as_completed(tasks)
-        for task in tqdm(done, total=len(tasks), unit=" kinds", file=sys.stdout, mininterval=2):
-            task.result()  # raises what the process did, at once
-    elements, failures = zip(*(task.result() for task in tasks), strict=True)
+        run_here = functools.partial(run_kind, device=DEVICE, largest=largest)
+        done = pool.map(run_here, shares, shares.values(), itertools.count(seed))
+        done = list(tqdm(done, total=len(shares), unit=" kinds", file=sys.stdout, mininterval=2))
+    elements, failures = zip(*done, strict=True)
     failed = list(itertools.chain(*failures))
     by_way = {way: sum(count for kind, count in shares.items() if kind.way == way) for way in ways}
     data = {"cases": cases, "elements": sum(elements), "kinds": len(chosen), "failed": len(failed)}

@@ -40,13 +40,6 @@ def resident_bytes() -> int:
         return 0
 
 
-def fresh(number: int, device: str):
-    """Layer `number`: sizes and dtypes in turn, random contents."""
-    layer = of_elements(device, SIZES[number % len(SIZES)], reference.DTYPES[number % 3])
-    layer.weight.data.bitwise_xor_(number & 255)
-    return layer
-
-
 def run(launches: int, windows: int, device: str) -> dict:
     """Totals, and one row a window: us a call, bytes of host and of allocated memory."""
     gpu, call = device == "cuda", nf4_kernel.your_dequantize_nf4
@@ -56,7 +49,9 @@ def run(launches: int, windows: int, device: str) -> dict:
 
     def replace_one():
         nonlocal made, wrong
-        layers[made % count] = layer = fresh(made, device)
+        layer = of_elements(device, SIZES[made % len(SIZES)], reference.DTYPES[made % 3])
+        layer.weight.data.bitwise_xor_(made & 255)
+        layers[made % count] = layer
         expected = reference.dequantize(layer.weight, layer.weight.quant_state)
         for _ in range(2):  # the first call makes the plan
             wrong += mismatches(call(layer), expected)

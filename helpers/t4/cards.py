@@ -12,7 +12,6 @@ REGISTERS = 65536  # an SM's, in all of them
 class Card:
     """One generation. Threads and blocks that an SM holds at most, its shared memory in KiB."""
 
-    arch: int
     name: str
     threads: int
     blocks: int
@@ -26,21 +25,17 @@ class Card:
         """
         warps = -(-threads // 32)
         per_warp = -(-max(registers, 1) * 32 // 256) * 256  # allotted in units of 256
-        limits = [self.blocks, self.threads // (warps * 32), REGISTERS // per_warp // warps]
-        if shared + self.reserved:
-            limits.append(self.shared_kib * 1024 // (shared + self.reserved))
+        by_shared = self.shared_kib * 1024 // max(shared + self.reserved, 1)
+        limits = (self.blocks, self.threads // (warps * 32), REGISTERS // per_warp // warps, by_shared)
         return min(limits) * warps * 32 / self.threads
 
 
-CARDS = {
-    card.arch: card
-    for card in (
-        Card(75, "Tesla T4", 1024, 16, 64, 0),
-        Card(80, "A100", 2048, 32, 164, 1024),
-        Card(86, "RTX 30, A10", 1536, 16, 100, 1024),
-        Card(89, "L4, RTX 40", 1536, 24, 100, 1024),
-        Card(90, "H100, H200", 2048, 32, 228, 1024),
-        Card(100, "B200", 2048, 32, 228, 1024),
-        Card(120, "RTX 50", 1536, 24, 100, 1024),
-    )
+CARDS = {  # by the number of their sm_
+    75: Card("Tesla T4", 1024, 16, 64, 0),
+    80: Card("A100", 2048, 32, 164, 1024),
+    86: Card("RTX 30, A10", 1536, 16, 100, 1024),
+    89: Card("L4, RTX 40", 1536, 24, 100, 1024),
+    90: Card("H100, H200", 2048, 32, 228, 1024),
+    100: Card("B200", 2048, 32, 228, 1024),
+    120: Card("RTX 50", 1536, 24, 100, 1024),
 }

@@ -14,6 +14,7 @@ import torch
 
 from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
+from helpers.oracle import reference
 from helpers.record.names import dtype_name
 from helpers.submission import evidence, protocol
 from helpers.t4 import other_card
@@ -22,7 +23,6 @@ EVERY = "every code with every scale"
 # (in, out)
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "tail in the last block": (1365, 3)}
 CASES = (EVERY, *SIZES)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ON_HOPPER = (75, 80, 86, 89, 90)  # whose PTX a Hopper card runs
 _GUARD = 256  # elements on either side of the output that must stay untouched
 
@@ -54,7 +54,7 @@ def _examine(case: str, layer, arch: int, module) -> dict:
     return {"elements": n, "differing": differing, "fault": fault if differing or outside else ""}
 
 
-def prove(device="cuda", arch: int = 75, dtypes=DTYPES, module=nf4_kernel) -> dict:
+def prove(device="cuda", arch: int = 75, dtypes=reference.DTYPES, module=nf4_kernel) -> dict:
     """Run the kernel's sm_`arch` PTX on `device` and compare every bit with bitsandbytes.
 
     Every packed byte under every absmax code, a random layer, odd tails; nested and flat, in each of
@@ -98,7 +98,7 @@ def summary(proof: dict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the proof for each card asked for. 1 when a bit differs, 2 where nothing could run."""
-    parser = argparse.ArgumentParser(prog="python -m helpers foreign-ptx", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="*", default=list(ON_HOPPER), help="75: a T4's sm_75")
     proofs = [prove(arch=arch) for arch in parser.parse_args(argv).arch]
     print("\n".join(map(summary, proofs)))

@@ -155,7 +155,7 @@ LEGEND = (
     "share of an SM's threads, bytes of shared memory per block, bits a store. hints: loads and stores to be "
     "evicted first; late: words loaded behind a wait for another load; wait: memory latencies in a row "
     "before the first store (of ours). A predicated instruction counts as issued. "
-) + "; ".join(f"sm_{card.arch}: {card.name}" for card in CARDS.values())
+) + "; ".join(f"sm_{arch}: {card.name}" for arch, card in CARDS.items())
 
 
 def table(codes: list[Code], every: bool = False) -> list[list[str]]:
@@ -201,15 +201,9 @@ def collect(archs=tuple(CARDS)) -> list[Code]:
     return sorted(codes, key=lambda code: code.arch)
 
 
-def order(codes: list[Code]) -> str:
-    """What a thread of ours loads, waits for and stores, in that order, each with its position."""
-    ours = (code for code in codes if code.contender == "kernel")
-    return "\n".join(f"{code.name}: {code.order or code.failed}" for code in ours)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the report. 1 when ours misses a budget or does not compile, 2 without cuobjdump."""
-    parser = argparse.ArgumentParser(prog="python -m helpers sass", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1].split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="*", default=list(CARDS), choices=CARDS, help="75: a T4")
     parser.add_argument("--store", action="store_true", help="write machine_code.json under results/")
     parser.add_argument("--order", action="store_true", help="print the order of loads of ours")
@@ -219,7 +213,9 @@ def main(argv: list[str] | None = None) -> int:
     except machine_code.ToolMissing as error:
         print(error, file=sys.stderr)
         return 2
-    print(order(codes) if options.order else report(codes))
+    ours = (code for code in codes if code.contender == "kernel")
+    orders = "\n".join(f"{code.name}: {code.order or code.failed}" for code in ours)
+    print(orders if options.order else report(codes))
     if options.store:
         print("written:", results.write("machine_code", MachineCode(code=codes), FOLDER, MachineCode))
     return int(any(code.missed for code in codes))
