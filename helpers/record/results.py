@@ -1,7 +1,7 @@
 """Result files: their typed schema, one reader and one writer. One folder a card under results/.
 
 A file holds `environment`, `kernel` (which one was measured) and `data`, whose type follows from the file's
-name (`SCHEMA`). A figure that is not in such a file is not shown anywhere.
+name (`SCHEMA`; a score is a `marking.Score`). A figure that is not in such a file is not shown anywhere.
 """
 
 import statistics
@@ -219,30 +219,6 @@ class Benchmark(Record):
 # --- the other commands ---
 
 
-class Evidence(Record):
-    criterion: str
-    passed: bool | None
-    details: dict[str, Any] = {}
-    needs: str = ""
-    text: str = ""
-
-
-class ScoreLine(Record):
-    name: str
-    points: dict[str, int | None]  # classic, today
-    best: int
-    evidence: str
-
-
-class Score(Record):
-    headline: str
-    totals: dict[str, int]
-    maximum: int
-    lines: list[ScoreLine]
-    also: dict[str, str]
-    evidence: dict[str, Evidence]
-
-
 class Cell(Record):
     title: str
     seconds: float
@@ -389,7 +365,6 @@ class OwnTests(Record):
 
 SCHEMA = {
     "benchmark": Benchmark,
-    "score": Score,
     "protocol": Protocol,
     "notebook": NotebookRun,
     "training": Training,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from helpers.machine import environment
 from helpers.measure.compiled import DECODED, LAUNCHES, NO_ASSERTS, NO_BODY, NO_GUARDS, PRODUCTS
 from helpers.record import goals, hashes, names, tables
-from helpers.record.results import EARLIER, caption, find, msgspec, ratio, stale
+from helpers.record.results import EARLIER, caption, find, ratio, stale
 from helpers.show import plots
 from helpers.submission import marking
 from helpers.submission.repository import NOTEBOOK_NAME, REPO_URL
@@ -31,7 +31,7 @@ BASELINES = ("unsloth_today", "unsloth_classic")
 
 def stored(name: str, card: str = names.CARD):
     """A card's stored result of that name, or None."""
-    return find(name, RESULTS / card)
+    return find(name, RESULTS / card, marking.Score if name == "score" else None)
 
 
 def with_caption(result, table: tables.Table, what: str = "call") -> str:
@@ -98,10 +98,9 @@ def t4_picture() -> plots.Picture:
 def score() -> str:
     """The marking table that the notebook's stored run computed."""
     result = stored("score")
-    score = msgspec.convert(result.data, marking.Score, from_attributes=True)
-    head, *lines, sums = score.rows()
+    head, *lines, sums = result.data.rows()
     rows = [[cell.lower() for cell in head], *lines, ["sum", *sums[1:]]]
-    return f"**{score.headline}**\n\n{with_caption(result, rows)}"
+    return f"**{result.data.headline}**\n\n{with_caption(result, rows)}"
 
 
 def saved(data, baseline: str) -> tuple[float, float] | None:

@@ -91,12 +91,14 @@ def score_text(notebook) -> str:
 
 def keep(out: Path, seconds: dict[str, float]) -> None:
     """Store each cell's seconds, and the score and protocol that the run wrote (nf4_<card>.json)."""
+    from helpers.submission import marking  # which imports torch
+
     cells = [{"title": name, "seconds": each, **FLAGS.get(name, {})} for name, each in seconds.items()]
     results.write("notebook", {"cells": cells})
     for path in out.glob("nf4_*.json"):
         data = json.loads(path.read_text(encoding="utf-8"))["data"]
-        results.write("score", data["score"])
-        results.write("protocol", data["protocol"], schema=results.Protocol)
+        results.write("score", data["score"], schema=marking.Score)
+        results.write("protocol", data["protocol"])
 
 
 def main(argv: list[str] | None = None) -> int:

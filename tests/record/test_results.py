@@ -17,7 +17,6 @@ TYPED = [path for path in STORED if path.stem in results.SCHEMA]
 def test_there_are_stored_results():
     assert {path.stem for path in TYPED} >= {
         "benchmark",
-        "score",
         "notebook",
         "training",
         "libraries",

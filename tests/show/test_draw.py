@@ -12,7 +12,7 @@ from helpers.measure import compiled as parts
 from helpers.record import goals, hashes, names, results
 from helpers.record.results import Compile, CompileCase, Times
 from helpers.show import appendix, draw
-from helpers.submission import repository, sync
+from helpers.submission import marking, repository, sync
 
 PLACES = r"(?<![\w.])/(root|home/\w+|tmp|work)/"
 FORCED = sorted((ROOT / "results").glob("*-forced-*"))
@@ -215,7 +215,7 @@ def test_the_claim_gives_the_ratios_of_the_notebooks_run(monkeypatch):
     score = dict(headline="", totals={"today": 13, "classic": 14}, maximum=14, lines=[], also={}, evidence={})
     facts = appendix.stored("score")
     stored = {
-        "score": results.msgspec.convert(score, results.Score),
+        "score": results.msgspec.convert(score, marking.Score),
         "protocol": results.msgspec.convert(timed, results.Protocol),
     }
 
@@ -256,6 +256,20 @@ def test_the_outputs_are_those_of_one_complete_run_of_these_cells(notebook):
     assert stamp["kernel"] == hashes.label() and stamp["environment"]["gpu"], (
         "run: python -m helpers run --in-place"
     )
+
+
+@pytest.mark.parametrize("path", (ROOT / "results").glob("*/score.json"), ids=lambda path: path.parent.name)
+def test_every_stored_score_is_of_its_type_and_keeps_every_figure(path):
+    def unread(stored, read):
+        """What of a file's content is not in what was read of it."""
+        if isinstance(stored, dict):
+            return [x for key in stored for x in unread(stored[key], read.get(key))]
+        if isinstance(stored, list):
+            return [x for pair in zip(stored, read, strict=True) for x in unread(*pair)]
+        return [] if stored == read else [stored]
+
+    score = appendix.stored("score", path.parent.name).data
+    assert not unread(json.loads(path.read_text())["data"], results.msgspec.to_builtins(score))
 
 
 @pytest.mark.parametrize("folder", FORCED, ids=lambda path: path.name)

@@ -163,9 +163,11 @@ def test_the_text_fits_and_says_everything():
     assert rows["Sum"] == ["4 of 14", "7 of 14"]
 
 
-def test_it_converts_to_the_record_of_a_score():
-    stored = msgspec.convert(marked(exact=None), results.Score, from_attributes=True)
-    assert stored.maximum == 14 and stored.totals["today"] == 13 and len(stored.lines) == 9
+def test_a_score_is_read_back_as_it_was_stored(tmp_path):
+    score = marked(exact=None)
+    results.write("score", score, tmp_path, marking.Score)
+    stored = results.read("score", tmp_path, marking.Score).data
+    assert stored == score and stored.totals["today"] == 13 and len(stored.lines) == 9
     assert stored.evidence["exact"].passed is None and stored.evidence["official"].passed
 
 
@@ -178,7 +180,7 @@ def test_a_run_alone_keeps_its_result(on_a_card, tmp_path, capsys, capability, a
     content = json.loads(path.read_text())
     assert set(content) == {"environment", "kernel", "data"} and set(content["data"]) == {"score", "protocol"}
     msgspec.convert(content["environment"], results.Environment)
-    msgspec.convert(content["data"]["score"], results.Score)
+    msgspec.convert(content["data"]["score"], marking.Score)
     assert msgspec.convert(content["data"]["protocol"], results.Protocol).speedup("ours", "unsloth_today")
     assert ("please attach this file" in capsys.readouterr().out) is asked
 

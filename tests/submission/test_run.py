@@ -99,8 +99,8 @@ def test_a_run_on_a_gpu_leaves_score_protocol_and_the_cells_times(execute, on_a_
     status, *_ = execute({"install": "1", "protocol": "2", "t4-ptx": "3", "score": KEPT}, "--in-place")
     assert status == 0
     folder = on_a_gpu / "nvidia-h200"
-    assert results.read("score", folder).data.totals == {"today": 14}
-    protocol = results.read("protocol", folder, schema=results.Protocol)
+    assert results.read("score", folder).data["totals"] == {"today": 14}
+    protocol = results.read("protocol", folder)
     assert protocol.environment.gpu == "NVIDIA H200" and protocol.data.entries["mine"].p50 == 1.0
     cells = {cell.title: cell for cell in results.read("notebook", folder).data.cells}
     assert cells["install"].setup and cells["protocol"].protocol and cells["t4-ptx"].not_on_a_t4
@@ -118,8 +118,8 @@ def test_what_marking_writes_is_what_is_stored(tmp_path, on_a_gpu):
     marking.keep_result(score, comparison, tmp_path, cells=["source"])
     run.keep(tmp_path, {"score": 1.0})
     folder = on_a_gpu / "nvidia-h200"
-    assert results.read("score", folder).data.headline == score.headline
-    stored = results.read("protocol", folder, schema=results.Protocol).data
+    assert results.read("score", folder).data["headline"] == score.headline
+    stored = results.read("protocol", folder).data
     assert stored.speedup("mine", "unsloth_today") == 1.5
 
 
