@@ -37,8 +37,7 @@ class Layout:
     """A quantized layer of `options`, changed by `before` the first call; `then` after one, and the second
     call is judged."""
 
-    name: str
-    options: dict = field(default_factory=dict)  # of layers.quantized_layer, and shape
+    options: dict = field(default_factory=dict)  # of layers.quantized_layer
     before: Callable | None = None  # layer -> None
     then: Callable | None = None  # layer -> None
     broken: bool = False  # no right answer exists
@@ -46,9 +45,8 @@ class Layout:
 
     def make(self, device: str):
         """The layer, before any call."""
-        options = {"shape": (320, 64), "dtype": torch.bfloat16, **self.options}
-        (rows, columns), dtype = options.pop("shape"), options.pop("dtype")
-        layer = layers.quantized_layer(columns, rows, dtype, device=device, **options)
+        options = dict(in_features=64, out_features=320, dtype=torch.bfloat16) | self.options
+        layer = layers.quantized_layer(**options, device=device)
         if self.before:
             self.before(layer)
         return layer
@@ -68,18 +66,6 @@ def hold(layer, data=None, state=None):
     )
 
 
-def of_elements(device: str, n: int, dtype=torch.bfloat16):
-    """A layer of n random elements, nested, made without quantizing n floats first."""
-    layer = Layout("").make(device)
-    packed, made = state_of((n, 1), *random_contents(3407, device, device), dtype)
-    state = copy.copy(layer.weight.quant_state)
-    state.state2 = copy.copy(state.state2)
-    state.shape, state.dtype, state.absmax = made.shape, dtype, made.absmax
-    state.state2.absmax = made.state2.absmax
-    hold(layer, packed, state)
-    return layer
-
-
 def set_state(**fields):
     """layer -> None: new values for fields of its state, functions of the state; "state2_x" is state2.x."""
 
@@ -95,6 +81,21 @@ def set_state(**fields):
 def set_data(change):
     """layer -> None: `change(packed bytes)` as its packed data."""
     return lambda layer: hold(layer, change(layer.weight.data))
+
+
+def set_elements(n: int, dtype=torch.bfloat16, seed: int = 3407):
+    """layer -> None: n random elements, nested, made without quantizing n floats first."""
+
+    def change(layer):
+        device = layer.weight.device
+        packed, made = state_of((n, 1), *random_contents(seed, device, device), dtype)
+        state = copy.copy(layer.weight.quant_state)
+        state.state2 = copy.copy(state.state2)
+        state.shape, state.dtype, state.absmax = made.shape, dtype, made.absmax
+        state.state2.absmax = made.state2.absmax
+        hold(layer, packed, state)
+
+    return change
 
 
 def _half(tensor):
@@ -123,8 +124,8 @@ OPTIONS = {
     "fp4, nested": dict(quant_type="fp4"),
     "fp4, flat": dict(quant_type="fp4", nested=False),
     **{f"blocksize {size}": dict(blocksize=size) for size in (32, 128, 256, 512, 1024, 2048, 4096)},
-    "odd number of elements": dict(shape=(83, 99)),
-    "one element": dict(shape=(1, 1)),
+    "odd number of elements": dict(in_features=99, out_features=83),
+    "one element": dict(in_features=1, out_features=1),
 }
 BEFORE = {
     **{f"state2.blocksize {size}": _second_level(size) for size in (64, 128, 512, 1)},
@@ -161,26 +162,16 @@ BROKEN = {
     "blocksize 96": set_state(blocksize=lambda s: 96),
     "repacked for the CPU": set_state(packing_format_for_cpu=lambda s: True),
 }
-
-
-TO_CPU = set_state(absmax=lambda s: s.absmax.cpu())
-
-
-def _huge(layer):
-    other = of_elements("cuda", HUGE).weight
-    hold(layer, other.data, other.quant_state)
-
-
-_ALL = (
-    *(Layout(name, options) for name, options in OPTIONS.items()),
-    *(Layout(name, before=change) for name, change in BEFORE.items()),
-    *(Layout(name, dict(nested=False), before=change) for name, change in BEFORE_FLAT.items()),
-    Layout("more than 2^31 elements", before=_huge, gpu=True),
-    *(Layout(f"between two calls: {name}", then=change) for name, change in BETWEEN.items()),
-    *(Layout(name, before=change, broken=True) for name, change in BROKEN.items()),
-    Layout("absmax on the CPU, weight on the GPU", before=TO_CPU, broken=True, gpu=True),
-)
-LAYOUTS = {layout.name: layout for layout in _ALL}
+ON_CPU = set_state(absmax=lambda s: s.absmax.cpu())
+LAYOUTS = {
+    **{name: Layout(options) for name, options in OPTIONS.items()},
+    **{name: Layout(before=change) for name, change in BEFORE.items()},
+    **{name: Layout(dict(nested=False), before=change) for name, change in BEFORE_FLAT.items()},
+    "more than 2^31 elements": Layout(before=set_elements(HUGE), gpu=True),
+    **{f"between two calls: {name}": Layout(then=change) for name, change in BETWEEN.items()},
+    **{name: Layout(before=change, broken=True) for name, change in BROKEN.items()},
+    "absmax on the CPU, weight on the GPU": Layout(before=ON_CPU, broken=True, gpu=True),
+}
 
 
 def wrong_elements(result, layer, most=2**22) -> int:

@@ -20,7 +20,7 @@ from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import results
-from helpers.stress.libraries import of_elements
+from helpers.stress.libraries import Layout, set_elements
 from helpers.stress.states import mismatches
 
 LAYERS = 64
@@ -49,9 +49,8 @@ def run(launches: int, windows: int, device: str) -> dict:
 
     def replace_one():
         nonlocal made, wrong
-        layer = of_elements(device, SIZES[made % len(SIZES)], reference.DTYPES[made % 3])
-        layer.weight.data.bitwise_xor_(made & 255)
-        layers[made % count] = layer
+        contents = set_elements(SIZES[made % len(SIZES)], reference.DTYPES[made % 3], seed=made)
+        layers[made % count] = layer = Layout(before=contents).make(device)
         expected = reference.dequantize(layer.weight, layer.weight.quant_state)
         for _ in range(2):  # the first call makes the plan
             wrong += mismatches(call(layer), expected)

@@ -105,7 +105,7 @@ def test_every_tensor_from_the_middle_of_another(kernel, device, make_layer, way
 
 def test_experts_of_a_stack(kernel, device, way):
     """Fused experts, dequantized all at once and one by one as slices of the packed stack."""
-    layer = libraries.of_elements(device, 4 * 128 * 128, dtype=torch.float16)
+    layer = libraries.Layout(before=libraries.set_elements(4 * 128 * 128, torch.float16)).make(device)
     weight, state = layer.weight.data, layer.weight.quant_state
     state.shape = torch.Size([4, 128, 128])
     whole = kernel._your_dequantize_nf4(weight, state)
@@ -152,7 +152,7 @@ def test_more_than_2_to_the_31_elements(kernel, dtype, forced):
     need = n * (dtype.itemsize + 1)
     if torch.cuda.mem_get_info()[0] < need:
         pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
-    layer = libraries.of_elements("cuda", n, dtype)
+    layer = libraries.Layout(before=libraries.set_elements(n, dtype)).make("cuda")
     with kernel.force(**forced):
         for _ in range(2):
             result = kernel.your_dequantize_nf4(layer)
