@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from helpers.record.results import percentiles as percentiles  # for those who time, too
-
 
 def median_interval(values: list[float]) -> tuple[float, float]:
     """A 95% confidence interval of the median of `values`, whatever their distribution.

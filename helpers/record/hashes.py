@@ -100,7 +100,7 @@ def label() -> str:
     return f"{device()[:8]}.{host()[:8]}"
 
 
-def _deciding(settings: dict) -> dict:
+def deciding(settings: dict) -> dict:
     """Settings without what only says which card it is."""
     return {name: value for name, value in settings.items() if name not in SHOWN}
 
@@ -129,15 +129,7 @@ def decisions(environment, sms: int) -> dict:
         mock.patch("torch.cuda.is_available", lambda: here),
         mock.patch("torch.cuda.get_device_properties", lambda _: card),
     ):
-        return _deciding(dataclasses.asdict(nf4_kernel.settings(next(_unused))))
+        return deciding(dataclasses.asdict(nf4_kernel.settings(next(_unused))))
 
 
 _unused = iter(range(1 << 20, 1 << 30))  # indices of no card: what the kernel keeps of them is nobody's
-
-
-def device_changed(result) -> bool:
-    """Whether what was compiled for a stored result differs from what would be compiled for it now."""
-    measured = result.kernel
-    if measured.device != device():
-        return True
-    return _deciding(measured.settings) != decisions(result.environment, measured.settings["sms"])

@@ -473,7 +473,11 @@ def stale(result: Result, what: str = "call") -> bool:
     """
     if what not in ("gpu", "call"):
         raise ValueError(f"what is {what!r}, expected 'gpu' or 'call'")
-    return hashes.device_changed(result) or (what == "call" and result.kernel.host != hashes.host())
+    measured = result.kernel
+    if measured.device != hashes.device() or (what == "call" and measured.host != hashes.host()):
+        return True
+    now_decided = hashes.decisions(result.environment, measured.settings["sms"])
+    return hashes.deciding(measured.settings) != now_decided
 
 
 def caption(result: Result | None, what: str = "call") -> str:
