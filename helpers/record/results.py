@@ -245,10 +245,6 @@ class Arm(Record):
     ms: Spread
     gpu_ms: float
     dequantize_ms: float
-    # In earlier files:
-    peak_bytes: int | None = None
-    dequantize_launches: dict[str, float] = {}
-    remains: list[dict[str, Any]] = []
 
 
 class TrainingSize(Record, rename={"with_": "with"}):
@@ -284,10 +280,6 @@ class Operation(Record, rename={"with_": "with"}):
 class Library(Record):
     sizes: list[TrainingSize] = []
     operations: list[Operation] = []
-    host: Rows = {}
-    load_seconds: float | None = None
-    autocast: bool | None = None
-    seconds: float | None = None
     failed: str = ""
 
 
@@ -296,7 +288,6 @@ class Training(Record):
     rank: int | None = None
     model: dict[str, int] = {}
     libraries: dict[str, Library] = {}
-    make_seconds: float | None = None
 
 
 class Engine(Record):

@@ -51,7 +51,7 @@ def make(name: str, data):
 @pytest.fixture
 def training():
     spread = dict(p20=0.9, p50=1.0, p80=1.1)
-    arm = dict(ms=spread, peak_bytes=1, gpu_ms=10.0, dequantize_ms=2.0, dequantize_launches={}, remains=[])
+    arm = dict(ms=spread, gpu_ms=10.0, dequantize_ms=2.0)
 
     def size(tokens, p50):
         speed = dict(p20=p50 - 0.02, p50=p50, p80=p50 + 0.02, low=p50 - 0.01, high=p50 + 0.01)
