@@ -21,15 +21,10 @@ DEVICE_NAMES = ("_constexprs", "_options")  # what is compiled for, though it st
 SHOWN = ("reason", "sms", "capability")  # fields of Settings that say which card it is, and decide nothing
 
 
-def sections(text: str) -> dict[str, tuple[str, str]]:
-    """{id: (part, source)} of a module in `# %%` sections; part is "device", "host" or "card"."""
-    found = {}
-    for section in re.split(r"^(?=# %%)", text, flags=re.M):
-        head, _, body = section.partition("\n")
-        named = dict(re.findall(r'(\w+)="([^"]*)"', head)) if head.startswith("# %%") else {}
-        if "id" in named:
-            found[named["id"]] = (named.get("part", ""), body)
-    return found
+def sections(text: str) -> list[tuple[str, str]]:
+    """(part, source) of each section of a module; part is "device", "host" or "card"."""
+    _, *split = re.split(r'^# %% .*\bpart="(\w+)".*\n', text, flags=re.M)
+    return list(zip(split[::2], split[1::2], strict=True))
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -75,7 +70,7 @@ def code_hash(statements: list[ast.stmt]) -> str:
 def split(text: str) -> tuple[str, str]:
     """(device hash, host hash) of the kernel module's text; what decides for cards is in neither."""
     parts = {"device": [], "host": [], "card": []}
-    for part, body in sections(text).values():
+    for part, body in sections(text):
         for statement in ast.parse(body).body:
             compiled = getattr(statement, "name", "") in DEVICE_NAMES
             parts["device" if compiled else part].append(statement)
