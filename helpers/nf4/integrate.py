@@ -38,7 +38,7 @@ _built: dict[str, Library] = globals().get("_built", {})  # kept while off, so n
 _tested: set = set()  # (the library's function, the kernel's) that gave the same bits
 
 
-class Switch:
+class Switch(contextlib.AbstractContextManager):
     """What one call of use_nf4_kernel did. Leaving it as a context manager, or `off()`, undoes it.
 
     libraries: those switched on; refused: {library: why not}; left: {function: why it stays the library's};
@@ -59,9 +59,6 @@ class Switch:
             for library in _built.values():
                 library.holders.discard(self)
             _remove_orphans()
-
-    def __enter__(self) -> "Switch":
-        return self
 
     def __exit__(self, *_) -> None:
         self.off()

@@ -59,10 +59,8 @@ def dequantize(weight, quant_state, flush_subnormal=None):
     table = torch.tensor(TABLES[quant_state.quant_type], dtype=torch.float32, device=packed.device)
     byte = torch.arange(256, device=packed.device)
     pairs = torch.stack([table[byte >> 4], table[byte & 15]], dim=1)
-    codes = pairs.index_select(0, packed.int()).reshape(-1)
-    codes = torch.nn.functional.pad(codes, (0, blocks * blocksize - codes.numel()))
-    out = multiply(codes.view(blocks, blocksize), scale[:, None])
-    out = out.reshape(-1)[:n].to(dtype).reshape(quant_state.shape)
+    codes = pairs.index_select(0, packed.int()).reshape(-1)[:n]
+    out = multiply(codes, scale.repeat_interleave(blocksize)[:n]).to(dtype).reshape(quant_state.shape)
     return out.t() if weight.shape[0] == 1 else out
 
 

@@ -25,7 +25,7 @@ OPTIONS = ("-q", "-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "--
 RUNS = ("original", "substituted")
 LIMIT = 6 * 3600  # seconds
 launches = {"functional": 0, "operator": 0}
-outcomes = {"passed": 0, "failed": [], "skipped": 0, "launches": dict(launches)}
+outcomes = {"passed": 0, "failed": set(), "skipped": 0, "launches": dict(launches)}
 
 
 def substitute() -> None:
@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item):
 
 def pytest_runtest_logreport(report):
     if report.failed:
-        outcomes["failed"].append(report.nodeid)
+        outcomes["failed"].add(report.nodeid)
     elif report.skipped:
         outcomes["skipped"] += 1
     elif report.when == "call":
@@ -81,8 +81,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     if not hasattr(session.config, "workerinput"):  # not in xdist's processes
-        report = {**outcomes, "failed": sorted(set(outcomes["failed"]))}
-        Path(os.environ["NF4_REPORT"]).write_text(json.dumps(report), encoding="utf-8")
+        text = json.dumps(outcomes, default=sorted)  # the set
+        Path(os.environ["NF4_REPORT"]).write_text(text, encoding="utf-8")
 
 
 def run_tests(folder: Path, arguments: list[str], run: str, report: Path) -> str:

@@ -162,10 +162,10 @@ def wrong(kernel, case: Case, device: str) -> torch.Tensor:
     return mismatches(result, expected) + (~guards.isnan()).sum()
 
 
-def check(case: Case, device: str = DEVICE) -> int:
+def check(case: Case) -> int:
     """Run one case (a printed failure, pasted); returns the number of wrong elements."""
     with nf4_kernel.force(**WAYS[case.kind.way]):
-        return int(wrong(nf4_kernel, case, device))
+        return int(wrong(nf4_kernel, case, DEVICE))
 
 
 def run_kind(kind: Kind, count: int, seed: int, device: str, largest: int) -> tuple[int, list[str]]:

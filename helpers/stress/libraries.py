@@ -254,12 +254,12 @@ def work(library: str, layouts: list[str]) -> int:
     return 0
 
 
-def examine(library: str, layouts, timeout: float = 240) -> dict[str, dict] | str:
+def examine(library: str, layouts) -> dict[str, dict] | str:
     """Every layout's {"outcome", "text"} for one library, by name; or the reason why it is absent."""
     outcomes, left = {}, list(layouts)
     while left:
         worker = ["-m", "helpers", "libraries", "--worker", library, *left]
-        done = child.python(worker, timeout=timeout, check=False)
+        done = child.python(worker, timeout=240, check=False)
         status = "a timeout" if done.status is None else done.status
         lines = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
         if not lines:

@@ -14,7 +14,7 @@ _PARAMETER = re.compile(r"c\[0x0\]\[0x([0-9a-f]+)\]")
 _PREDICATE = re.compile(r"!?U?P(\d|T)")
 PARAMETER_BASE = ((100, 0x380), (90, 0x210), (70, 0x160))  # bytes into constant bank 0, from this sm_ on
 POINTERS = ("words", "out", "absmax", "table", "code2", "absmax2", "offset")  # our kernel's, 8 bytes each
-NO_RESULT = ("STG", "STS", "STL", "ST", "ISETP", "FSETP", "UISETP", "BAR", "BRA", "EXIT", "NOP", "WARPSYNC")
+NO_RESULT = ("STL", "ST", "ISETP", "FSETP", "UISETP", "BAR", "BRA", "EXIT", "NOP", "WARPSYNC")
 EVENTS = {"STG": "store", "BAR": "barrier", "STS": "to-shared", "LDS": "from-shared"}
 MOST_LATENCIES = 2  # code2 after absmax
 
@@ -82,22 +82,17 @@ def _registers(text: str, wide: int = 1) -> list[str]:
     ]
 
 
-def _results(instruction: Instruction) -> tuple[list[str], str]:
-    """(registers that it writes, the operands that it reads)."""
-    operands = instruction.operands.split(", ")
-    if instruction.stem in NO_RESULT:
-        return [], instruction.operands
-    first = next((i for i, operand in enumerate(operands) if not _PREDICATE.fullmatch(operand)), 0)
-    parts = instruction.opcode.split(".")
-    wide = max(1, width(instruction.opcode) // 32)
-    wide = max(wide, 2) if "WIDE" in parts or parts == ["CS2R"] else wide
-    return _registers(operands[first], wide), ", ".join(operands[:first] + operands[first + 1 :])
-
-
-def _reads(instruction: Instruction, read: str) -> list[str]:
-    """Registers that it reads; of a store also the whole vector that it writes to memory."""
-    wide = width(instruction.opcode) // 32 if instruction.stem in ("STG", "STS") else 1
-    return _registers(read) + _registers(read.split(", ")[-1], wide)
+def _operands(instruction: Instruction) -> tuple[list[str], list[str], list[str]]:
+    """Registers that it writes, that it reads, and the vector of them that a store writes to memory."""
+    operands, parts = instruction.operands.split(", "), instruction.opcode.split(".")
+    wide, written, stored = max(1, width(instruction.opcode) // 32), [], []
+    if instruction.stem in ("STG", "STS"):
+        stored = _registers(operands[-1], wide)
+    elif instruction.stem not in NO_RESULT:
+        wide = max(wide, 2) if "WIDE" in parts or parts == ["CS2R"] else wide
+        first = next((i for i, operand in enumerate(operands) if not _PREDICATE.fullmatch(operand)), 0)
+        written = _registers(operands.pop(first), wide)
+    return written, _registers(", ".join(operands)) + stored, stored
 
 
 def _address(instruction: Instruction) -> list[str]:
@@ -117,11 +112,11 @@ def read(path: tuple[Instruction, ...], arch: int) -> Order:
         return set().union(*(holds.get(name, ()) for name in registers))
 
     for position, now in enumerate(path):
-        results, operands = _results(now)
-        offsets = [int(text, 16) - base for text in _PARAMETER.findall(operands)]
+        written, needed, stored = _operands(now)
+        offsets = [int(text, 16) - base for text in _PARAMETER.findall(now.operands)]
         derived = {POINTERS[offset // 8] for offset in offsets if 0 <= offset < 8 * len(POINTERS)}
-        derived |= origins(_registers(operands))
-        used = {waiting[name] for name in (*_reads(now, operands), *results) if name in waiting}
+        derived |= origins(needed)
+        used = {waiting[name] for name in (*needed, *written) if name in waiting}
         if used:
             level = max(level, 1 + max(load.behind for load in used))
             events.append(f"<wait {', '.join(map(str, sorted(used, key=lambda load: load.position)))}>")
@@ -129,7 +124,7 @@ def read(path: tuple[Instruction, ...], arch: int) -> Order:
         if now.stem == "LDG":  # an address may be another load's value, which is not followed
             arguments = [source for source in origins(_address(now)) if isinstance(source, str)]
             loads.append(Load(position, arguments[0] if len(arguments) == 1 else "?", level))
-            waiting |= dict.fromkeys(results, loads[-1])
+            waiting |= dict.fromkeys(written, loads[-1])
             events.append(str(loads[-1]))
             derived = {loads[-1]}
         elif now.stem in EVENTS:
@@ -137,10 +132,9 @@ def read(path: tuple[Instruction, ...], arch: int) -> Order:
             if now.stem == "STG" and latencies is None:
                 latencies = level
             if now.stem == "STS":
-                value = origins(_registers(operands.split(", ")[-1], width(now.opcode) // 32))
-                shared |= {load.what for load in value if isinstance(load, Load)} or {"?"}
+                shared |= {load.what for load in origins(stored) if isinstance(load, Load)} or {"?"}
             derived = set()
-        for name in results:  # a predicated write may leave what was there
+        for name in written:  # a predicated write may leave what was there
             holds[name] = derived | (holds.get(name, set()) if now.predicate else set())
     latencies = level if latencies is None else latencies
     return Order(tuple(loads), tuple(events), latencies, tuple(sorted(shared)))

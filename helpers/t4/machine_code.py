@@ -105,14 +105,12 @@ def executed(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
             if now.stem in ("CALL", "BRX", "JMP"):
                 raise NotImplementedError(f"{now.opcode} at {now.address:#x}: calls cannot be counted")
             if now.stem == "BRA":
-                target = int(re.search(r"0x([0-9a-f]+)", now.operands).group(1), 16)
-                back = target <= now.address
-                if back and not now.predicate:
+                target = index[int(re.search(r"0x([0-9a-f]+)", now.operands).group(1), 16)]
+                if target < position and not now.predicate:  # back: a loop is closed
                     break
-                if not back and now.predicate:
-                    return (*walked, now, *max(way(position), way(index[target]), key=_filled))
-                if not back:
-                    position = index[target]
+                if target >= position and now.predicate:
+                    return (*walked, now, *max(way(position), way(target), key=_filled))
+                position = max(position, target)
             walked.append(now)
             if now.stem == "EXIT" and not now.predicate:
                 break
