@@ -29,9 +29,9 @@ NEEDS_GPU = "needs an NVIDIA GPU"
 
 def protocol(bench: Bench) -> Protocol:
     """Seconds of the official protocol for the kernel and every baseline."""
-    contestants = sum(baseline.fn is not None for baseline in bench.baselines.values()) + 1
-    with bench.bar(5 * len(bench.scope.configs) * contestants, "protocol") as bar:
-        candidates, configs = {"kernel": bench.module.your_dequantize_nf4}, bench.scope.configs
+    candidates, configs = {"kernel": bench.module.your_dequantize_nf4}, bench.scope.configs
+    turns = 5 * len(configs) * len(bench.contenders())
+    with tqdm(total=turns, desc="protocol", leave=False, disable=None) as bar:
         comparison = official.compare(candidates, configs=configs, against=bench.baselines, tick=bar.update)
     return msgspec.convert(comparison.to_dict(), Protocol)
 

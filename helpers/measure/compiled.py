@@ -246,21 +246,19 @@ def compile(bench: Bench) -> Compile:
             functools.partial(network.function, backward=backward),
             lambda function: network.call(function, scope.tokens[0], backward)(),
         )
-        for tokens in scope.tokens:
+        for tokens in bench.progress(scope.tokens, "compile"):
             cases.append(_case(bench, network, functions, missing, tokens, backward))
-            bar.update()
         return functions
 
     def one(dequantize: Callable) -> Callable:
         layer = network.layers[0]
         return _own_code(lambda: (dequantize(layer),))
 
-    with bench.bar(2 * len(scope.tokens), "compile") as bar:
-        forward = cases_of(backward=False)
-        calls, failures = _both_ways(network, one, lambda function: function())
-        alone = _time(bench, calls, failures, scope.inner, wait=False)
-        cases_of(backward=True)
-        parts = _parts(bench, network, forward)
+    forward = cases_of(backward=False)
+    calls, failures = _both_ways(network, one, lambda function: function())
+    alone = _time(bench, calls, failures, scope.inner, wait=False)
+    cases_of(backward=True)
+    parts = _parts(bench, network, forward)
     torch._dynamo.reset()
     return Compile(
         weights=scope.weights,

@@ -71,12 +71,9 @@ class Bench:
         """How many layers of a size the calls rotate through: at least 2, at most MOST_LAYERS."""
         return max(2, min(MOST_LAYERS, math.ceil(self.scope.rotate / bytes_moved(numel))))
 
-    def bar(self, total: int, what: str):
-        return tqdm(total=total, desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
-
     def progress(self, items, what: str):
         """The items, with a bar."""
-        return tqdm(list(items), desc=what, leave=False, disable=None)
+        return tqdm(list(items), desc=what, leave=False, disable=None)  # None: no bar in a file or a notebook
 
     def contenders(self) -> dict[str, Callable]:
         """layer -> weight, the kernel first."""

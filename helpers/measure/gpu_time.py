@@ -78,10 +78,11 @@ def _case(bench: Bench, numel: int, dtype: str, candidates: Candidates, rounds: 
     outs = [torch.empty(shape, dtype=dtype, device=bench.device) for _ in layers] if choices else []
     graphs, case.failures = _capture(bench, candidates, layers)
     for place, launch in enumerate(choices):
-        moves = [
-            functools.partial(launch, *_moved(layer), out) for layer, out in zip(layers, outs, strict=True)
-        ]
-        graphs[place] = (bench.gpu.capture(lambda index, moves=moves: moves[index](), count)[0], count)
+
+        def move(index, launch=launch):
+            launch(*_moved(layers[index]), outs[index])
+
+        graphs[place] = (bench.gpu.capture(move, count)[0], count)
     times = bench.gpu.replay_interleaved(graphs, rounds)
     if choices:
         times[CEILING] = min((times.pop(place) for place in range(len(choices))), key=statistics.median)

@@ -23,8 +23,8 @@ SHOWN = ("reason", "sms", "capability")  # fields of Settings that say which car
 
 def sections(text: str) -> list[tuple[str, str]]:
     """(part, source) of each section of a module; part is "device", "host" or "card"."""
-    _, *split = re.split(r'^# %% .*\bpart="(\w+)".*\n', text, flags=re.M)
-    return list(zip(split[::2], split[1::2], strict=True))
+    _, *found = re.split(r'^# %% .*\bpart="(\w+)".*\n', text, flags=re.M)
+    return list(zip(found[::2], found[1::2], strict=True))
 
 
 def _is_text(node: ast.expr) -> bool:
