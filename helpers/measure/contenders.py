@@ -1,6 +1,5 @@
 """Who is measured, on what and how long, and the gate before any clock starts: bitsandbytes' bits."""
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -84,10 +83,6 @@ class Bench:
         """Those with GPU code of their own; PEFT calls bitsandbytes'."""
         return {n: fn for n, fn in self.contenders().items() if n in ("kernel", *BASELINES_ON_GPU)}
 
-    def forced(self, overrides: dict):
-        """The kernel's settings with these changed, inside a `with` block."""
-        return self.module.force(**overrides) if overrides else contextlib.nullcontext()
-
 
 def random_layers(
     shape, dtype, count: int, nested: bool = True, device: str = "cuda"
@@ -136,18 +131,18 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]
 
 
-def wrong_bits(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) -> str:
-    """Why call() does not give the bits of `expected`; "" when it does.
+def wrong_bits(call: Callable[[], object], expected: torch.Tensor, out=None) -> str:
+    """Why call() does not give the bits of `expected`, or write them into `out`; "" when it does.
 
-    NaN is written beforehand into `out` where the call is known to write there, else into the memory that a
-    new output is likely to get, so that elements left unwritten show.
+    NaN is written beforehand into `out`, else into the memory that a new output is likely to get, so that
+    elements left unwritten show.
     """
     poison = torch.full_like(expected, math.nan) if out is None else out.fill_(math.nan)
     del poison
     try:
         result = call()
-        if result.is_cuda:
-            torch.cuda.synchronize()
+        clocks.synchronize()
     except Exception as error:
         return why(error)
-    return "" if protocol.same_bits(result, expected) else "not bit-identical to bitsandbytes: not timed"
+    same = protocol.same_bits(result if out is None else out, expected)
+    return "" if same else "not bit-identical to bitsandbytes: not timed"

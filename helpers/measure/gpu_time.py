@@ -1,5 +1,6 @@
 """GPU time by graph replay over rotated layers: all sizes, dequantize + multiply, one decision changed."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -36,7 +37,7 @@ def _capture(bench: Bench, candidates: Candidates, layers: list, multiply: Calla
             weight = dequantize(layers[index])
             return multiply(weight) if multiply else weight
 
-        with bench.forced(overrides):
+        with bench.module.force(**overrides) if overrides else contextlib.nullcontext():
             if wrong := wrong_bits(functools.partial(dequantize, layers[0]), first):
                 failures[name] = wrong
                 continue
@@ -46,17 +47,11 @@ def _capture(bench: Bench, candidates: Candidates, layers: list, multiply: Calla
                 failures[name] = f"cannot be captured: {why(error)}"
                 clocks.synchronize()
                 continue
-        replayed = functools.partial(_replayed, graph, out)
-        if not multiply and (wrong := wrong_bits(replayed, last, out)):
+        if not multiply and (wrong := wrong_bits(graph.replay, last, out)):
             failures[name] = f"its graph does not write the result: {wrong}"
         else:
             graphs[name], pool = (graph, count), graph.pool()
     return graphs, failures
-
-
-def _replayed(graph, out: torch.Tensor) -> torch.Tensor:
-    graph.replay()
-    return out
 
 
 def _rows(times: dict[str, list[float]]) -> Rows:
