@@ -52,20 +52,6 @@ class Layout:
         return layer
 
 
-def hold(layer, data=None, state=None):
-    """Give the layer other packed data or another state, both exactly as they come."""
-    import bitsandbytes
-
-    old = layer.weight
-    layer.weight = bitsandbytes.nn.Params4bit(
-        old.data if data is None else data,
-        requires_grad=False,
-        quant_state=old.quant_state if state is None else state,
-        quant_type=old.quant_type,
-        bnb_quantized=True,
-    )
-
-
 def set_state(**fields):
     """layer -> None: new values for fields of its state, functions of the state; "state2_x" is state2.x."""
 
@@ -79,8 +65,21 @@ def set_state(**fields):
 
 
 def set_data(change):
-    """layer -> None: `change(packed bytes)` as its packed data."""
-    return lambda layer: hold(layer, change(layer.weight.data))
+    """layer -> None: `change(packed bytes)` as its packed data, exactly as it comes."""
+
+    def hold(layer):
+        import bitsandbytes
+
+        old = layer.weight
+        layer.weight = bitsandbytes.nn.Params4bit(
+            change(old.data),
+            requires_grad=False,
+            quant_state=old.quant_state,
+            quant_type=old.quant_type,
+            bnb_quantized=True,
+        )
+
+    return hold
 
 
 def set_elements(n: int, dtype=torch.bfloat16, seed: int = 3407):
@@ -89,11 +88,10 @@ def set_elements(n: int, dtype=torch.bfloat16, seed: int = 3407):
     def change(layer):
         device = layer.weight.device
         packed, made = state_of((n, 1), *random_contents(seed, device, device), dtype)
-        state = copy.copy(layer.weight.quant_state)
-        state.state2 = copy.copy(state.state2)
+        state = layer.weight.quant_state
         state.shape, state.dtype, state.absmax = made.shape, dtype, made.absmax
         state.state2.absmax = made.state2.absmax
-        hold(layer, packed, state)
+        set_data(lambda old: packed)(layer)
 
     return change
 
