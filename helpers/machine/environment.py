@@ -13,7 +13,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MIN_CAPABILITY = (7, 5)  # Tesla T4; the oldest card the kernel is compiled and checked for
-MIN_TRITON = (3, 3)  # 3.1 and 3.2 cannot compile a bf16 cast for sm_75
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 # Other KAGGLE_ variables (KAGGLE_USERNAME, KAGGLE_KEY) also exist on machines that only use Kaggle's API.
 KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "KAGGLE_DATA_PROXY_TOKEN")
@@ -217,15 +216,3 @@ def old_gpu() -> str | None:
         return None
     have, need = ("sm_{}{}".format(*pair) for pair in (card, MIN_CAPABILITY))
     return f"{gpu_name()} is {have}; the kernel needs {need} or newer. {switch_on_gpu()}"
-
-
-def old_triton() -> str | None:
-    """Why the installed Triton cannot be used and what to do; None when it can."""
-    version, need = version_of("triton"), ".".join(map(str, MIN_TRITON))
-    if version and release(version) >= MIN_TRITON:
-        return None
-    what = f"Triton {version} is too old: before {need} it cannot compile bf16 for a Tesla T4."
-    if version is None:
-        what = f"Triton is not installed; {need} or newer is needed."
-    fix = "Start a new runtime of the newest image." if hosted() else "Run `bash colab_setup.sh`."
-    return f"{what} {fix}"

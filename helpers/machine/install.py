@@ -29,6 +29,7 @@ LOG = environment.ROOT / "build" / "setup.log"
 GROUPS = ("run", "test", "gpu", "unsloth")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = "torch==2.13.0"  # without the CPU index: some machines keep a CPU build of this one
+LEFT_ALONE = "that of Colab and Kaggle is left alone: start a new runtime of the newest image."
 VERIFY = """
 import torch, triton, bitsandbytes
 from helpers.machine import environment
@@ -130,10 +131,7 @@ def install_torch(gpus: list) -> None:
         return
     if present and environment.hosted():
         build = " (a build without CUDA)" if wrong else ""
-        raise SetupError(
-            f"torch {present}{build} does not fit {torch}, and the torch of Colab and Kaggle is left alone: "
-            "start a new runtime of the newest image."
-        )
+        raise SetupError(f"torch {present}{build} does not fit {torch}; {LEFT_ALONE}")
     if wrong:  # pip takes the CPU build for the version it is of
         pip("torch with CUDA (about 3 GB)", str(torch), "--force-reinstall", "--no-deps")
     if gpus:
@@ -154,7 +152,7 @@ def install(required: dict[str, Requirement], gpus: list) -> None:
     hosted, present = environment.hosted(), installed()
     unfit = missing(required, present)
     if hosted and "triton" in present and "triton" in unfit:
-        raise SetupError(f"{environment.old_triton() or 'Triton does not fit'} ({required['triton']})")
+        raise SetupError(f"triton {present['triton']} does not fit {required['triton']}; {LEFT_ALONE}")
     alone = requirements("unsloth").keys() - requirements().keys()
     together = {name: item for name, item in required.items() if name not in alone}
     # In Colab and Kaggle nothing that fits may change; in an environment of our own only these two matter.

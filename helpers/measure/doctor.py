@@ -79,8 +79,6 @@ def examine() -> list[Check]:
         return [*checks, Check("torch", False, f"does not import: {error}: {FIX}")]
     absent = [b for b in protocol.baselines().values() if b.fn is None]  # imports the libraries first
     device = "cuda" if environment.has_gpu() and not environment.old_gpu() else "cpu"
-    if text := environment.old_triton():
-        return [*checks, Check("Triton", False, text)]
     for dtype in DTYPES:
         try:
             ok, detail = _equal(device, dtype)

@@ -184,16 +184,6 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_named(plain):
     assert "driver 580.0" in environment.no_gpu()
 
 
-@pytest.mark.parametrize(
-    "version, fits", [("3.2.0", False), ("3.3.0", True), ("3.10.1", True), (None, False)]
-)
-def test_old_triton(plain, version, fits):
-    plain.setattr(environment, "version_of", lambda package: version)
-    text = environment.old_triton()
-    assert (text is None) is fits
-    assert fits or "3.3" in text
-
-
 def test_prepare_refuses_when_triton_was_imported_too_early():
     code = (
         "import torch; torch.cuda.is_available = lambda: False\n"

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from helpers.machine import environment, install
+from helpers.machine import child, environment, install
 from helpers.measure import doctor
 from helpers.measure.doctor import Check
 from helpers.oracle import reference
@@ -68,8 +68,13 @@ def test_a_broken_triton_is_reported(complete, kernel, monkeypatch):
     monkeypatch.setattr(kernel, "your_dequantize_nf4", lambda layer: 1 / 0)
     (check,) = (check for check in doctor.examine() if check.name == "bit-equal, float16")
     assert check.ok is False and "ZeroDivisionError" in check.detail
-    monkeypatch.setattr(environment, "old_triton", lambda: "Triton 2.0 is too old")
-    assert doctor.examine()[-1] == Check("Triton", False, "Triton 2.0 is too old")
+
+
+def test_an_old_triton_is_reported():
+    code = "import triton; triton.__version__ = '3.2.0'; from helpers.measure import doctor; doctor.main([])"
+    done = child.python(["-c", code], variables={"TRITON_INTERPRET": "1"})
+    line = next(line for line in done.out.splitlines() if line.startswith("FAIL  bit-equal, float16"))
+    assert "Triton 3.2.0 cannot compile" in line and "expected 3.3 or newer" in line
 
 
 def test_an_old_gpu_is_a_failure_and_a_missing_one_is_not(monkeypatch):
