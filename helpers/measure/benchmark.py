@@ -1,4 +1,4 @@
-"""python -m helpers bench: the kernel against every baseline and against the ceilings of the card at hand.
+"""python -m helpers bench: the kernel against every baseline and against the ceiling of the card at hand.
 
 All candidates take turns in one process; nothing is timed before its result has bitsandbytes' bits. A full
 run is written to results/<gpu>/benchmark.json; tables and figures are drawn from that file alone.

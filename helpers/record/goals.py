@@ -115,7 +115,7 @@ def _first_call(data: Benchmark) -> Iterator[Goal]:
         ("empty", "first call ever (empty caches)", "<= 1.0 s"),
         ("warm", "first call in a new process (warm disk cache)", "<= 0.2 s"),
     ):
-        seconds = data.cold.kernel.median(state, "first_call") if data.cold else None
+        seconds = data.cold.kernel.median(state) if data.cold else None
         yield _goal(name, must_reach, seconds, text="{:.2f} s")
 
 

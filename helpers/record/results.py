@@ -157,9 +157,9 @@ class Starts(Record):
     empty: list[dict[str, float]]  # Triton's cache was empty
     warm: list[dict[str, float]]  # ... filled by another process
 
-    def median(self, state: str, step: str) -> float:
-        """state: 'empty' or 'warm'."""
-        return statistics.median(run[step] for run in getattr(self, state))
+    def median(self, state: str) -> float:
+        """Seconds of the first call; state: 'empty' or 'warm'."""
+        return statistics.median(run["first_call"] for run in getattr(self, state))
 
 
 class Cold(Record):

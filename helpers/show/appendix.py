@@ -1,4 +1,7 @@
-"""What README, docs and the notebook show of stored results: one function a block of markdown."""
+"""What README, docs and the notebook show of stored results: one function a block of markdown.
+
+They quote complete runs of one card (`names.CARD`): a file or section that is not there is an error.
+"""
 
 import math
 from collections.abc import Callable
@@ -38,13 +41,13 @@ def with_caption(result, table: tables.Table, what: str = "call") -> str:
     return f"{tables.markdown(table)}\n\n*{caption(result, what)}*"
 
 
-def block(name: str, table: Callable, what: str = "call", empty: str = "not measured") -> Callable:
-    """The block that shows the table of a stored result's data, or `empty` where the table has no rows."""
+def block(name: str, table: Callable, what: str = "call") -> Callable:
+    """The block that shows the table of a stored result's data."""
 
     def drawn() -> str:
         result = stored(name)
         rows = table(result.data)
-        return with_caption(result, rows, what) if rows[1:] else empty
+        return with_caption(result, rows, what) if rows[1:] else "Not measured in the stored run."
 
     return drawn
 
@@ -120,14 +123,14 @@ def microseconds() -> str:
     """How much of the win is the kernel and how much is the call, in words."""
     result, lines = stored("benchmark"), []
     for name in BASELINES:
-        if gain := saved(result.data, name):
-            lines.append(
-                f"over {names.label(name)} {gain[0]:.0f} us are saved, {gain[1]:.0%} of them "
-                f"by the kernel on the GPU and {1 - gain[1]:.0%} by the call on the host"
-            )
+        us, on_gpu = saved(result.data, name)
+        lines.append(
+            f"over {names.label(name)} {us:.0f} us are saved, {on_gpu:.0%} of them "
+            f"by the kernel on the GPU and {1 - on_gpu:.0%} by the call on the host"
+        )
     return (
         "**How much is the kernel, how much the call?** One synchronized call of each of the protocol's "
-        f"three shapes, added up: {'; '.join(lines) or 'not measured'}. *{caption(result)}.*"
+        f"three shapes, added up: {'; '.join(lines)}. *{caption(result)}.*"
     )
 
 
@@ -161,8 +164,8 @@ def cards() -> str:
 
 def _host_steps(data) -> tables.Table:
     """Our call with one of its shortcuts taken away: microseconds until it returns."""
-    steps = data.host.steps if data.host else {}
-    chosen = next(iter(steps.values())).p50 if steps else None
+    steps = data.host.steps
+    chosen = next(iter(steps.values())).p50
     rows = [["the call, without", "us until it returns", "over as it is"]]
     return rows + [[name, f"{t.p50:.2f}", f"{t.p50 / chosen:.2f}"] for name, t in steps.items()]
 
@@ -241,8 +244,6 @@ def t4_kernels() -> str:
 def machine_code() -> str:
     """Everyone's machine code for a T4, and this kernel's for the other generations."""
     result = sass.stored(RESULTS)
-    if result is None:
-        return "No machine code is stored: `python -m helpers sass --store`"
     table = with_caption(result, sass.table(result.data.code), "gpu")
     return f"{table}\n\n{sass.LEGEND}. {sass.verdict(result.data.code)}."
 
@@ -250,8 +251,6 @@ def machine_code() -> str:
 def forced() -> str:
     """What the whole notebook found with a T4's decisions forced on the card that README quotes."""
     result = stored("score", f"{names.CARD}-forced-t4")
-    if result is None:
-        return "No run with a T4's decisions forced is stored."
     other = [line for line in result.data.lines if "peed" not in line.name]  # times are the card's own
     points, best = sum(line.points["today"] or 0 for line in other), sum(line.best for line in other)
     return (
@@ -279,23 +278,18 @@ def goals_met() -> str:
 
 def limits() -> str:
     """What bounds the goals that depend on the host, a line each."""
-    data, lines = stored("benchmark").data, []
-    calls = [case.synchronized for case in data.host.cases] if data.host else []
-    if calls:
-        sums = {name: sum(rows[name].p50 for rows in calls) for name in calls[0]}
-        today, classic = (sums[name] / sums[names.ALLOCATE_FILL] for name in BASELINES)
-        lines.append(
-            "- Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
-            f"{today:.2f} of the time of Unsloth today and 1/{classic:.2f} of classic on this host."
-        )
-    if data.cold and data.cold.trivial:
-        times = [starts.median(state, "first_call") for starts in (data.cold.trivial, data.cold.kernel)
-                 for state in ("empty", "warm")]  # fmt: skip
-        lines.append(
-            f"- First call: a Triton kernel that stores one number takes {times[0]:.2f} s with empty caches "
-            f"and {times[1]:.2f} s with warm ones; this kernel {times[2]:.2f} and {times[3]:.2f} s."
-        )
-    return "\n".join(lines)
+    data = stored("benchmark").data
+    calls = [case.synchronized for case in data.host.cases]
+    sums = {name: sum(rows[name].p50 for rows in calls) for name in calls[0]}
+    today, classic = (sums[name] / sums[names.ALLOCATE_FILL] for name in BASELINES)
+    starts = data.cold.trivial, data.cold.kernel
+    times = [each.median(state) for each in starts for state in ("empty", "warm")]
+    return (
+        "- Reference: allocating and filling the same outputs, with nothing decoded, takes 1/"
+        f"{today:.2f} of the time of Unsloth today and 1/{classic:.2f} of classic on this host.\n"
+        f"- First call: a Triton kernel that stores one number takes {times[0]:.2f} s with empty caches "
+        f"and {times[1]:.2f} s with warm ones; this kernel {times[2]:.2f} and {times[3]:.2f} s."
+    )
 
 
 def other_cards() -> str:
@@ -398,10 +392,6 @@ BLOCKS = {function.__name__: function for function in WRITTEN} | {
     "call_cost": block("benchmark", tables.call_cost),
     "training": block("training", train_bench.steps),
     "training_short": block("training", _training_short),
-    "operations": block(
-        "training",
-        train_bench.operations,
-        empty="Prefill, loading and merging were not measured in the stored run.",
-    ),
+    "operations": block("training", train_bench.operations),
     "several_gpus": block("several_gpus", several_gpus.table),
 }
