@@ -1,6 +1,6 @@
 """What README, docs and the notebook show of stored results: one function a block of markdown.
 
-They quote complete runs of one card (`names.CARD`): a file or section that is not there is an error.
+They quote complete runs of one card, `names.CARD`; of others there may be less.
 """
 
 import math

@@ -1,14 +1,14 @@
 """Figures drawn from stored results. Nothing is measured or stored here.
 
-Each takes a `results.Result` (None: there is no file) and returns a `Picture`; what was not measured becomes
-a panel that says so. `alt` says in words what a picture shows.
+Each takes a `results.Result` and returns a `Picture`; what was not measured becomes a panel that says so.
+`alt` says in words what a picture shows.
 """
 
 import io
 
 import matplotlib
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from helpers.record.names import ALLOCATE_FILL, BASELINES_ON_GPU, CEILING, DTYPES, label, size_text
 from helpers.record.results import caption, ratio
@@ -74,10 +74,8 @@ def _picture(source: str, height: float, panels: int = 1):
 
 def _say_not_measured(panel, result, section: str = ""):
     """Say why a section of a result is not there."""
-    reason = "no result file"
-    if result:
-        data = result.data
-        reason = (data.not_measured | data.failed).get(section) if section else "every library failed"
+    data = result.data
+    reason = (data.not_measured | data.failed).get(section) if section else "every library failed"
     panel.set_axis_off()
     text = f"not measured ({reason or 'not in this result file'})"
     panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
@@ -117,7 +115,7 @@ def _shares(sizes: dict[int, dict]) -> dict[str, tuple[str, dict]]:
 def share_by_size(result) -> Picture:
     """The one speed picture: speed of each kernel as a share of one that only moves the bytes, by size."""
     figure, panels = _picture(caption(result, "gpu"), 3.5, panels=2)
-    sizes, drawn = result.data.gpu_rows() if result else {}, []
+    sizes, drawn = result.data.gpu_rows(), []
     for panel, dtype in zip(panels, DTYPES, strict=True):
         series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype})
         if not series:
@@ -132,9 +130,9 @@ def share_by_size(result) -> Picture:
         panel.set(title=DTYPES[dtype], xlabel="elements of the weight")
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        panel.xaxis.set_minor_locator(NullLocator())
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(int(value))))
-        panel.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]))
+        panel.xaxis.set_major_formatter(lambda value, _: size_text(int(value)))
+        panel.minorticks_off()
+        panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
     highest = max(panel.dataLim.y1 for panel in panels)  # a quick run tries few launches of the byte-mover
     for panel in panels:
         panel.set_ylim(0, max(1.1, 1.05 * highest))
@@ -145,7 +143,7 @@ def share_by_size(result) -> Picture:
 @styled
 def call_parts(result) -> Picture:
     """Where the microseconds of one synchronized call go; allocate + fill is the reference."""
-    host = result.data.host if result else None
+    host = result.data.host
     parts = {name: part for name, part in host.parts.items() if part.rest_us is not None} if host else {}
     title = "Where the microseconds of one call go"
     figure, (panel,) = _picture(caption(result), 0.38 * len(parts) + 1.8)
@@ -203,8 +201,7 @@ def t4(totals: dict, published: dict, source: str) -> Picture:
 @styled
 def training(result) -> Picture:
     """Step time without the kernel over that with it, by tokens and library: median, 95% interval."""
-    every = result.data.libraries if result else {}
-    libraries = {name: library.sizes for name, library in every.items() if library.sizes}
+    libraries = {name: library.sizes for name, library in result.data.libraries.items() if library.sizes}
     title = "QLoRA step with the kernel (layer sizes of Llama-3 8B): time without / with"
     figure, (panel,) = _picture(caption(result), 3.0)
     if not libraries:
