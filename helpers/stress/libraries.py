@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from helpers.machine import child, environment
+from helpers.machine import child
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import layers, reference
 from helpers.record import names, results, tables
 from helpers.stress.states import random_contents, state_of
-from helpers.submission.protocol import baselines, synchronize
+from helpers.submission.protocol import DEVICE, baselines, synchronize
 
 OURS = "kernel"
 LIBRARIES = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft", OURS)
@@ -241,11 +241,10 @@ def library_function(library: str) -> tuple[Callable | None, str]:
 
 def work(library: str, layouts: list[str]) -> int:
     """The child process: a JSON line on the library, then one after each layout."""
-    device = "cuda" if environment.has_gpu() else "cpu"
     function, reason = library_function(library)
     print(json.dumps({"absent": reason if function is None else ""}), flush=True)
     for name in layouts if function else ():
-        row = {"name": name, **judge(function, LAYOUTS[name], device)}
+        row = {"name": name, **judge(function, LAYOUTS[name], DEVICE)}
         print(json.dumps(row), flush=True)
         if row["outcome"] == "crash":
             return CRASHED
@@ -286,8 +285,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--libraries", nargs="+", default=LIBRARIES, choices=LIBRARIES)
     parser.add_argument("layouts", nargs="*", help="(default: all that run here)")
     arguments = parser.parse_args(argv)
-    gpu = environment.has_gpu()
-    layouts = arguments.layouts or [name for name, layout in LAYOUTS.items() if gpu or not layout.gpu]
+    here = [name for name, layout in LAYOUTS.items() if DEVICE == "cuda" or not layout.gpu]
+    layouts = arguments.layouts or here
     if arguments.worker:
         return work(arguments.worker, layouts)
     jobs = max(1, min(len(arguments.libraries), (os.cpu_count() or 1) // 2))

@@ -16,12 +16,12 @@ import time
 import torch
 from tqdm import tqdm
 
-from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
 from helpers.record import results
 from helpers.stress.libraries import Layout, set_elements
 from helpers.stress.states import mismatches
+from helpers.submission.protocol import DEVICE
 
 LAYERS = 64
 EVERY = 2000  # launches between two replacements
@@ -40,17 +40,17 @@ def resident_bytes() -> int:
         return 0
 
 
-def run(launches: int, windows: int, device: str) -> dict:
+def run(launches: int, windows: int) -> dict:
     """Totals, and one row a window: us a call, bytes of host and of allocated memory."""
-    gpu, call = device == "cuda", nf4_kernel.your_dequantize_nf4
+    gpu, call = DEVICE == "cuda", nf4_kernel.your_dequantize_nf4
     every, count = (EVERY, LAYERS) if gpu else (50, 6)
     made, done, rows, layers = 0, 0, [], {}
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
 
     def replace_one():
         nonlocal made, wrong
         contents = set_elements(SIZES[made % len(SIZES)], reference.DTYPES[made % 3], seed=made)
-        layers[made % count] = layer = Layout(before=contents).make(device)
+        layers[made % count] = layer = Layout(before=contents).make(DEVICE)
         expected = reference.dequantize(layer.weight, layer.weight.quant_state)
         for _ in range(2):  # the first call makes the plan
             wrong += mismatches(call(layer), expected)
@@ -99,11 +99,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--launches", type=int, default=10_000_000)
     parser.add_argument("--windows", type=int, default=50)
     arguments = parser.parse_args(argv)
-    device = "cuda" if environment.has_gpu() else "cpu"
     start = time.perf_counter()
-    data = run(arguments.launches, arguments.windows, device)
+    data = run(arguments.launches, arguments.windows)
     data["seconds"] = round(time.perf_counter() - start, 1)
-    data["grown"] = growth(data["windows"]) if device == "cuda" else []  # the interpreter's own does vary
+    data["grown"] = growth(data["windows"]) if DEVICE == "cuda" else []  # the interpreter's own does vary
     print(f"{data['launches']:,} launches, {data['layers']:,} layers, {data['wrong']} wrong")
     print("us a call, bytes of memory:", data["windows"][0], "->", data["windows"][-1])
     print("\n".join(data["grown"]) or "nothing grew")

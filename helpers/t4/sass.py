@@ -174,10 +174,8 @@ def table(codes: list[Code], every: bool = False) -> list[list[str]]:
 
 def verdict(codes: list[Code]) -> str:
     """What ours misses of the budgets, in one sentence; it ends in "met" when nothing is missed."""
-    missed = [f"{code.name}: {reason}" for code in codes for reason in code.missed]
-    return "Budgets of ours (instructions, spills, 128-bit stores, occupancy, order of loads): " + (
-        "; ".join(missed) or "met"
-    )
+    missed = "; ".join(f"{code.name}: {reason}" for code in codes for reason in code.missed) or "met"
+    return f"Budgets of ours (instructions, spills, 128-bit stores, occupancy, order of loads): {missed}"
 
 
 def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
