@@ -95,7 +95,7 @@ def t4_in_words() -> str:
 def t4_picture() -> plots.Picture:
     simulator, totals, _ = _predicted()
     source = f"kernels: {simulator}; calls: published for a T4 Colab, ours scaled"
-    return plots.t4(totals, {"unsloth_classic": simulated.CLASSIC_TOTAL_S}, source)
+    return plots.t4(totals, simulated.CLASSIC_TOTAL_S, source)
 
 
 def score() -> str:

@@ -1,6 +1,6 @@
 """Figures drawn from stored results. Nothing is measured or stored here.
 
-Each takes a `results.Result` and returns a `Picture`; what was not measured becomes a panel that says so.
+Each returns a `Picture`; what a benchmark did not measure becomes a panel that says so.
 `alt` says in words what a picture shows.
 """
 
@@ -72,10 +72,9 @@ def _picture(source: str, height: float, panels: int = 1):
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
-def _say_not_measured(panel, result, section: str = ""):
-    """Say why a section of a result is not there."""
-    data = result.data
-    reason = (data.not_measured | data.failed).get(section) if section else "every library failed"
+def _say_not_measured(panel, data, section: str):
+    """Say why a section of a benchmark is not there."""
+    reason = (data.not_measured | data.failed).get(section)
     panel.set_axis_off()
     text = f"not measured ({reason or 'not in this result file'})"
     panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
@@ -119,7 +118,7 @@ def share_by_size(result) -> Picture:
     for panel, dtype in zip(panels, DTYPES, strict=True):
         series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype})
         if not series:
-            _say_not_measured(panel, result, "gpu")
+            _say_not_measured(panel, result.data, "gpu")
             drawn.append(f"{DTYPES[dtype]}: not measured")
             continue
         for name, (text, points) in series.items():
@@ -148,7 +147,7 @@ def call_parts(result) -> Picture:
     title = "Where the microseconds of one call go"
     figure, (panel,) = _picture(caption(result), 0.38 * len(parts) + 1.8)
     if not parts:
-        _say_not_measured(panel, result, "host")
+        _say_not_measured(panel, result.data, "host")
         return _titled(figure, title, ["not measured"])
     case = host.cases[0]
     title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
@@ -170,9 +169,9 @@ def call_parts(result) -> Picture:
 
 
 @styled
-def t4(totals: dict, published: dict, source: str) -> Picture:
-    """The official protocol on a T4: {contender: simulated.Total}, {contender: (low, high) seconds that
-    others measured}, and where the figures are from."""
+def t4(totals: dict, classic: tuple[float, float], source: str) -> Picture:
+    """The official protocol on a T4: {contender: simulated.Total}, seconds of Unsloth classic that others
+    measured (low, high), and where the figures are from."""
     figure, (panel,) = _picture(source, 2.6)
     for name, total in totals.items():
         kernels, both = total.kernels, total.both
@@ -184,18 +183,16 @@ def t4(totals: dict, published: dict, source: str) -> Picture:
             style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
             panel.barh(label(name), right - left, left=left, label=text if name == "kernel" else "", **style)
         panel.text(both.high, label(name), f" {both}", va="center", fontsize=8)
-    for name, (low, high) in published.items():
-        style = dict(color=INK, capsize=3, linewidth=1.2, label="measured by others")
-        panel.errorbar((low + high) / 2, list(totals).index(name) + 0.4, xerr=(high - low) / 2, **style)
+    (low, high), row = classic, list(totals).index("unsloth_classic") + 0.4
+    style = dict(color=INK, capsize=3, linewidth=1.2, label="measured by others")
+    panel.errorbar((low + high) / 2, row, xerr=(high - low) / 2, **style)
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
-    ends = [total.both.high for total in totals.values()] + [high for _, high in published.values()]
-    panel.set_xlim(right=1.1 * max(ends))
+    panel.set_xlim(right=1.1 * max(high, *(total.both.high for total in totals.values())))
     drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
-    drawn += [f"{label(name)}, by others: {low} to {high} s" for name, (low, high) in published.items()]
-    return _titled(
-        figure, "The official protocol on a Tesla T4, seconds: predicted, not measured here", drawn
-    )
+    drawn.append(f"{label('unsloth_classic')}, by others: {low} to {high} s")
+    title = "The official protocol on a Tesla T4, seconds: predicted, not measured here"
+    return _titled(figure, title, drawn)
 
 
 @styled
@@ -204,9 +201,6 @@ def training(result) -> Picture:
     libraries = {name: library.sizes for name, library in result.data.libraries.items() if library.sizes}
     title = "QLoRA step with the kernel (layer sizes of Llama-3 8B): time without / with"
     figure, (panel,) = _picture(caption(result), 3.0)
-    if not libraries:
-        _say_not_measured(panel, result)
-        return _titled(figure, title, ["not measured"])
     drawn, width = [], 0.8 / len(libraries)
     tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
     for index, (name, sizes) in enumerate(libraries.items()):

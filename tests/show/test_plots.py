@@ -80,11 +80,11 @@ def test_training_bars_are_the_medians(training):
 def test_a_t4s_bars_end_where_the_sums_do():
     totals = {
         "kernel": Total(Span(2.5, 2.9), Span(0.2, 0.3)),
-        "unsloth_today": Total(Span(2.6, 3.1), Span(0.5, 0.7)),
+        "unsloth_classic": Total(Span(2.6, 3.1), Span(0.5, 0.7)),
     }
-    figure = plots.t4(totals, {"unsloth_today": (3.5, 4.5)}, "where it is from")
+    figure = plots.t4(totals, (3.5, 4.5), "where it is from")
     (line,) = [c.lines[0] for c in figure.axes[0].containers if "others" in str(c.get_label())]
-    assert line.get_xdata() == [4.0] and "Unsloth today, by others: 3.5 to 4.5 s" in figure.alt
+    assert line.get_xdata() == [4.0] and "Unsloth classic, by others: 3.5 to 4.5 s" in figure.alt
     ends = sorted(bar.get_x() + bar.get_width() for bar in figure.axes[0].patches)
     assert ends == pytest.approx(sorted([2.5, 2.7, 3.2, 2.6, 3.1, 3.8]))
     assert "predicted, not measured here" in figure.alt and "where it is from" in figure.alt
@@ -98,15 +98,11 @@ def test_every_figure_names_card_date_kernel_and_an_earlier_kernel(of, name):
         assert fact in figure._supxlabel.get_text() and fact in figure.alt
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_what_was_not_measured_is_said(of, name):
-    empty, reason = of[name], "needs an NVIDIA GPU"
-    if name == "training":
-        empty.data.libraries, reason = {"peft": results.Library(failed="why")}, "every library failed"
-    else:
-        empty.data.gpu = empty.data.host = None
-        empty.data.not_measured = dict.fromkeys(("gpu", "host"), reason)
-    figure = FIGURES[name](empty)
+@pytest.mark.parametrize("name", ["share_by_size", "call_parts"])
+def test_what_was_not_measured_is_said(result, name):
+    result.data.gpu, result.data.host, reason = None, None, "needs an NVIDIA GPU"
+    result.data.not_measured = dict.fromkeys(("gpu", "host"), reason)
+    figure = FIGURES[name](result)
     assert not any(panel.patches or panel.lines for panel in figure.axes)
     assert all(reason in panel.texts[0].get_text() for panel in figure.axes)
     assert "not measured" in figure.alt and figure.png()
