@@ -208,9 +208,7 @@ def main(argv: list[str]) -> int:
     failed = list(itertools.chain(*failures))
     by_way = {way: sum(count for kind, count in shares.items() if kind.way == way) for way in ways}
     data = {"cases": cases, "elements": sum(elements), "kinds": len(chosen), "failed": len(failed)}
-    data |= {"first_failures": failed[:20], "seed": seed, "device": DEVICE, "ways": by_way}
-    data["seconds"] = round(time.perf_counter() - start, 1)
-    path = results.write("fuzz", data)
-    print(json.dumps({name: value for name, value in data.items() if name != "first_failures"}))
-    print("\n".join([*failed[:5], f"written: {path}"]))
+    data |= {"seed": seed, "device": DEVICE, "ways": by_way, "seconds": round(time.perf_counter() - start, 1)}
+    path = results.write("fuzz", data | {"first_failures": failed[:20]})
+    print("\n".join([json.dumps(data), *failed[:5], f"written: {path}"]))
     return int(bool(failed))
