@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from helpers.submission.protocol import synchronize
+
 
 def median_interval(values: list[float]) -> tuple[float, float]:
     """A 95% confidence interval of the median of `values`, whatever their distribution.
@@ -24,11 +26,6 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     ordered, count = sorted(values), len(values)
     low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
     return ordered[low], ordered[count - 1 - low]
-
-
-def synchronize():
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from torch.nn.functional import linear
 from helpers.measure import clocks
 from helpers.measure.contenders import Bench, why
 from helpers.oracle.layers import quantized_layer
-from helpers.record.names import dtype_name
 from helpers.record.results import Compile, CompileCase, Rows, Times
 from helpers.submission import protocol
 
@@ -263,7 +262,7 @@ def compile(bench: Bench) -> Compile:
     return Compile(
         weights=scope.weights,
         shape=scope.shape,
-        dtype=dtype_name(DTYPE),
+        dtype=protocol.name_of(DTYPE),
         cases=cases,
         call_eager=alone["eager"],
         call_compiled=alone["compiled"],

@@ -12,7 +12,7 @@ import torch
 
 from helpers.measure import ceilings, clocks
 from helpers.measure.contenders import Bench, random_layers, why, wrong_bits
-from helpers.record.names import CEILING, DTYPES, bytes_moved, dtype_name
+from helpers.record.names import CEILING, DTYPES, bytes_moved
 from helpers.record.results import Cases, Gpu, GpuCase, Rows, Times
 from helpers.submission import protocol
 
@@ -128,7 +128,7 @@ def gemm(bench: Bench) -> Cases:
         candidates = policies | {ALONE: (lambda layer, ready=ready: ready, {})}
         graphs, failures = _capture(bench, candidates, layers, lambda weight, X=X: X @ weight.t())
         rows = _rows(bench.gpu.replay_interleaved(graphs, bench.rounds(15, 5)))
-        dtype = dtype_name(config.dtype)
+        dtype = protocol.name_of(config.dtype)
         cases.append(GpuCase(shape=shape, tokens=tokens, dtype=dtype, rows=rows, failures=failures))
     return Cases(cases=cases)
 

@@ -30,11 +30,6 @@ def label(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def dtype_name(dtype) -> str:
-    """torch.float16 -> 'float16'."""
-    return str(dtype).removeprefix("torch.")
-
-
 def size_text(numel: int) -> str:
     """65536 -> '64K', 2**30 -> '1G', 58720256 -> '58.7M' (decimal where it is no power of two)."""
     for unit, scale in (("G", 2**30), ("M", 2**20), ("K", 2**10)):

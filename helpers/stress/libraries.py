@@ -24,7 +24,7 @@ from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import layers, reference
 from helpers.record import names, results, tables
 from helpers.stress.states import random_contents, state_of
-from helpers.submission.protocol import DEVICE, baselines, synchronize
+from helpers.submission.protocol import DEVICE, baselines, name_of, synchronize
 
 OURS = "kernel"
 LIBRARIES = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft", OURS)
@@ -127,7 +127,7 @@ OPTIONS = {
 }
 BEFORE = {
     **{f"state2.blocksize {size}": _second_level(size) for size in (64, 128, 512, 1)},
-    **{f"quant_storage {names.dtype_name(dtype)}": _as(dtype) for dtype in reference.DTYPES},
+    **{f"quant_storage {name_of(dtype)}": _as(dtype) for dtype in reference.DTYPES},
     "weight from an odd address": set_data(lambda packed: torch.cat([packed[:1], packed])[1:]),
     "W.t()": set_data(lambda packed: packed.t()),
     "1-D weight": set_state(shape=lambda s: torch.Size([20480])),

@@ -15,7 +15,6 @@ import torch
 from helpers.machine import environment
 from helpers.nf4 import kernel as nf4_kernel
 from helpers.oracle import reference
-from helpers.record.names import dtype_name
 from helpers.submission import evidence, protocol
 from helpers.t4 import other_card
 
@@ -49,7 +48,7 @@ def _examine(case: str, layer, arch: int, module) -> dict:
     other_card.run_foreign(layer.weight, state, out, arch, module)
     differing = protocol.different(out, protocol.expected(layer))
     outside = int((~torch.cat([around[:_GUARD], around[-_GUARD:]]).isnan()).sum())
-    fault = f"{case}, {dtype_name(state.dtype)}, {'nested' if state.nested else 'flat'}, sm_{arch}: "
+    fault = f"{case}, {protocol.name_of(state.dtype)}, {'nested' if state.nested else 'flat'}, sm_{arch}: "
     fault += f"{differing} differ, {outside} written outside the output"
     return {"elements": n, "differing": differing, "fault": fault if differing or outside else ""}
 
