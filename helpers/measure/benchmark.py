@@ -101,20 +101,19 @@ def merge(files: list[Path]) -> Result[Benchmark]:
     They must be of the same kernel, card and versions, else ValueError. Its date is the first one's.
     """
     parts = {path: results.read(path.name, path.parent, Benchmark) for path in files}
-    first = parts[files[0]]
-    merged = msgspec.structs.replace(first, data=Benchmark(quick=False, unsloth_fused=True))
+    first, sections = parts[files[0]], {}
     for path, part in parts.items():
         facts = msgspec.structs.replace(part.environment, date=first.environment.date)
         if (facts, part.kernel, part.data.quick) != (first.environment, first.kernel, False):
             raise ValueError(f"{path} is quick, or of another kernel, card or versions than {files[0]}")
-        for name in [name for name in SECTIONS if getattr(part.data, name) is not None]:
-            if getattr(merged.data, name) is not None:
-                raise ValueError(f"{path} holds {name} once more, expected every section once")
-            setattr(merged.data, name, getattr(part.data, name))
-        merged.data.unsloth_fused = merged.data.unsloth_fused and part.data.unsloth_fused
-    if missing := [name for name in SECTIONS if getattr(merged.data, name) is None]:
+        held = {name: data for name in SECTIONS if (data := getattr(part.data, name)) is not None}
+        if twice := held.keys() & sections.keys():
+            raise ValueError(f"{path} holds {', '.join(twice)} once more, expected every section once")
+        sections |= held
+    if missing := [name for name in SECTIONS if name not in sections]:
         raise ValueError(f"the files lack {', '.join(missing)}, expected every section once")
-    return merged
+    fused = all(part.data.unsloth_fused for part in parts.values())
+    return msgspec.structs.replace(first, data=Benchmark(quick=False, unsloth_fused=fused, **sections))
 
 
 def _store(data: Benchmark, options) -> Path | None:

@@ -104,16 +104,15 @@ def _allocate_fill(like: torch.Tensor) -> Callable:
 
 def host(bench: Bench) -> Host:
     """Time until a call returns and until it is done, and what the call consists of."""
-    cases, first, rounds = [], None, bench.rounds(60, 10)
+    cases, parts, rounds = [], {}, bench.rounds(60, 10)
     for shape, dtype in bench.progress(bench.scope.layers, "host"):
         expected, calls, failures = _calls(bench, shape, dtype)
         calls[ALLOCATE_FILL] = _allocate_fill(expected)
-        first = first or (expected, calls)  # where the call weighs most
         times = {"returned": _rows(bench, calls, rounds), "synchronized": _rows(bench, calls, rounds, True)}
         cases.append(HostCase(shape=shape, dtype=dtype, failures=failures, **times))
-    expected, calls = first
-    units = _units(bench, expected)
-    parts = {name: _parts(bench, name, call, units, cases[0]) for name, call in calls.items()}
+        if not parts:  # where the call weighs most
+            units = _units(bench, expected)
+            parts = {name: _parts(bench, name, call, units, cases[0]) for name, call in calls.items()}
     return Host(cases=cases, units=units, parts=parts, steps=steps(bench))
 
 

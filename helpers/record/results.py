@@ -42,10 +42,9 @@ class Times(Record):
     def of(cls, seconds: list[float]) -> "Times":
         """From seconds by round. ValueError when there are none."""
         us = [1e6 * value for value in seconds]
-        spread = percentiles(us)
         if len(us) < 10:
-            return cls(p50=spread["p50"], rounds=len(us), repeats=us)
-        return cls(rounds=len(us), **spread)
+            return cls(p50=percentiles(us)["p50"], rounds=len(us), repeats=us)
+        return cls(rounds=len(us), **percentiles(us))
 
 
 Rows = dict[str, Times]
