@@ -24,7 +24,6 @@ from helpers.record.results import Benchmark, Protocol, Result
 from helpers.submission import protocol as official
 
 NAME = "benchmark"  # of the result file
-NEEDS_GPU = "needs an NVIDIA GPU"
 
 
 def protocol(bench: Bench) -> Protocol:
@@ -61,8 +60,7 @@ def failures(data) -> list[str]:
     reasons = {**data.get("failed", {}), **data.get("failures", {})}
     if data.get("failure"):
         reasons[data["label"]] = data["failure"]
-    deeper = [value for key, value in data.items() if key not in ("failed", "failures")]
-    return [f"{name}: {reason}" for name, reason in reasons.items()] + failures(deeper)
+    return [f"{name}: {reason}" for name, reason in reasons.items()] + failures(list(data.values()))
 
 
 def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kernel, keep=None) -> Benchmark:
@@ -73,7 +71,7 @@ def measure(only: list[str] | None = None, quick: bool = False, module=nf4_kerne
     chosen = list(only or (QUICK_SECTIONS if quick else SECTIONS))
     data = Benchmark(quick=quick)
     if not environment.has_gpu():
-        data.not_measured = dict.fromkeys(only or SECTIONS, NEEDS_GPU)
+        data.not_measured = dict.fromkeys(only or SECTIONS, f"needs {official.NEEDS_GPU}")
         return data
     bench = Bench(module, official.baselines(), quick, QUICK if quick else FULL)
     if reason := bench.baselines["bitsandbytes"].reason:
