@@ -214,5 +214,6 @@ def training(result) -> Picture:
         drawn.append(f"{text} {', '.join(f'{value:.2f}' for value in middle)}")
     panel.axhline(1, color=INK, linewidth=0.9)
     panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
-    panel.set(xlabel="tokens per step", ylim=(0.9, None))
+    lowest = min(size.speedup.low for sizes in libraries.values() for size in sizes)
+    panel.set(xlabel="tokens per step", ylim=(min(0.9, lowest - 0.05), None))
     return _titled(figure, title, drawn)
