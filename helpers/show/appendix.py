@@ -209,7 +209,8 @@ def compiled() -> str:
     says = (
         f"Of the {whole - eager:.1f} us that compiling adds a weight, guards are {whole - less[0]:.1f} and "
         f"asserts {less[0] - less[1]:.1f}; a graph that does only launches would take {launches:.1f} us, "
-        f"{whole - launches:.1f} less."
+        f"{whole - launches:.1f} less. Timed in turns of its own, after the table above, on a shared host: "
+        "compare within it."
     )
     missing = "; ".join(f"{name}: {reason}" for name, reason in one.failures.items())
     return "\n\n".join([text, tables.markdown(table), f"Not measured: {missing}." if missing else says])

@@ -13,7 +13,7 @@ PALE, BLUE, GREEN, GOLD, ARROW = "#EEF2F6", "#CFE3F5", "#D7EFD9", "#FDEBC8", "#D
 
 def numbers() -> dict:
     """The first two blocks of a layer of 2 x 128 normal weights, computed as the kernel does, in fp16."""
-    state = (layer := quantized_layer(128, 2, torch.float16)).weight.quant_state
+    state = (layer := quantized_layer(128, 2, torch.float16, device="cpu")).weight.quant_state
     absmax, absmax2, offset = int(state.absmax[0]), state.state2.absmax[0], state.offset
     scales = (state.state2.code[state.absmax.long()] * absmax2 + offset)[:2]
     codes = [nibble for byte in layer.weight.data.flatten()[:4].tolist() for nibble in divmod(byte, 16)]
