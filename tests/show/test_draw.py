@@ -142,8 +142,8 @@ def test_what_compiling_adds_is_told_apart(monkeypatch, result, missing):
     else:
         assert says == (
             "Of the 11.0 us that compiling adds a weight, guards are 5.0 and asserts 4.0; a graph that does "
-            "only launches would take 15.0 us, 15.0 less. Timed in turns of its own, after the table above, on a "
-            "shared host: compare within it."
+            "only launches would take 15.0 us, 15.0 less. Timed in turns of its own, after the table above, "
+            "on a shared host: compare within it."
         )
 
 
