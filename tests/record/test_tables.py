@@ -42,5 +42,6 @@ def test_text_aligns_columns_and_markdown_separates_them(data):
         tables.markdown(table)
         == "| what | a | b |\n| --- | --- | --- |\n| longer name | 1 | 22 |\n| x | 333 |  |"
     )
+    assert "](" not in tables.markdown([["call"], ["kernel[grid](...)"]]), "no table has links"
     summary = tables.summary(data)
     assert all(cell in summary for make in tables.TABLES for line in make(data) for cell in line)
