@@ -142,7 +142,7 @@ def wrong_bits(call: Callable[[], object], expected: torch.Tensor, out=None) -> 
     try:
         result = call()
         clocks.synchronize()
-    except Exception as error:
+        same = protocol.same_bits(result if out is None else out, expected)
+    except Exception as error:  # also of what is no tensor
         return why(error)
-    same = protocol.same_bits(result if out is None else out, expected)
     return "" if same else "not bit-identical to bitsandbytes: not timed"

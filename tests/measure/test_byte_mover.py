@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.measure import byte_mover
+from helpers.measure import byte_mover, ceilings
 from helpers.measure.contenders import FULL, Bench, random_layers
 from helpers.submission import protocol
 
@@ -22,25 +22,21 @@ def test_it_takes_the_arguments_of_the_kernel(kernel):
         assert parameters(fn) == parameters(ours)
 
 
+@pytest.mark.parametrize("words", [1, 2, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("numel", [64 * 64, 2**16 + 64])
-def test_every_byte_is_read_and_every_element_written(kernel, device, dtype, numel):
+def test_every_byte_is_read_and_every_element_written(kernel, device, dtype, numel, words):
     (layer,) = random_layers((numel // 64, 64), dtype, 1, device=device)
+    state = layer.weight.quant_state
     out = torch.full((numel // 64, 64), math.nan, dtype=dtype, device=device)
-
-    def moved():
-        with mock.patch.object(kernel, byte_mover.KERNEL, byte_mover.moving_kernel):
-            kernel._your_dequantize_nf4(layer.weight, layer.weight.quant_state, out)
-        return out.view(torch.int32).view(-1, 4).clone()
-
-    first = moved()
-    assert (first == first[:, :1]).all(), "a word, four times"
-    assert first[:, 0].unique().numel() > numel // 16
-    layer.weight.bitwise_xor_(1)
-    assert (moved() != first).all(), "every word was read anew, and every element written"
-    layer.weight.bitwise_xor_(1)
-    layer.weight.quant_state.absmax.bitwise_xor_(1)
-    assert (moved() != first).float().mean() > 0.9, "all but threads of a part of a tile mix in a scale"
+    with (
+        kernel.force(words_small=words),
+        mock.patch.object(kernel, byte_mover.KERNEL, byte_mover.moving_kernel),
+    ):
+        kernel._your_dequantize_nf4(layer.weight, state, out)
+        threads = 32 * kernel.settings().num_warps
+    expected = ceilings.oracle(layer.weight, state.absmax, state.state2.absmax, numel, words, threads)
+    assert torch.equal(out.view(torch.int32).view(-1, 4), expected), "which depends on every byte"
 
 
 def test_both_take_turns_and_the_kernel_is_put_back(bench):

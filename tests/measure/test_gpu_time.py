@@ -31,14 +31,18 @@ def broken(bench):
 
 @pytest.fixture
 def ceiling(monkeypatch):
-    """In place of CUDA: writes what the oracle says, however it is launched."""
+    """In place of CUDA: writes what the oracle says, however it is launched.
+    Of each launch: elements, words, threads, store."""
+    launched = set()
 
     def move(weight, absmax, absmax2, out, words, threads, store):
+        launched.add((out.numel(), words, threads, store))
         expected = ceilings.oracle(weight, absmax, absmax2, out.numel(), words, threads)
         out.view(torch.int32).view(-1, 4).copy_(expected)
 
     monkeypatch.setattr(ceilings, "_cuda_kernel", lambda *choice: None)
     monkeypatch.setattr(ceilings, "cuda_ceiling", move)
+    return launched
 
 
 def test_rows_are_the_contenders_and_what_only_moves_bytes(bench, ceiling):
@@ -60,7 +64,8 @@ def test_the_ceiling_is_its_fastest_launch_choice(bench, ceiling):
     for replay, fastest in ((in_order, 3), (last_is_fastest, 1)):
         bench.gpu.replay_interleaved = replay
         assert gpu_time.gpu(bench).sizes[0].rows[CEILING].p50 == pytest.approx(fastest)
-    assert len(ceilings.launches(quick=True)) > 1
+    every = {tuple(launch.keywords.values()) for launch in ceilings.launches(quick=True)}
+    assert len(every) > 1 and ceiling >= {(numel, *choice) for numel in (1024, 2048) for choice in every}
 
 
 def test_a_wrong_result_is_recorded_and_not_timed(broken):
