@@ -295,11 +295,13 @@ def main(argv: list[str]) -> int:
     caught = sum(row["verdict"] == CAUGHT for row in rows)
     print(f"{caught} of {len(rows)} mutants caught; the kernel itself: {control['verdict']}")
     ok = caught == len(rows) and control["verdict"] == SURVIVED
-    name = "mutants_gpu" if arguments.gpu else "mutants"
-    stored = results.find(name, environment.result_folder()) if arguments.only else None
-    if not arguments.only or (stored and not results.stale(stored)):
-        if stored:  # the rows of those that ran again are replaced
-            rows = list({row["mutant"]: row for row in (*stored.data.mutants, *rows)}.values())
-            caught = sum(row["verdict"] == CAUGHT for row in rows)
+    name, kept = "mutants_gpu" if arguments.gpu else "mutants", []
+    if arguments.only:  # their rows are replaced in a whole run of this kernel, of the same tests
+        stored = results.find(name, environment.result_folder())
+        same = not arguments.tests and all(MUTANTS[each].gpu == arguments.gpu for each in names)
+        kept = stored.data.mutants if stored and same and not results.stale(stored) else None
+    if kept is not None and control["verdict"] == SURVIVED:
+        rows = list({row["mutant"]: row for row in (*kept, *rows)}.values())
+        caught = sum(row["verdict"] == CAUGHT for row in rows)
         print(f"written: {results.write(name, {'caught': caught, 'mutants': rows})}")
     return int(not ok)

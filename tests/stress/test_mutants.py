@@ -69,13 +69,13 @@ def test_some_that_run_again_replace_their_rows_of_the_whole_run(monkeypatch, tm
     names = ["low nibble first", "any blocksize"]
     monkeypatch.setattr(mutants, "MUTANTS", {name: mutants.MUTANTS[name] for name in names})
 
-    def run(verdict, *arguments):
+    def run(verdict, *arguments, control=mutants.SURVIVED):
         def examine(name, *_):
             return dict(
                 mutant=name,
                 by="",
                 seconds=1.0,
-                verdict=mutants.SURVIVED if name == mutants.CONTROL else verdict,
+                verdict=control if name == mutants.CONTROL else verdict,
             )
 
         monkeypatch.setattr(mutants, "examine", examine)
@@ -84,11 +84,18 @@ def test_some_that_run_again_replace_their_rows_of_the_whole_run(monkeypatch, tm
         stored = results.find("mutants", environment.result_folder())
         return stored and [stored.data.caught, *(row["verdict"] for row in stored.data.mutants)]
 
+    gpu = mutants.Mutant("on a GPU alone", "old", "new", gpu=True)
     assert run(mutants.CAUGHT, "--only", names[0]) is None, "there is no whole run yet"
+    assert run(mutants.CAUGHT, control=mutants.CAUGHT) is None, "the tests fail without a bug"
     assert run(mutants.SURVIVED) == [0, mutants.SURVIVED, mutants.SURVIVED]
     assert run(mutants.CAUGHT, "--only", names[0]) == [1, mutants.CAUGHT, mutants.SURVIVED]
+    whole = [1, mutants.CAUGHT, mutants.SURVIVED]  # which nothing below may change
+    assert run(mutants.CAUGHT, "--only", names[1], control=mutants.CAUGHT) == whole
+    assert run(mutants.CAUGHT, "a test of one's own", "--only", names[1]) == whole
+    monkeypatch.setitem(mutants.MUTANTS, gpu.name, gpu)
+    assert run(mutants.CAUGHT, "--only", gpu.name) == whole
     monkeypatch.setattr(results, "stale", lambda result: True)
-    assert run(mutants.CAUGHT, "--only", names[1]) == [1, mutants.CAUGHT, mutants.SURVIVED]
+    assert run(mutants.CAUGHT, "--only", names[1]) == whole
 
 
 @pytest.mark.parametrize(
