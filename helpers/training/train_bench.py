@@ -26,7 +26,7 @@ PROMPTS = (2048, 8192)  # tokens of one prefill
 ARMS = ("without", "with")
 ROUNDS = 60  # on a shared host one round's ratio may be 15% off
 WARM_UP = 2  # rounds that are not timed
-LONGEST = 12  # seconds; a slower card stops after the round that reaches them, or it would never end
+LONGEST = 12  # seconds for each size or operation, with its warm-up: the round that reaches them is the last
 REPEATS = 5  # steps of each arm that are compared bit for bit
 
 
@@ -206,7 +206,8 @@ def _cells(without: results.Spread, with_: results.Spread, row) -> list[str]:
         same = "not repeatable without it"
     times = [f"{arm.p50:.1f}" for arm in (without, with_)]
     caught = f"{calls['kernel']} of {calls['kernel'] + calls['library']}"
-    return [*times, f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f})", caught, same]
+    few = f", all of {row.rounds} rounds" if row.rounds < 6 else ""  # too few for 95%
+    return [*times, f"{speed.p50:.3f} ({speed.low:.3f} to {speed.high:.3f}{few})", caught, same]
 
 
 def steps(data: results.Training) -> tables.Table:

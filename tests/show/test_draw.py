@@ -184,7 +184,7 @@ def test_operations_that_failed_say_why(monkeypatch, training):
     monkeypatch.setattr(appendix, "stored", lambda name, card=names.CARD: training)
     assert "Not measured in the stored run" in appendix.BLOCKS["operations"]()
     spread = results.Spread(p20=1.0, p50=2.0, p80=3.0, low=1.5, high=2.5)
-    timed = dict(without=spread, with_=spread, speedup=spread, calls={"kernel": 7, "library": 1})
+    timed = dict(without=spread, with_=spread, speedup=spread, rounds=9, calls={"kernel": 7, "library": 1})
     training.data.libraries["peft"].operations = [
         results.Operation(name="merge", same_bits=True, **timed),
         results.Operation(name="prefill", failed="out of memory"),

@@ -44,6 +44,7 @@ def test_worker_and_table(tmp_path, monkeypatch):
     assert row[-3:] == ["25% -> 25%", f"{size['calls']['kernel']} of {size['calls']['kernel']}", "yes"]
     merge = train_bench.operations(data)[-1]
     assert merge[0] == "PEFT + bitsandbytes: merge the adapter" and merge[-2:] == ["7 of 7", "yes"]
+    assert "all of 1 rounds" in merge[3], "no interval of 95%"
 
 
 def test_an_operation_that_fails_is_reported():
