@@ -153,6 +153,15 @@ class TestOrderOfLoads:
         assert [load.what for load in order.loads][-1] == "table" and order.latencies == 3
         assert "3 dependent latencies before the first store, at most 2" in order.faults()
 
+    def test_what_overwrites_the_result_of_a_load_waits_for_it(self):
+        code = STAGED.replace("LDG.E.SYS R20, [R2]", "IMAD.MOV.U32 R14, RZ, RZ, RZ\n    LDG.E.SYS R20, [R2]")
+        order = load_order.read(written(code), 75)
+        assert order.late_words == 2 and order.faults() == ["2 of 2 words are loaded behind a wait"]
+
+    def test_a_store_waits_for_every_register_of_its_vector(self):
+        code = LATE.replace("SYS R15, [R4]", "SYS R10, [R4]").replace("    PRMT R8, R15, 0x5410, R11\n", "")
+        assert str(load_order.read(written(code), 75)).endswith("<wait words@7> store@9")
+
     @pytest.mark.parametrize("stored, holds", [("R13", "words"), ("R14", "absmax")])
     def test_words_and_results_may_not_pass_through_shared_memory(self, stored, holds):
         order = load_order.read(written(STAGED.replace("STS [R15.X4], R20", f"STS [R15.X4], {stored}")), 75)
@@ -199,7 +208,7 @@ class TestOrderOfLoads:
         (75, 32, 16, 0, 0.5),  # 16 blocks are the most an SM holds
         (75, 128, 32, 32 * 1024, 0.25),
         (90, 128, 32, 0, 1.0),
-        (90, 128, 32, 56 * 1024, 0.25),  # with what the driver keeps, 4 blocks
+        (90, 128, 32, 57 * 1024, 0.1875),  # 4 blocks, were there not what the driver keeps
         (86, 128, 48, 0, 10 / 12),
     ],
 )
