@@ -134,3 +134,9 @@ def test_the_idea_has_the_kernels_numbers():
     assert texts.count(f"{followed:.3f}") >= 2 and f"fetches {followed:.3f} from lane" in picture.alt
     assert any("2.516" in text for text in texts)
     assert names.bytes_moved(2**24) / 2**24 == pytest.approx(2.516, abs=5e-4)
+
+
+@pytest.mark.gpu
+def test_the_idea_is_drawn_beside_a_gpu():
+    """From the layer of a machine without one, so that the picture is the same."""
+    assert idea.numbers()["layer"].weight.device.type == "cpu"
