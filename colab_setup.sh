@@ -76,13 +76,13 @@ fi
 if compgen -e | grep -qE '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)'; then
   python=${PYTHON:-python3}
   works "$python" pip || fail "$python ($("$python" -V 2>&1)) is not Python 3.10 to 3.13 with pip."
-  "$python" -m helpers.machine.install ${groups[@]+"${groups[@]}"}
-elif [ -n "${PYTHON:-}" ] && "$PYTHON" -m helpers.machine.install --check ${groups[@]+"${groups[@]}"} >/dev/null 2>&1; then
+  "$python" -m helpers.install ${groups[@]+"${groups[@]}"}
+elif [ -n "${PYTHON:-}" ] && "$PYTHON" -m helpers.install --check ${groups[@]+"${groups[@]}"} >/dev/null 2>&1; then
   python=$PYTHON
 else
   make_venv
   python=$PWD/$venv/bin/python
-  "$python" -m helpers.machine.install --group run --group test
+  "$python" -m helpers.install --group run --group test
 fi
 exec 9>&- # the lock
 

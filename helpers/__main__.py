@@ -3,14 +3,14 @@
 import importlib
 import sys
 
-from helpers.machine import environment
+from helpers import machine
 
 COMMANDS = {
-    "doctor": ("measure.doctor", "check this machine: versions, packages, correctness; what to fix"),
-    "run": ("submission.run", "execute the notebook, print the score and where the files are"),
-    "sync": ("submission.sync", "write the modules' sections into the notebook's cells, or back"),
-    "score": ("submission.score", "the marking table from evidence on this machine"),
-    "bench": ("measure.benchmark", "time the kernel against the baselines"),
+    "doctor": ("bench.doctor", "check this machine: versions, packages, correctness; what to fix"),
+    "run": ("puzzle.run", "execute the notebook, print the score and where the files are"),
+    "sync": ("puzzle.sync", "write the modules' sections into the notebook's cells, or back"),
+    "score": ("puzzle.score", "the marking table from evidence on this machine"),
+    "bench": ("bench.benchmark", "time the kernel against the baselines"),
     "sass": ("t4.sass", "cross-compile for seven generations, count, and read the order of loads"),
     "foreign-ptx": ("t4.foreign_ptx", "run code for a T4 and other cards on this GPU, compare every bit"),
     "train-bench": ("training.train_bench", "the kernel in QLoRA steps, prefill, loading and merging"),
@@ -21,7 +21,7 @@ COMMANDS = {
     "libraries": ("stress.libraries", "what each library makes of every layout, odd and broken ones too"),
     "sanitizer": ("stress.sanitizer", "compute-sanitizer over the kernel's edge cases"),
     "bitsandbytes-tests": ("stress.bitsandbytes_tests", "bitsandbytes' own 4-bit tests on this kernel"),
-    "draw": ("show.draw", "draw README, docs and the notebook from the result files, or check them"),
+    "draw": ("results.draw", "draw README, docs and the notebook from the result files, or check them"),
 }
 
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         return 0 if argv[:1] in (["-h"], ["--help"]) else 2
     sys.argv[0] = f"python -m helpers {argv[0]}"  # what argparse shows as the program
     try:
-        environment.prepare()  # before anything imports triton
+        machine.prepare()  # before anything imports triton
         return importlib.import_module(f"helpers.{COMMANDS[argv[0]][0]}").main(argv[1:])
     except ModuleNotFoundError as error:
         if (error.name or "helpers").split(".")[0] == "helpers":

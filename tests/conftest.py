@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from helpers.machine import environment
+from helpers import machine
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core
     for threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(threads, "1")
-environment.prepare()  # before anything imports triton
+machine.prepare()  # before anything imports triton
 # One cache for what all processes of all tests compile.
 for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
-    os.environ.setdefault(variable, str(environment.ROOT / "build" / "cache" / name))
+    os.environ.setdefault(variable, str(machine.ROOT / "build" / "cache" / name))
 # Inductor imports setuptools, which refuses to come after the standard library's distutils.
 with contextlib.suppress(ImportError):
     importlib.import_module("setuptools")
@@ -23,11 +23,11 @@ with contextlib.suppress(ImportError):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Tests share the cores, but not a GPU, whose memory and launches some of them count."""
-    return 0 if environment.has_gpu() else min(4, os.cpu_count() or 1)
+    return 0 if machine.has_gpu() else min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items):
-    if environment.no_gpu() or environment.old_gpu():
+    if machine.no_gpu() or machine.old_gpu():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of sm_75 or newer"))
@@ -65,14 +65,14 @@ def changed_kernel(kernel, tmp_path):
 @pytest.fixture(scope="session")
 def device():
     """'cuda' where there is a GPU, else 'cpu' (the kernel then runs in Triton's interpreter)."""
-    return "cuda" if environment.has_gpu() else "cpu"
+    return "cuda" if machine.has_gpu() else "cpu"
 
 
 @pytest.fixture(scope="session")
 def make_layer(device):
-    """helpers.oracle.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    """helpers.nf4.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
-    from helpers.oracle.layers import quantized_layer
+    from helpers.nf4.layers import quantized_layer
 
     def make(in_features, out_features, dtype, *, device=device, **options):
         """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""

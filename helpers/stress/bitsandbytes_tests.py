@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from helpers.machine import child, environment
-from helpers.record import results
+from helpers import machine
+from helpers.results import store as results
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
@@ -35,7 +35,7 @@ def substitute() -> None:
 
     from helpers.nf4 import kernel as nf4_kernel
 
-    here = "cuda" if environment.has_gpu() else "cpu"
+    here = "cuda" if machine.has_gpu() else "cpu"
     original = functional.dequantize_4bit
 
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
@@ -58,7 +58,7 @@ def substitute() -> None:
 
 
 def pytest_configure(config):
-    environment.prepare()
+    machine.prepare()
     if os.environ["NF4_SUBSTITUTE"] == RUNS[1]:
         substitute()
 
@@ -91,21 +91,21 @@ def run_tests(folder: Path, arguments: list[str], run: str, report: Path) -> str
         "NF4_SUBSTITUTE": run,
         "NF4_REPORT": str(report),
         "PET_MASTER_PORT": str(29501 + RUNS.index(run)),  # torchrun's, of which each run needs one
-        "BNB_TEST_DEVICE": "cuda" if environment.has_gpu() else "cpu",
-        "PYTHONPATH": os.pathsep.join([str(folder), str(environment.ROOT), *sys.path]),
+        "BNB_TEST_DEVICE": "cuda" if machine.has_gpu() else "cpu",
+        "PYTHONPATH": os.pathsep.join([str(folder), str(machine.ROOT), *sys.path]),
     }
     files = [str(folder / "tests" / name) for name in FILES if (folder / "tests" / name).exists()]
     processes = str(max(1, (os.cpu_count() or 1) // 3))
     parallel = ["-n", processes] if importlib.util.find_spec("xdist") else []
     command = ["-m", "pytest", "-p", __name__, *parallel, *OPTIONS, *files, *arguments]
-    done = child.python(command, variables=variables, folder=folder, timeout=LIMIT, check=False)
+    done = machine.python(command, variables=variables, folder=folder, timeout=LIMIT, check=False)
     return done.out + done.err
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    version = environment.version_of("bitsandbytes")
-    default = environment.ROOT / "build" / f"bitsandbytes-{version}"
+    version = machine.version_of("bitsandbytes")
+    default = machine.ROOT / "build" / f"bitsandbytes-{version}"
     parser.add_argument("folder", nargs="?", type=Path, default=default, help="of bitsandbytes' source")
     arguments, others = parser.parse_known_args(argv)
     folder = arguments.folder.resolve()

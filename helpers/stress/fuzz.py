@@ -24,10 +24,10 @@ import torch
 from tqdm import tqdm
 
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import reference
-from helpers.record import results
+from helpers.nf4 import reference
+from helpers.results import store as results
 from helpers.stress.states import mismatches, state_of
-from helpers.submission.protocol import DEVICE
+from helpers.puzzle.protocol import DEVICE
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 STORAGES = {"uint8": torch.uint8, **DTYPES}

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from helpers.machine import child
+from helpers import machine
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import layers, reference
-from helpers.record import names, results, tables
+from helpers.nf4 import layers, reference
+from helpers.results import names, store as results, tables
 from helpers.stress.states import random_contents, state_of
-from helpers.submission.protocol import DEVICE, baselines, name_of, synchronize
+from helpers.puzzle.protocol import DEVICE, baselines, name_of, synchronize
 
 OURS = "kernel"
 LIBRARIES = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft", OURS)
@@ -256,11 +256,11 @@ def examine(library: str, layouts) -> dict[str, dict] | str:
     outcomes, left = {}, list(layouts)
     while left:
         worker = ["-m", "helpers", "libraries", "--worker", library, *left]
-        done = child.python(worker, timeout=240, check=False)
+        done = machine.python(worker, timeout=240, check=False)
         status = "a timeout" if done.status is None else done.status
         lines = [json.loads(line) for line in done.out.splitlines() if line.startswith("{")]
         if not lines:
-            raise child.ChildFailed(f"{library} ended with {status} before any layout:\n{done.err[-2000:]}")
+            raise machine.ChildFailed(f"{library} ended with {status} before any layout:\n{done.err[-2000:]}")
         if lines[0]["absent"]:
             return lines[0]["absent"]
         outcomes |= {line.pop("name"): line for line in lines[1:]}

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from helpers.machine import child, environment
-from helpers.record import hashes, results
+from helpers import machine
+from helpers.results import hashes, store as results
 
 # From the quickest to the slowest; a run stops at the first failure.
 QUICK = (
@@ -239,14 +239,14 @@ def examine(name: str, tests=(), limit: float = CONTROL_LIMIT) -> dict:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for part in ("helpers", "tests"):
-            shutil.copytree(environment.ROOT / part, Path(folder, part))
+            shutil.copytree(machine.ROOT / part, Path(folder, part))
         for part in ("pyproject.toml", hashes.NOTEBOOK.name):
-            shutil.copy(environment.ROOT / part, folder)
+            shutil.copy(machine.ROOT / part, folder)
         try:
             if name != CONTROL:
-                kernel = Path(folder, hashes.KERNEL.relative_to(environment.ROOT))
+                kernel = Path(folder, hashes.KERNEL.relative_to(machine.ROOT))
                 kernel.write_text(mutate(MUTANTS[name]), encoding="utf-8")
-            verdict, by = run_tests(folder, tests or (QUICK_GPU if environment.has_gpu() else QUICK), limit)
+            verdict, by = run_tests(folder, tests or (QUICK_GPU if machine.has_gpu() else QUICK), limit)
         except LookupError as error:
             verdict, by = GONE, str(error)
     return {"mutant": name, "verdict": verdict, "by": by, "seconds": round(time.perf_counter() - start, 1)}
@@ -254,10 +254,10 @@ def examine(name: str, tests=(), limit: float = CONTROL_LIMIT) -> dict:
 
 def run_tests(folder: str, tests, limit: float) -> tuple[str, str]:
     """(verdict, the first failed test or what else happened) of pytest in a copy of the repository."""
-    cache = {"TRITON_CACHE_DIR": str(environment.ROOT / "build" / "cache" / "triton")}
+    cache = {"TRITON_CACHE_DIR": str(machine.ROOT / "build" / "cache" / "triton")}
     path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = ["-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "--no-header", "-p", "no:cacheprovider", *tests]
-    done = child.python(
+    done = machine.python(
         command, folder=folder, variables={"PYTHONPATH": path} | cache, timeout=limit, check=False
     )
     if done.status is None:
@@ -279,8 +279,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="names of mutants", choices=list(MUTANTS))
     parser.add_argument("tests", nargs="*", help="tests to run (default: the quick ones)")
     arguments = parser.parse_args(argv)
-    if arguments.gpu and not environment.has_gpu():
-        print(environment.no_gpu())
+    if arguments.gpu and not machine.has_gpu():
+        print(machine.no_gpu())
         return 2
     names = arguments.only or [name for name, mutant in MUTANTS.items() if mutant.gpu == arguments.gpu]
     jobs = arguments.jobs or max(1, min(14, (os.cpu_count() or 1) - 2))
@@ -297,7 +297,7 @@ def main(argv: list[str]) -> int:
     ok = caught == len(rows) and control["verdict"] == SURVIVED
     name, kept = "mutants_gpu" if arguments.gpu else "mutants", []
     if arguments.only:  # their rows are replaced in a whole run of this kernel, of the same tests
-        stored = results.find(name, environment.result_folder())
+        stored = results.find(name, machine.result_folder())
         same = not arguments.tests and all(MUTANTS[each].gpu == arguments.gpu for each in names)
         kept = stored.data.mutants if stored and same and not results.stale(stored) else None
     if kept is not None and control["verdict"] == SURVIVED:

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from helpers.machine import environment
+from helpers import machine
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import reference
-from helpers.record import hashes
+from helpers.nf4 import reference
+from helpers.results import hashes
 from helpers.stress.states import random_contents, state_of
-from helpers.submission.protocol import DEVICE
+from helpers.puzzle.protocol import DEVICE
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements), a large tile (8192), and just behind each.
@@ -102,12 +102,12 @@ def main(argv: list[str]) -> int:
         return run_cases()
     sanitizer = find_sanitizer()
     install = "pip install nvidia-cuda-sanitizer-api, or set COMPUTE_SANITIZER"
-    problem = environment.no_gpu() or (not sanitizer and f"compute-sanitizer was not found: {install}")
+    problem = machine.no_gpu() or (not sanitizer and f"compute-sanitizer was not found: {install}")
     if problem:
         print(problem)
         return 2
     command = [sys.executable, "-m", "helpers", "sanitizer", "--cases"]
-    options = {"env": os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "cwd": environment.ROOT}
+    options = {"env": os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "cwd": machine.ROOT}
     run = functools.partial(subprocess.run, **options, capture_output=True, text=True)
     run(command, check=True)
     version = run([sanitizer, "--version"]).stdout.strip().splitlines()[-1]
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> int:
         if done.returncode or "did not finish" in lines[-1]:
             clean = False
             print("\n".join(log.splitlines()[:60]))
-    folder = environment.result_folder()
+    folder = machine.result_folder()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sanitizer.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))

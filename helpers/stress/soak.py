@@ -17,11 +17,11 @@ import torch
 from tqdm import tqdm
 
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import reference
-from helpers.record import results
+from helpers.nf4 import reference
+from helpers.results import store as results
 from helpers.stress.libraries import Layout, set_elements
 from helpers.stress.states import mismatches
-from helpers.submission.protocol import DEVICE
+from helpers.puzzle.protocol import DEVICE
 
 LAYERS = 64
 EVERY = 2000  # launches between two replacements

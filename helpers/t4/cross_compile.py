@@ -16,8 +16,8 @@ import msgspec
 import torch
 import triton
 
-from helpers.machine import child
-from helpers.machine.environment import ROOT
+from helpers import machine
+from helpers.machine import ROOT
 from helpers.t4 import other_card
 
 LARGE = 2048 * 8192  # elements: an official size; the kernel's tile and hints depend on it
@@ -54,11 +54,11 @@ class Built(msgspec.Struct):
 def build(requests: list[Request]) -> list[Built]:
     """Compile each request; failures come back as Built.error.
 
-    Raises child.ChildFailed when the process that compiles fails.
+    Raises machine.ChildFailed when the process that compiles fails.
     """
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
     stdin = msgspec.json.encode(requests).decode()
-    done = child.python(["-m", "helpers.t4.cross_compile"], variables=variables, stdin=stdin)
+    done = machine.python(["-m", "helpers.t4.cross_compile"], variables=variables, stdin=stdin)
     return msgspec.json.decode(done.out.splitlines()[-1], type=list[Built])
 
 

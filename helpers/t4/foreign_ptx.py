@@ -12,10 +12,10 @@ import math
 
 import torch
 
-from helpers.machine import environment
+from helpers import machine
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import reference
-from helpers.submission import evidence, protocol
+from helpers.nf4 import reference
+from helpers.puzzle import checks as evidence, protocol
 from helpers.t4 import other_card
 
 EVERY = "every code with every scale"
@@ -62,16 +62,16 @@ def prove(device="cuda", arch: int = 75, dtypes=reference.DTYPES, module=nf4_ker
     says what is missing.
     """
     needs = "an NVIDIA GPU"
-    if environment.has_gpu():
-        needs = f"a card of sm_{arch} or newer" if environment.capability(device) < divmod(arch, 10) else ""
-        needs = needs or ("" if environment.version_of("bitsandbytes") else "bitsandbytes")
+    if machine.has_gpu():
+        needs = f"a card of sm_{arch} or newer" if machine.capability(device) < divmod(arch, 10) else ""
+        needs = needs or ("" if machine.version_of("bitsandbytes") else "bitsandbytes")
     if needs:
         return {"passed": None, "arch": arch, "needs": needs, "cases": []}
     cases = [
         _examine(case, _layer(case, dtype, nested, device), arch, module)
         for dtype, nested, case in itertools.product(dtypes, (True, False), CASES)
     ]
-    capability = "".join(map(str, environment.capability(device)))
+    capability = "".join(map(str, machine.capability(device)))
     return {
         "passed": not any(case["fault"] for case in cases),
         "arch": arch,
@@ -85,7 +85,7 @@ def summary(proof: dict) -> str:
     arch, cases = proof["arch"], proof["cases"]
     if proof["passed"] is None:
         return f"PTX compiled for sm_{arch}: not run (needs {proof['needs']})"
-    triton, bitsandbytes = map(environment.version_of, ("triton", "bitsandbytes"))
+    triton, bitsandbytes = map(machine.version_of, ("triton", "bitsandbytes"))
     differing, elements = (sum(case[name] for case in cases) for name in ("differing", "elements"))
     return "\n".join([
         f"PTX compiled for sm_{arch} by Triton {triton}, run through the driver on {proof['device']}:",

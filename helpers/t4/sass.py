@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from helpers.machine.environment import ROOT
-from helpers.record import results, tables
-from helpers.record.results import Record
+from helpers.machine import ROOT
+from helpers.results import store as results, tables
+from helpers.results.store import Record
 from helpers.t4 import load_order, machine_code
 from helpers.t4.cards import CARDS
 from helpers.t4.cross_compile import DTYPES, LARGE, UNSLOTH_TABLES, Built, Request, build

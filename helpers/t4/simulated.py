@@ -10,10 +10,10 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.machine.environment import ROOT
-from helpers.record import names, results
-from helpers.record.results import Benchmark, Record, Result
-from helpers.submission import protocol
+from helpers.machine import ROOT
+from helpers.results import names, store as results
+from helpers.results.store import Benchmark, Record, Result
+from helpers.puzzle import protocol
 
 RESULTS = ROOT / "results"
 CAPTION = "simulated for that kernel; its loads have been reordered since"

@@ -13,8 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from helpers.machine import child, environment
-from helpers.record import results, tables
+from helpers import machine
+from helpers.results import store as results, tables
 from helpers.training import runs, tiny_models
 
 ENGINES = {"DDP": [], "FSDP 1": ["--fsdp", 1], "FSDP 2": ["--fsdp", 2]}
@@ -28,9 +28,9 @@ def launch(processes: int, *options) -> list[dict]:
     """The records of the example's processes. Raises ChildFailed with their output."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
-        command += [environment.ROOT / "examples" / "finetune_many_gpus.py", "--compare", *options]
+        command += [machine.ROOT / "examples" / "finetune_many_gpus.py", "--compare", *options]
         command += ["--json", Path(folder, "records")]
-        child.python(command, variables=runs.VARIABLES)
+        machine.python(command, variables=runs.VARIABLES)
         files = [Path(folder, f"records.{rank}") for rank in range(processes)]
         return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         parser.error("the installed nf4_triton would be measured, not this checkout: uninstall it first")
     import torch
 
-    count = torch.cuda.device_count() if environment.has_gpu() else 0
+    count = torch.cuda.device_count() if machine.has_gpu() else 0
     if count < 2:
         print(f"not measured (needs two GPUs, this machine has {count})")
         return 2
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
                 records = launch(count, *options, "--model", model, "--steps", steps, "--turn", TURN)
                 data.engines[engine] = row = summary(records)
                 print(f"{engine}: decoded by the kernel in each process: {row.decoded_by_the_kernel}")
-            except child.ChildFailed as error:
+            except machine.ChildFailed as error:
                 print(f"{engine}: {error}")
                 data.engines[engine] = results.Engine(failed=str(error))
             path = results.write("several_gpus", data)  # a run cut short keeps what it has

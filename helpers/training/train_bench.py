@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from helpers.machine import child, environment
-from helpers.record import results, tables
+from helpers import machine
+from helpers.results import store as results, tables
 from helpers.training import runs, tiny_models
 
 LIBRARIES = {"peft": "PEFT + bitsandbytes", "unsloth": "Unsloth"}
@@ -153,7 +153,7 @@ def times(arm, prepare, rounds: int, count: int = 1) -> dict:
     A round times `count` runs of it. The ratio is of the same round, with a 95% interval of its median, "low"
     to "high". "rounds": how many there was time for.
     """
-    from helpers.measure.clocks import median_interval, synchronize
+    from helpers.bench.clocks import median_interval, synchronize
 
     seconds = {name: [] for name in ARMS}
     began = time.perf_counter()
@@ -183,7 +183,7 @@ def _profile(step, steps: int = 2) -> dict:
 
     bitsandbytes adds the nested offset with a plain elementwise kernel, which is not counted as dequantizing.
     """
-    from helpers.submission.evidence import gpu_events
+    from helpers.puzzle.checks import gpu_events
 
     decoding = tuple(runs.DEQUANTIZERS.values())
     events = [(name, 1e3 * seconds / steps) for name, seconds, _ in gpu_events(step, steps)]
@@ -240,7 +240,7 @@ def measure() -> Path:
 
         def run(work):  # in that folder: Unsloth writes generated modules where it runs
             command = ["-m", "helpers", "train-bench", "--worker", work]
-            child.python(command, folder=folder, variables=runs.VARIABLES, timeout=600)
+            machine.python(command, folder=folder, variables=runs.VARIABLES, timeout=600)
 
         run("make")
         for library in LIBRARIES:
@@ -248,7 +248,7 @@ def measure() -> Path:
             try:
                 run(library)
                 data["libraries"][library] = json.loads(Path(folder, f"{library}.json").read_text("utf-8"))
-            except child.ChildFailed as error:
+            except machine.ChildFailed as error:
                 print(f"{library}: failed: {error}")
                 data["libraries"][library] = {"failed": str(error)}
             path = results.write("training", data)
@@ -265,7 +265,7 @@ def main(argv: list[str]) -> int:
         tiny_models.make(".", device="cuda", num_hidden_layers=LAYERS, **tiny_models.LLAMA3_8B)
     elif work:
         Path(f"{work}.json").write_text(json.dumps(worker(work, str(Path.cwd()))), encoding="utf-8")
-    elif problem := environment.no_gpu() or environment.old_gpu():
+    elif problem := machine.no_gpu() or machine.old_gpu():
         print(f"not measured ({problem})")
     else:
         path = measure()

@@ -11,7 +11,7 @@ import pytest
 
 import helpers
 from helpers import __main__ as commands
-from helpers.machine import environment
+from helpers import machine
 
 
 def test_each_command_has_one_line(capsys):
@@ -63,6 +63,6 @@ assert threading.active_count() == 1
 """
     variables = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=environment.ROOT, env=variables, capture_output=True, text=True
+        [sys.executable, "-c", code], cwd=machine.ROOT, env=variables, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.__main__ import COMMANDS
-from helpers.machine import environment
+from helpers import machine
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def card(plain):
         plain.setattr(torch.cuda, "is_available", lambda: True)
         plain.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         plain.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        plain.setattr(environment, "driver", lambda: "580.0")
+        plain.setattr(machine, "driver", lambda: "580.0")
 
     return pretend
 
 
 def test_description_is_json_with_the_keys_of_the_contract():
-    facts = json.loads(json.dumps(environment.describe()))
+    facts = json.loads(json.dumps(machine.describe()))
     machine = "gpu capability driver cuda date colab kaggle interpreter forced".split()
     packages = "python torch triton bitsandbytes unsloth peft transformers".split()
     assert {*machine, *packages} == set(facts)
@@ -47,27 +47,27 @@ def test_description_is_json_with_the_keys_of_the_contract():
 )
 def test_colab_is_known_by_its_variables(plain, name, expected):
     plain.setenv(name, "1")
-    assert environment.colab() is expected
+    assert machine.colab() is expected
 
 
 def test_colab_is_known_by_its_module(plain):
     plain.setitem(sys.modules, "google.colab", sys)
-    assert environment.colab()
+    assert machine.colab()
 
 
 def test_kaggle_api_keys_do_not_make_a_kaggle_notebook(plain):
     plain.setenv("KAGGLE_USERNAME", "someone")
     plain.setenv("KAGGLE_KEY", "secret")
-    assert not environment.kaggle()
+    assert not machine.kaggle()
     plain.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert environment.kaggle()
+    assert machine.kaggle()
 
 
 @pytest.mark.parametrize(
     "version, numbers", [("2.11.0+cu128", (2, 11, 0)), ("3.6.0", (3, 6, 0)), ("2.12.0a0+git1", (2, 12, 0))]
 )
 def test_release(version, numbers):
-    assert environment.release(version) == numbers
+    assert machine.release(version) == numbers
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_release(version, numbers):
 )
 def test_each_card_has_its_result_folder(card, name, folder):
     card(name, (9, 0))
-    assert environment.result_folder() == environment.ROOT / "results" / folder
+    assert machine.result_folder() == machine.ROOT / "results" / folder
 
 
 def test_forced_decisions_never_land_in_the_folder_of_a_card(card, plain, tmp_path):
     card("NVIDIA H200", (9, 0))
-    assert environment.forced() is None
+    assert machine.forced() is None
     plain.setenv("NF4_FORCE", "t4")
     plain.setenv("NF4_RESULTS", str(tmp_path))
-    assert environment.result_folder() == tmp_path / "nvidia-h200-forced-t4"
-    assert environment.describe()["forced"] == "t4"
+    assert machine.result_folder() == tmp_path / "nvidia-h200-forced-t4"
+    assert machine.describe()["forced"] == "t4"
 
 
 @pytest.fixture
@@ -110,21 +110,21 @@ def with_bf16(card, plain):
 
 
 def test_a_forced_t4_reports_no_native_bf16_but_emulation(with_bf16):
-    environment.prepare()
-    assert environment.native_bf16()
+    machine.prepare()
+    assert machine.native_bf16()
     with_bf16.setenv("NF4_FORCE", "t4")
     for _ in range(2):  # importing some of the helpers prepares again
-        environment.prepare()
-        assert not environment.native_bf16() and torch.cuda.is_bf16_supported()
+        machine.prepare()
+        assert not machine.native_bf16() and torch.cuda.is_bf16_supported()
 
 
 def test_a_forced_t4_survives_what_unsloth_does_to_the_question(with_bf16):
     with_bf16.setenv("NF4_FORCE", "t4")
-    environment.prepare()
+    machine.prepare()
     ours = torch.cuda.is_bf16_supported
     torch.cuda.is_bf16_supported = lambda including_emulation=False: ours(including_emulation)
-    environment.prepare()
-    assert not environment.native_bf16() and not torch.cuda.is_bf16_supported()
+    machine.prepare()
+    assert not machine.native_bf16() and not torch.cuda.is_bf16_supported()
 
 
 @pytest.mark.parametrize("forced", [False, True])
@@ -135,7 +135,7 @@ def test_inductor_refuses_bf16_graphs_on_a_forced_t4(with_bf16, forced):
 
     if forced:
         with_bf16.setenv("NF4_FORCE", "t4")
-    environment.prepare()
+    machine.prepare()
     layouts = {
         dtype: ir.FixedLayout(torch.device("cuda"), dtype, [4], [1])
         for dtype in (torch.float16, torch.bfloat16)
@@ -154,9 +154,9 @@ def test_inductor_refuses_bf16_graphs_on_a_forced_t4(with_bf16, forced):
 
 def test_a_t4_is_new_enough_and_a_p100_is_not(card):
     card("Tesla T4", (7, 5))
-    assert environment.old_gpu() is None and environment.no_gpu() is None
+    assert machine.old_gpu() is None and machine.no_gpu() is None
     card("Tesla P100-PCIE-16GB", (6, 0))
-    text = environment.old_gpu()
+    text = machine.old_gpu()
     assert "Tesla P100" in text and "sm_60" in text and "sm_75" in text
 
 
@@ -170,36 +170,36 @@ def test_a_t4_is_new_enough_and_a_p100_is_not(card):
 )
 def test_no_gpu_says_what_to_do(plain, variable, advice):
     plain.setattr(torch.cuda, "is_available", lambda: False)
-    plain.setattr(environment, "driver", lambda: None)
+    plain.setattr(machine, "driver", lambda: None)
     plain.setenv(variable, "1")
-    assert advice in environment.no_gpu()
+    assert advice in machine.no_gpu()
 
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_named(plain):
     plain.setattr(torch.cuda, "is_available", lambda: False)
-    plain.setattr(environment, "driver", lambda: "580.0")
+    plain.setattr(machine, "driver", lambda: "580.0")
     plain.setattr(torch.version, "cuda", None)
-    assert "build without CUDA" in environment.no_gpu() and "colab_setup.sh" in environment.no_gpu()
+    assert "build without CUDA" in machine.no_gpu() and "colab_setup.sh" in machine.no_gpu()
     plain.setattr(torch.version, "cuda", "13.0")
-    assert "driver 580.0" in environment.no_gpu()
+    assert "driver 580.0" in machine.no_gpu()
 
 
 def test_prepare_refuses_when_triton_was_imported_too_early():
     code = (
         "import torch; torch.cuda.is_available = lambda: False\n"
         "import triton\n"
-        "from helpers.machine import environment\n"
-        "environment.prepare()"
+        "from helpers import machine\n"
+        "machine.prepare()"
     )
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, cwd=environment.ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, cwd=machine.ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "triton was imported before" in done.stderr
 
 
 def test_helpers_need_no_torch_to_be_imported():
     """The set-up runs before anything is installed."""
     names = ["helpers.__main__", *(f"helpers.{COMMANDS[name][0]}" for name in ("doctor", "run"))]
-    code = "import sys; sys.modules['torch'] = None; import helpers.machine.install, " + ", ".join(names)
-    done = subprocess.run([sys.executable, "-c", code], cwd=environment.ROOT, capture_output=True, text=True)
+    code = "import sys; sys.modules['torch'] = None; import helpers.install, " + ", ".join(names)
+    done = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

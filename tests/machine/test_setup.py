@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from helpers.__main__ import COMMANDS
-from helpers.machine import environment, install
+from helpers import machine, install
 
 COLAB = {  # the public freeze of 2026-08-19
     "torch": "2.11.0+cu128",
@@ -43,7 +43,7 @@ def test_colab_satisfies_every_range():
 
 
 def test_every_exclusion_and_exact_bound_has_its_reason():
-    lines = environment.ROOT.joinpath("requirements.txt").read_text().splitlines()
+    lines = machine.ROOT.joinpath("requirements.txt").read_text().splitlines()
     for above, line in zip(lines, lines[1:], strict=False):
         if not line.startswith("#") and any(sign in line for sign in ("!=", "<=", "<2.", "<0.")):
             assert above.startswith("#"), line
@@ -52,7 +52,7 @@ def test_every_exclusion_and_exact_bound_has_its_reason():
 
 @pytest.mark.parametrize("gpus", [[], [T4]])
 def test_unsloth_is_wanted_only_beside_a_gpu(plain, gpus, capsys):
-    plain.setattr(environment, "nvidia_smi", lambda fields: gpus)
+    plain.setattr(machine, "nvidia_smi", lambda fields: gpus)
     plain.setattr(install, "installed", dict)
     assert install.main(["--check", "--group", "run"]) == 1
     absent = set(re.findall(r"^missing: ([\w-]+)", capsys.readouterr().out, re.M))
@@ -105,9 +105,9 @@ def test_a_gpu_too_old_stops_the_setup(smi, plain):
 
 def test_nvidia_smi_is_read(smi):
     smi("name", T4, "GRID, A100X")
-    assert environment.nvidia_smi("name") == [T4, "GRID, A100X"]
+    assert machine.nvidia_smi("name") == [T4, "GRID, A100X"]
     smi("another")
-    assert environment.nvidia_smi("name") == []
+    assert machine.nvidia_smi("name") == []
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_disk_that_fills_up_is_explained():
 
 def test_colabs_torch_is_never_replaced(plain):
     plain.setenv("COLAB_GPU", "1")
-    plain.setattr(environment, "version_of", lambda name: "2.6.0+cu124")
+    plain.setattr(machine, "version_of", lambda name: "2.6.0+cu124")
     plain.setattr(install, "pip", lambda *arguments, **options: pytest.fail("pip was called"))
     with pytest.raises(install.SetupError, match=r"torch 2\.6\.0.*left alone.*new runtime"):
         install.install_torch([T4])
@@ -145,7 +145,7 @@ def test_without_a_gpu_torch_is_the_cpu_build(plain, cpu_index_works):
         if install.CPU_INDEX in arguments and not cpu_index_works:
             raise install.SetupError("the index did not answer")
 
-    plain.setattr(environment, "version_of", lambda name: None)
+    plain.setattr(machine, "version_of", lambda name: None)
     plain.setattr(install, "pip", pip)
     install.install_torch([])
     assert {install.CPU_INDEX, "--isolated"} <= set(calls[0])
@@ -154,7 +154,7 @@ def test_without_a_gpu_torch_is_the_cpu_build(plain, cpu_index_works):
 
 def test_a_cpu_build_of_torch_beside_a_gpu_is_replaced(plain):
     calls = []
-    plain.setattr(environment, "version_of", lambda name: "2.13.0+cpu")
+    plain.setattr(machine, "version_of", lambda name: "2.13.0+cpu")
     plain.setattr(install, "pip", lambda what, *arguments: calls.append(arguments[1:]))
     install.install_torch([])
     assert calls == []
@@ -163,7 +163,7 @@ def test_a_cpu_build_of_torch_beside_a_gpu_is_replaced(plain):
 
 
 def test_a_second_setup_installs_nothing_and_looks_again(plain, capsys):
-    plain.setattr(environment, "nvidia_smi", lambda fields: [])
+    plain.setattr(machine, "nvidia_smi", lambda fields: [])
     plain.setattr(install, "missing", lambda required, versions: {})
     plain.setattr(install, "install", lambda required, gpus: pytest.fail("asked to install"))
     assert install.main([]) == 0 and "bitsandbytes" in capsys.readouterr().out
@@ -178,7 +178,7 @@ case "$1 $2" in
   "-V "*) echo "Python 3.12.0" ;;
   "-c import sys; print(*sys"*) echo 3.12 ;;
   "-m venv") mkdir -p "$4/bin" && cp "$0" "$4/bin/python" && touch "$4/pyvenv.cfg" ;;
-  "-m helpers.machine.install") [ "$3" != --check ] || exit 1 ;;
+  "-m helpers.install") [ "$3" != --check ] || exit 1 ;;
 esac
 """
 TOOLS = "bash env dirname grep mkdir cp touch rm sed head cat flock".split()
@@ -190,7 +190,7 @@ def checkout(plain, tmp_path):
     folder, tools = tmp_path / "a checkout", tmp_path / "bin"
     folder.mkdir()
     tools.mkdir()
-    shutil.copy(environment.ROOT / "colab_setup.sh", folder)
+    shutil.copy(machine.ROOT / "colab_setup.sh", folder)
     for name in ("python3.13", "python3.10"):
         (tools / name).write_text(FAKE_PYTHON)
         (tools / name).chmod(0o755)
@@ -217,7 +217,7 @@ def test_the_newest_python_makes_the_environment_once(checkout):
     done, calls = checkout()
     assert done.returncode == 0 and "ready" in done.stdout, done.stderr
     assert "/bin/python3.13 -m venv --without-pip .venv" in calls
-    assert calls[-1] == "/a checkout/.venv/bin/python -m helpers.machine.install --group run --group test"
+    assert calls[-1] == "/a checkout/.venv/bin/python -m helpers.install --group run --group test"
     done, calls = checkout("run", "--quick")
     assert done.returncode == 0 and not any("-m venv" in call for call in calls)
     assert calls[-1] == "/a checkout/.venv/bin/python -m helpers run --quick"
@@ -307,8 +307,8 @@ def test_a_second_setup_waits_for_the_first(checkout):
 def real(plain, tmp_path):
     """run(*arguments, **options): colab_setup.sh with this Python, in a copy that installs nothing."""
     folder = tmp_path / "copy"
-    shutil.copytree(environment.ROOT / "helpers", folder / "helpers")
-    shutil.copy(environment.ROOT / "colab_setup.sh", folder)
+    shutil.copytree(machine.ROOT / "helpers", folder / "helpers")
+    shutil.copy(machine.ROOT / "colab_setup.sh", folder)
     (folder / "helpers" / "machine" / "install.py").write_text("print('installed')\n")
 
     def run(*arguments, command=("bash", "colab_setup.sh"), cwd=folder, env=os.environ):
@@ -350,7 +350,7 @@ def test_a_named_python_that_has_everything_is_used_as_it_is(checkout):
     complete.write_text(FAKE_PYTHON.replace("|| exit 1", "|| exit 0"))
     done, calls = checkout(PYTHON=str(complete))
     assert done.returncode == 0 and not checkout.folder.joinpath(".venv").exists()
-    assert calls[-1] == "/bin/python3.10 -m helpers.machine.install --check"
+    assert calls[-1] == "/bin/python3.10 -m helpers.install --check"
 
 
 def test_in_colab_the_running_python_is_used(checkout):
@@ -358,7 +358,7 @@ def test_in_colab_the_running_python_is_used(checkout):
     done, calls = checkout("run", PYTHON=python, COLAB_RELEASE_TAG="release")
     assert done.returncode == 0 and not checkout.folder.joinpath(".venv").exists()
     assert calls[-2:] == [
-        "/bin/python3.10 -m helpers.machine.install --group run",
+        "/bin/python3.10 -m helpers.install --group run",
         "/bin/python3.10 -m helpers run",
     ]
 
@@ -376,11 +376,11 @@ def test_a_failed_installation_stops_everything(checkout):
     python = checkout.tools / "python3.13"
     python.write_text(
         FAKE_PYTHON.replace(
-            "esac", '  "-m helpers.machine.install") ;;\nesac\n[ "$2" != helpers.machine.install ]'
+            "esac", '  "-m helpers.install") ;;\nesac\n[ "$2" != helpers.install ]'
         )
     )
     done, calls = checkout("run")
-    assert done.returncode != 0 and "helpers.machine.install" in calls[-1]
+    assert done.returncode != 0 and "helpers.install" in calls[-1]
 
 
 def test_an_unknown_word_shows_how_to_use_it(checkout):

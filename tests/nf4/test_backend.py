@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.nf4 import backend, kernel
-from helpers.oracle import reference
+from helpers.nf4 import reference
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import triton
 
-from helpers.machine import child
+from helpers import machine
 from helpers.nf4 import kernel as nf4_kernel
-from helpers.oracle import reference
-from helpers.submission import protocol
+from helpers.nf4 import reference
+from helpers.puzzle import protocol
 
 pytest.importorskip("bitsandbytes")
 
@@ -380,7 +380,7 @@ def test_a_copied_state_is_checked_anew(kernel, layer):
 # Cases that need a process of their own: changed variables (None unsets one), and what is run there.
 CPU_LAYER = """
 from helpers.nf4 import kernel
-from helpers.oracle import layers
+from helpers.nf4 import layers
 layer = layers.quantized_layer(64, 64, torch.float16)
 try: kernel.your_dequantize_nf4(layer)
 except kernel.UnsupportedState as error: print("refused:", error)
@@ -433,7 +433,7 @@ def said():
     """What each of ALONE printed."""
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    return json.loads(child.python(["-c", FORKED], stdin=json.dumps(ALONE)).out)
+    return json.loads(machine.python(["-c", FORKED], stdin=json.dumps(ALONE)).out)
 
 
 def test_no_cuda(said):

@@ -15,8 +15,8 @@ import pytest
 import torch
 from packaging import version
 
-from helpers.machine import child, environment
-from helpers.oracle import reference
+from helpers import machine
+from helpers.nf4 import reference
 
 pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -40,7 +40,7 @@ def exact(result, layer):
 
 def refused_by_inductor(dtype, options):
     """On a card without native bf16 Inductor steps aside: fullgraph cannot be asked for there."""
-    return dtype == torch.bfloat16 and "mode" in options and not environment.native_bf16()
+    return dtype == torch.bfloat16 and "mode" in options and not machine.native_bf16()
 
 
 def arguments(kernel, layer):
@@ -333,7 +333,7 @@ def test_the_triton_cache_knows_the_assembly(kernel, tmp_path):
         "key = lambda module: module._your_dequantize_nf4_kernel.cache_key\n"
         "print('keys', key(version0) == key(version1), key(version0) == key(version2))"
     )
-    done = child.python(["-c", code], folder=tmp_path, variables={"TRITON_INTERPRET": "0"})
+    done = machine.python(["-c", code], folder=tmp_path, variables={"TRITON_INTERPRET": "0"})
     assert "keys True False" in done.out
 
 
@@ -444,16 +444,16 @@ class TestProcesses:
         """In a process that has not used CUDA yet, as data loaders and launchers start theirs."""
         code = """
             import multiprocessing
-            from helpers.machine import environment
-            environment.prepare()
+            from helpers import machine
+            machine.prepare()
             import torch
             torch.set_num_threads(1)
 
             def worker(queue):  # nothing here has touched CUDA yet, bitsandbytes' import would
                 from helpers.nf4 import kernel
-                from helpers.oracle import layers, reference
+                from helpers.nf4 import layers, reference
 
-                device = "cuda" if environment.has_gpu() else "cpu"
+                device = "cuda" if machine.has_gpu() else "cpu"
                 layer = layers.quantized_layer(64, 96, torch.float16, device=device)
                 expected = reference.dequantize(layer.weight, layer.weight.quant_state)
                 results = [kernel.your_dequantize_nf4(layer) for _ in range(2)]
@@ -509,12 +509,12 @@ def run_script(code, **variables):
         path = os.path.join(folder, "script.py")
         with open(path, "w") as file:
             file.write(textwrap.dedent(code))
-        variables["PYTHONPATH"] = os.pathsep.join([str(environment.ROOT), *sys.path])
+        variables["PYTHONPATH"] = os.pathsep.join([str(machine.ROOT), *sys.path])
         return subprocess.run(
             [sys.executable, path],
             capture_output=True,
             text=True,
-            cwd=environment.ROOT,
+            cwd=machine.ROOT,
             env={**os.environ, **variables},
         )
 
@@ -558,7 +558,7 @@ class TestGraphs:
         code = """
             import torch
             from helpers.nf4 import kernel
-            from helpers.oracle import layers, reference
+            from helpers.nf4 import layers, reference
             layer = layers.quantized_layer(64, 96, torch.float16, device="cuda")
             expected = reference.dequantize(layer.weight, layer.weight.quant_state)
             print([reference.same_bits(kernel.your_dequantize_nf4(layer), expected) for _ in range(3)])
@@ -574,7 +574,7 @@ class TestStreams:
         code = """
             import torch
             from helpers.nf4 import kernel
-            from helpers.oracle import layers, reference
+            from helpers.nf4 import layers, reference
             make = layers.quantized_layer
             warm, *made = [make(64, 96, torch.float16, device="cuda", seed=i) for i in range(3)]
             expected = [reference.dequantize(layer.weight, layer.weight.quant_state) for layer in made]
@@ -602,7 +602,7 @@ class TestStreams:
         code = """
             import torch
             from helpers.nf4 import kernel
-            from helpers.oracle import layers
+            from helpers.nf4 import layers
             layer = layers.quantized_layer(64, 96, torch.float16, device="cuda")
             try:
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):

@@ -14,8 +14,8 @@ import weakref
 import pytest
 import torch
 
-from helpers.oracle import reference
-from helpers.submission import protocol
+from helpers.nf4 import reference
+from helpers.puzzle import protocol
 from helpers.t4 import cross_compile
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -17,7 +17,7 @@ import pytest
 import torch
 from layer_tensors import TENSORS  # beside this file
 
-from helpers.oracle import reference
+from helpers.nf4 import reference
 
 pytest.importorskip("bitsandbytes")
 from bitsandbytes import functional

@@ -20,7 +20,7 @@ bnb = pytest.importorskip("bitsandbytes")
 
 from helpers.nf4 import integrate, kernel, libraries  # noqa: E402
 from helpers.nf4.integrate import UnknownInternals, use_nf4_kernel  # noqa: E402
-from helpers.oracle import reference  # noqa: E402
+from helpers.nf4 import reference  # noqa: E402
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DEQUANTIZE, MATMUL = libraries.DEQUANTIZE, libraries.PRODUCT

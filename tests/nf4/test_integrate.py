@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from helpers.nf4 import call_sites, kernel, libraries
-from helpers.oracle import reference
+from helpers.nf4 import reference
 
 bnb = pytest.importorskip("bitsandbytes")
 

@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 
-from helpers.oracle import layers, reference
-from helpers.submission import evidence, protocol
+from helpers.nf4 import layers, reference
+from helpers.puzzle import checks as evidence, protocol
 
 pytest.importorskip("bitsandbytes")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

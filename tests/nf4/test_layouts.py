@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers.oracle import reference
+from helpers.nf4 import reference
 from helpers.stress import libraries
-from helpers.submission import protocol
+from helpers.puzzle import protocol
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 LAYOUTS = libraries.LAYOUTS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.machine import child
+from helpers import machine
 from helpers.nf4.integrate import LIBRARIES
 
 pytest.importorskip("bitsandbytes")
@@ -38,7 +38,7 @@ def python(installed, code, **variables):
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = child.python(["-c", code], variables=alone | variables, folder=installed, timeout=120)
+    done = machine.python(["-c", code], variables=alone | variables, folder=installed, timeout=120)
     return done.err + done.out
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from layer_tensors import TENSORS  # beside this file
 
-from helpers.oracle import reference
+from helpers.nf4 import reference
 
 pytest.importorskip("bitsandbytes")
 
@@ -43,7 +43,7 @@ def warm(planned, layer):
 
 def fresh(layer, seed=1, **options):
     """Another layer of the same shape, on the same device."""
-    from helpers.oracle.layers import quantized_layer
+    from helpers.nf4.layers import quantized_layer
 
     state = layer.weight.quant_state
     out_features, in_features = state.shape

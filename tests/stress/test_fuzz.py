@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from helpers.oracle import reference
+from helpers.nf4 import reference
 from helpers.stress import fuzz
 
 hypothesis = pytest.importorskip("hypothesis")

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from helpers.machine import child
-from helpers.oracle import reference
+from helpers import machine
+from helpers.nf4 import reference
 from helpers.stress import libraries
 from helpers.stress.libraries import LAYOUTS
 
@@ -51,11 +51,11 @@ def test_a_process_that_dies_is_a_crash_and_the_rest_goes_on(monkeypatch):
         return "\n".join(map(json.dumps, [{"absent": ""}, *rows]))
 
     ends = iter([
-        child.Done(-11, lines(("a", "exact")), ""),
-        child.Done(libraries.CRASHED, lines(("c", "crash")), ""),
-        child.Done(0, lines(("d", "wrong")), ""),
+        machine.Done(-11, lines(("a", "exact")), ""),
+        machine.Done(libraries.CRASHED, lines(("c", "crash")), ""),
+        machine.Done(0, lines(("d", "wrong")), ""),
     ])  # fmt: skip
-    monkeypatch.setattr(child, "python", lambda arguments, **options: next(ends))
+    monkeypatch.setattr(machine, "python", lambda arguments, **options: next(ends))
     rows = libraries.examine("bitsandbytes", ["a", "b", "c", "d"])
     outcomes = {"a": "exact", "b": "crash", "c": "crash", "d": "wrong"}
     assert {name: row["outcome"] for name, row in rows.items()} == outcomes
@@ -66,8 +66,8 @@ def test_the_libraries_own_functions_where_unsloth_cannot_come():
     """Not the wrapper that unsloth_zoo puts in its place: proved by module and file."""
     code = """
 import importlib
-from helpers.machine import environment
-environment.prepare()
+from helpers import machine
+machine.prepare()
 from helpers.stress import libraries
 for library in ("peft", "bitsandbytes"):
     function, reason = libraries.library_function(library)
@@ -82,7 +82,7 @@ for name in ("unsloth", "unsloth_zoo"):
         continue
     raise AssertionError(f"{name} can be imported")
 """
-    child.python(["-c", code])
+    machine.python(["-c", code])
 
 
 @pytest.mark.gpu

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from helpers.machine import environment
-from helpers.record import hashes, results
+from helpers import machine
+from helpers.results import hashes, store as results
 from helpers.stress import mutants
 
 TESTS = [
@@ -81,7 +81,7 @@ def test_some_that_run_again_replace_their_rows_of_the_whole_run(monkeypatch, tm
         monkeypatch.setattr(mutants, "examine", examine)
         mutants.main(list(arguments))
         capsys.readouterr()
-        stored = results.find("mutants", environment.result_folder())
+        stored = results.find("mutants", machine.result_folder())
         return stored and [stored.data.caught, *(row["verdict"] for row in stored.data.mutants)]
 
     gpu = mutants.Mutant("on a GPU alone", "old", "new", gpu=True)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from helpers.machine import environment
+from helpers import machine
 from helpers.stress import sanitizer
 
 STAND_IN = """#!{python}
@@ -33,7 +33,7 @@ def test_a_tool_that_finds_an_error_fails(tmp_path, monkeypatch, capsys, tools, 
     stand_in.chmod(0o755)
     monkeypatch.setenv("COMPUTE_SANITIZER", str(stand_in))
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    monkeypatch.setattr(environment, "no_gpu", lambda: None)
+    monkeypatch.setattr(machine, "no_gpu", lambda: None)
     monkeypatch.setattr(sanitizer.subprocess, "run", without_the_cases(sanitizer.subprocess.run))
     assert sanitizer.main(tools) == status
     (path,) = tmp_path.rglob("sanitizer.txt")
@@ -57,7 +57,7 @@ def test_without_the_program_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("PATH", os.devnull)
     monkeypatch.setenv("CUDA_HOME", os.devnull)
     monkeypatch.delenv("COMPUTE_SANITIZER", raising=False)
-    monkeypatch.setattr(environment, "no_gpu", lambda: None)
+    monkeypatch.setattr(machine, "no_gpu", lambda: None)
     if sanitizer.find_sanitizer():
         pytest.skip("it is installed beside torch")
     assert sanitizer.main([]) == 2 and "pip install" in capsys.readouterr().out

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from helpers.machine import environment
+from helpers import machine
 from helpers.stress import soak
 
 
 def test_flat_here(tmp_path, monkeypatch):
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    launches = 200_000 if environment.has_gpu() else 40
+    launches = 200_000 if machine.has_gpu() else 40
     soak.main(["--launches", str(launches), "--windows", "8"])
     (path,) = tmp_path.rglob("soak.json")
     data = json.loads(path.read_text())["data"]

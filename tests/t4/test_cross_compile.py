@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from helpers.machine import child
+from helpers import machine
 from helpers.t4 import cross_compile, other_card, sass
 from helpers.t4.cross_compile import Request
 
@@ -37,7 +37,7 @@ def test_a_kernel_that_does_not_compile_says_why():
 def test_a_compile_process_that_fails_says_why(tmp_path, monkeypatch):
     (tmp_path / "triton.py").write_text("raise ImportError('a broken Triton')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(child.ChildFailed, match="a broken Triton"):
+    with pytest.raises(machine.ChildFailed, match="a broken Triton"):
         cross_compile.build([Request(75)])
 
 
@@ -124,4 +124,4 @@ FOREIGN = """if True:
 
 def test_the_ptx_of_another_card_goes_to_the_driver_with_all_arguments():
     """Triton's own driver is stood in for: what it is given to load and to launch."""
-    child.python(["-c", FOREIGN], variables={"TRITON_INTERPRET": None})
+    machine.python(["-c", FOREIGN], variables={"TRITON_INTERPRET": None})

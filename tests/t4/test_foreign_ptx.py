@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 
-from helpers.machine import environment
-from helpers.submission import protocol
+from helpers import machine
+from helpers.puzzle import protocol
 from helpers.t4 import foreign_ptx, other_card
 
 
-@pytest.mark.skipif(environment.has_gpu(), reason="needs a machine without a GPU")
+@pytest.mark.skipif(machine.has_gpu(), reason="needs a machine without a GPU")
 def test_without_a_gpu_the_proof_says_what_it_needs(capsys):
     proof = foreign_ptx.prove()
     assert proof["passed"] is None
@@ -23,8 +23,8 @@ def test_without_a_gpu_the_proof_says_what_it_needs(capsys):
 def here(monkeypatch):
     """A machine that looks like one with a Hopper card; here(wrong) sets what its launches do wrong."""
     pytest.importorskip("bitsandbytes")
-    monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    monkeypatch.setattr(environment, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     monkeypatch.setitem(foreign_ptx.SIZES, "random layer", (416, 100))
 
@@ -90,8 +90,8 @@ def test_a_flat_layer_of_every_code_meets_256_scales():
 
 
 def test_a_card_that_is_too_old_for_the_code_is_not_asked(monkeypatch):
-    monkeypatch.setattr(environment, "has_gpu", lambda: True)
-    monkeypatch.setattr(environment, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(machine, "capability", lambda device: (7, 5))
     proof = foreign_ptx.prove(arch=80)
     assert proof["passed"] is None and "needs a card of sm_80 or newer" in foreign_ptx.summary(proof)
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from helpers.machine.environment import ROOT
-from helpers.record import names, results
-from helpers.submission import protocol
+from helpers.machine import ROOT
+from helpers.results import names, store as results
+from helpers.puzzle import protocol
 from helpers.t4 import simulated
 
 SHARES = (0.362, 0.466)  # our host time over Unsloth today's on the H200's host, 2026-11-21

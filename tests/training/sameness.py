@@ -14,7 +14,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from helpers.machine import child, environment
+from helpers import machine
 from helpers.training import runs
 
 TEXT = Path(__file__).read_text(encoding="utf-8")  # what the models learn
@@ -76,7 +76,7 @@ def differences(a: Record, b: Record) -> list[str]:
 
 def launches(step) -> dict[str, int]:
     """How many dequantizing kernels one call of `step` launches, by who launches them."""
-    from helpers.submission.evidence import gpu_events
+    from helpers.puzzle.checks import gpu_events
 
     names = [name for name, _, _ in gpu_events(step, 1)]
     return {library: sum(kernel in name for name in names) for library, kernel in runs.DEQUANTIZERS.items()}
@@ -194,13 +194,13 @@ def in_new_process(setups: list[Setup]) -> list[dict[str, Record]]:
     """`compare` for each setup, all in one new process without network. Raises ChildFailed with its text."""
     with tempfile.TemporaryDirectory() as folder:  # Unsloth writes generated modules where it runs
         Path(folder, "setups.json").write_text(json.dumps([asdict(one) for one in setups]), encoding="utf-8")
-        child.python([__file__], folder=folder, variables=runs.VARIABLES | ONE_LOSS, timeout=900)
+        machine.python([__file__], folder=folder, variables=runs.VARIABLES | ONE_LOSS, timeout=900)
         rows = json.loads(Path(folder, "records.json").read_text(encoding="utf-8"))
     return [{name: Record(**record) for name, record in records.items()} for records in rows]
 
 
 def main() -> None:
-    environment.prepare()
+    machine.prepare()
     setups = [Setup(**one) for one in json.loads(Path("setups.json").read_text(encoding="utf-8"))]
     if any(setup.library == "unsloth" for setup in setups):
         import unsloth  # noqa: F401  it asks to come before transformers and peft

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from helpers.machine import child, environment
+from helpers import machine
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -14,11 +14,11 @@ VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 def run(*command, timeout=280):
     """Run a module from the repository's root; the text it printed."""
-    return child.python(["-m", *map(str, command)], variables=VARIABLES, timeout=timeout).out
+    return machine.python(["-m", *map(str, command)], variables=VARIABLES, timeout=timeout).out
 
 
 def test_examples_import_public_names_only():
-    files = sorted((environment.ROOT / "examples").glob("*.py"))
+    files = sorted((machine.ROOT / "examples").glob("*.py"))
     assert len(files) >= 3
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -32,7 +32,7 @@ def test_one_gpu(tmp_path):
     """SFTTrainer: losses fall and are those without the kernel; the adapter and the merged model load."""
     for package in ("trl", "datasets"):
         pytest.importorskip(package, reason=f"{package} is in the group gpu of requirements.txt")
-    small = [] if environment.has_gpu() else ["--steps", 2, "--rows", 2]
+    small = [] if machine.has_gpu() else ["--steps", 2, "--rows", 2]
     printed = run("examples.finetune_one_gpu", "--out", tmp_path / "with", *small)
     assert "bitsandbytes.functional.dequantize_4bit" in printed
     assert "dequantizations went through the library" in printed and "merged in" in printed
@@ -50,10 +50,10 @@ def test_one_gpu(tmp_path):
 
 def test_where_it_pays_gives_the_same_results(tmp_path):
     """Prefill, generation, loading to 16 bit and merging: the same bits, on a CPU with one round of toys."""
-    small = [] if environment.has_gpu() else ["--tasks", "prefill", "dequantize", "--rounds", 1, "--rows", 1]
+    small = [] if machine.has_gpu() else ["--tasks", "prefill", "dequantize", "--rounds", 1, "--rows", 1]
     printed = run("examples.where_it_pays", "--json", tmp_path / "records.json", *small)
     records = json.loads((tmp_path / "records.json").read_text())
-    assert printed.count("results the same") == len(records) == (4 if environment.has_gpu() else 2)
+    assert printed.count("results the same") == len(records) == (4 if machine.has_gpu() else 2)
     for record in records.values():
         assert record["same"] and record["decoded"].startswith("0 of ") and len(record["with"]) > 0
 

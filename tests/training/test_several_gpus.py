@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from helpers.machine import environment
-from helpers.record import results
+from helpers import machine
+from helpers.results import store as results
 from helpers.training import several_gpus
 
 TURNS, TURN = several_gpus.WARM_UP + 5, several_gpus.TURN
@@ -97,7 +97,7 @@ def trained(processes, *options):
     return reports
 
 
-@pytest.mark.skipif(environment.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
+@pytest.mark.skipif(machine.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
 def test_two_processes_on_the_cpu():
     """DDP in the interpreter; accelerate runs FSDP on GPUs only."""
     trained(2)

@@ -5,8 +5,8 @@ import msgspec
 import pytest
 import torch
 
-from helpers.machine import child, environment
-from helpers.record import results
+from helpers import machine
+from helpers.results import store as results
 from helpers.training import tiny_models, train_bench
 
 pytest.importorskip("peft")
@@ -125,7 +125,7 @@ def test_a_slow_card_measures_fewer_rounds_and_says_so(monkeypatch, longest, rou
 
 
 def test_without_a_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     assert train_bench.main([]) == 0
     assert "not measured (No CUDA GPU" in capsys.readouterr().out and not any(tmp_path.iterdir())
@@ -134,9 +134,9 @@ def test_without_a_gpu(monkeypatch, tmp_path, capsys):
 def test_a_worker_that_fails_is_reported(monkeypatch, tmp_path, capsys):
     def fail(arguments, **options):
         if "make" not in arguments:
-            raise child.ChildFailed("no memory")
+            raise machine.ChildFailed("no memory")
 
-    monkeypatch.setattr(child, "python", fail)
+    monkeypatch.setattr(machine, "python", fail)
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     path = train_bench.measure()
     libraries = results.read(path.name, path.parent).data.libraries
@@ -154,15 +154,15 @@ def test_the_workers_leave_their_files_where_they_run(monkeypatch, tmp_path):
         monkeypatch.chdir(folder)
         assert arguments[:3] == ["-m", "helpers", "train-bench"] and train_bench.main(arguments[3:]) == 0
 
-    monkeypatch.setattr(environment, "no_gpu", lambda: None)
-    monkeypatch.setattr(environment, "old_gpu", lambda: None)
-    monkeypatch.setattr(child, "python", here)
+    monkeypatch.setattr(machine, "no_gpu", lambda: None)
+    monkeypatch.setattr(machine, "old_gpu", lambda: None)
+    monkeypatch.setattr(machine, "python", here)
     monkeypatch.setattr(tiny_models, "make", lambda folder, **sizes: seen.append(sizes["num_hidden_layers"]))
     monkeypatch.setattr(train_bench, "worker", lambda library, folder: seen.append(folder) or {"sizes": []})
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     assert train_bench.main([]) == 0
     monkeypatch.chdir(tmp_path)
-    data = results.read("training", environment.result_folder()).data
+    data = results.read("training", machine.result_folder()).data
     assert list(data.libraries) == ["peft", "unsloth"] and data.layers == train_bench.LAYERS
     assert not any(one.failed for one in data.libraries.values())
     assert seen[0] == train_bench.LAYERS and seen[1] == seen[2]

@@ -6,7 +6,7 @@ import pytest
 import sameness  # beside this file
 from sameness import Record, Setup, differences
 
-from helpers.machine import environment
+from helpers import machine
 from helpers.training import runs, tiny_models
 
 pytest.importorskip("peft")
@@ -41,7 +41,7 @@ UNSLOTH = {
 def folders(tmp_path_factory):
     """Model folders by family; without a GPU of the smallest size."""
     root = tmp_path_factory.mktemp("models")
-    sizes = {} if environment.has_gpu() else SMALLEST
+    sizes = {} if machine.has_gpu() else SMALLEST
     return {family: str(tiny_models.make(root / family, family, **sizes)) for family in FAMILIES}
 
 
@@ -115,7 +115,7 @@ def test_unsloth(unsloth_runs, name):
         assert on.losses_as_floats()[-1] < on.losses_as_floats()[0]
 
 
-@pytest.mark.skipif(environment.has_gpu(), reason="the GPU tests above do more")
+@pytest.mark.skipif(machine.has_gpu(), reason="the GPU tests above do more")
 @pytest.mark.parametrize(
     "family, fields",
     [

@@ -1,0 +1,346 @@
+"""Candidates that are wrong, or are not the kernel, and try to score: each with the judge that must see it.
+
+A cheat is planted in a copy of the kernel's cells, as if a notebook had it: its globals are the copy's.
+`honest` is that copy's own your_dequantize_nf4.
+"""
+
+import ctypes
+import importlib.util
+import itertools
+import sys
+import time
+import types
+
+import torch
+
+from helpers.nf4 import kernel
+from helpers.puzzle.protocol import baselines
+
+_copies = itertools.count()
+
+
+def cells(**changes) -> types.ModuleType:
+    """A fresh copy of the kernel's cells, with names changed."""
+    name = f"copy_{next(_copies)}_of_the_cells"
+    spec = importlib.util.spec_from_file_location(name, kernel.__file__)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(changes)
+    return module
+
+
+def planted(make, copy=None):
+    """The candidate that `make(honest)` returns, with the globals of a copy of the cells."""
+    copy = copy or cells()
+    cheat = make(copy.your_dequantize_nf4)
+    return types.FunctionType(cheat.__code__, vars(copy), cheat.__name__, None, cheat.__closure__)
+
+
+def cached_weight(honest):
+    """Decodes each layer once and returns that tensor for ever."""
+    saved = {}
+    return lambda layer: saved[layer] if layer in saved else saved.setdefault(layer, honest(layer))
+
+
+def cached_copy(honest):
+    """... and returns a fresh copy of it."""
+    saved = {}
+
+    def cheat(layer):
+        if layer not in saved:
+            saved[layer] = honest(layer)
+        return saved[layer].clone()
+
+    return cheat
+
+
+def cached_by_version(honest):
+    """Decodes again only when a version counter says that something was written."""
+    saved = {}
+
+    def cheat(layer):
+        state = layer.weight.quant_state
+        tensors = (layer.weight, state.absmax, state.state2.absmax, state.offset)
+        versions = [(x.data_ptr(), x._version) for x in tensors] if state.nested else None
+        if versions is None or saved.get(layer, (None,))[0] != versions:
+            saved[layer] = versions, honest(layer)
+        return saved[layer][1].clone()
+
+    return cheat
+
+
+def cached_until_a_pause(honest):
+    """Decodes again where more than a millisecond passed since the last call: a stopped clock shows."""
+    saved, last = {}, [0.0]
+    now = time.perf_counter
+
+    def cheat(layer):
+        paused = now() - last[0] > 1e-3
+        if paused:
+            saved.clear()
+        if layer not in saved:
+            saved[layer] = honest(layer)
+        last[0] = now()
+        return saved[layer].clone()
+
+    return cheat
+
+
+def shared_buffer(honest):
+    """Returns one buffer for every call of a size."""
+    buffers = {}
+
+    def cheat(layer):
+        weight = honest(layer)
+        return buffers.setdefault((weight.shape, weight.dtype), weight).copy_(weight)
+
+    return cheat
+
+
+def stale_buffer_of_two(honest):
+    """Two buffers in turn, and only one of them is ever written again."""
+    buffers, calls = {}, []
+
+    def cheat(layer):
+        calls.append(0)
+        key = (layer, layer.weight.quant_state.dtype, len(calls) // 3 % 2)  # the other one every round
+        if key not in buffers or key[2]:
+            buffers[key] = honest(layer)
+        return buffers[key]
+
+    return cheat
+
+
+def right_for(count):
+    """A maker: right for `count` calls, then memory as it is handed out."""
+
+    def right_for_some_calls(honest):
+        calls = []
+
+        def cheat(layer):
+            calls.append(0)
+            state = layer.weight.quant_state
+            if len(calls) <= count:
+                return honest(layer)
+            return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)
+
+        return cheat
+
+    return right_for_some_calls
+
+
+def right_on_every_other_call(honest):
+    """Decodes on each second call, else returns memory as it is handed out."""
+    calls = []
+
+    def cheat(layer):
+        calls.append(0)
+        state = layer.weight.quant_state
+        if len(calls) % 2:
+            return honest(layer)
+        return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)
+
+    return cheat
+
+
+def right_for_layers_seen_twice(honest):
+    """Decodes a layer while it may be checked, and keeps the weight for when it is timed."""
+    seen, saved = {}, {}
+
+    def cheat(layer):
+        seen[layer] = seen.get(layer, 0) + 1
+        if seen[layer] == 4:
+            saved[layer] = honest(layer)
+        return saved[layer].clone() if layer in saved else honest(layer)
+
+    return cheat
+
+
+def falls_back(honest):
+    """bitsandbytes, under the kernel's name."""
+    own = baselines()["bitsandbytes"].fn
+    return lambda layer: own(layer)
+
+
+def falls_back_for_other_shapes(honest):
+    """The kernel for whole tiles, bitsandbytes for the rest."""
+    own = baselines()["bitsandbytes"].fn
+    return lambda layer: own(layer) if layer.weight.quant_state.shape[0] != 2048 else honest(layer)
+
+
+def falls_back_when_compiled(honest):
+    """Another decoder under torch.compile."""
+    own = baselines()["bitsandbytes"].fn
+    return lambda layer: own(layer) if torch.compiler.is_compiling() else honest(layer)
+
+
+def fp16_for_bf16(honest):
+    """What has no bf16 decodes to fp16."""
+    return lambda layer: honest(layer).to(torch.float16)
+
+
+def nearly_right(honest):
+    """Off by 3 in the tenth bit: inside tolerances that were loosened."""
+    return lambda layer: honest(layer) * (1 + 3 / 1024)
+
+
+def one_wrong_bit(honest):
+    """What an FMA does to one weight in a million: inside the tolerances of a weight, not of the bits."""
+
+    def cheat(layer):
+        weight = honest(layer)
+        weight.view(-1)[-1:].view(torch.int16 if weight.element_size() == 2 else torch.int32).bitwise_xor_(1)
+        return weight
+
+    return cheat
+
+
+def loosened_harness(honest):
+    """Puts a comparison that is content in the place of torch's."""
+
+    def cheat(layer):
+        torch.testing.assert_close = lambda *args, **kwargs: None
+        return honest(layer) * 1.5
+
+    return cheat
+
+
+def made_up_scale(honest):
+    """Multiplies by a constant where code2 should be looked up."""
+
+    def cheat(layer):
+        state = layer.weight.quant_state
+        scale = state.absmax.float() / 255 * state.state2.absmax.max() + state.offset
+        blocks = honest(layer).view(-1, state.blocksize)
+        return (torch.sign(blocks) * scale[:, None]).to(state.dtype).view(state.shape)
+
+    return cheat
+
+
+def swapped_nibbles(honest):
+    """Low nibble first."""
+
+    def cheat(layer):
+        weight = honest(layer)
+        return (
+            weight.view(-1, 2).flip(1).contiguous().view(weight.shape) if weight.numel() % 2 == 0 else weight
+        )
+
+    return cheat
+
+
+def absmax_in_torch(honest):
+    """Decodes absmax in torch, then launches the kernel for a flat state: right, in several launches."""
+
+    def cheat(layer):
+        state = layer.weight.quant_state
+        if not state.nested:
+            return honest(layer)
+        scale = state.state2.code[state.absmax.int()]
+        scale = scale * state.state2.absmax.repeat_interleave(state.state2.blocksize)[: scale.numel()]
+        flat = type(state)(
+            scale + state.offset, state.shape, state.code, state.blocksize, state.quant_type, state.dtype
+        )
+        return _your_dequantize_nf4(layer.weight, flat)  # noqa: F821
+
+    return cheat
+
+
+def waits(honest):
+    """Reads the offset on the host."""
+
+    def cheat(layer):
+        layer.weight.quant_state.offset.item()
+        return honest(layer)
+
+    return cheat
+
+
+def copies_large_ones(honest):
+    """One copy of the packed weight, for large tensors alone."""
+
+    def cheat(layer):
+        held = layer.weight.data.clone() if layer.weight.numel() > 2**20 else None
+        result = honest(layer)
+        del held
+        return result
+
+    return cheat
+
+
+def growing_buffer(honest):
+    """Keeps a buffer that grows with the layers."""
+    kept = {}
+
+    def cheat(layer):
+        n = layer.weight.quant_state.shape.numel()
+        if "buffer" not in kept or kept["buffer"].numel() < n:
+            kept["buffer"] = torch.empty(n, dtype=torch.uint8, device=layer.weight.device)
+        return honest(layer)
+
+    return cheat
+
+
+class _Memory:
+    """Memory of the driver's, which torch's allocator does not count, as torch can read it."""
+
+    def __init__(self, like):
+        address, driver = ctypes.c_uint64(), ctypes.CDLL("libcuda.so.1")
+        assert driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(like.nbytes)) == 0
+        self.__cuda_array_interface__ = {
+            "shape": (like.numel(),), "typestr": "<i2", "data": (address.value, False), "version": 3,
+        }  # fmt: skip
+
+
+def decoded_past_torch(honest):
+    """Decodes large layers once into memory that torch does not count, and launches the named kernel on
+    a few elements for show: it scored 14 of 14 before the protocol was watched."""
+    saved, show, memory_past_torch = {}, [], _Memory
+
+    def cheat(layer):
+        state = layer.weight.quant_state
+        if state.dtype == torch.float32 or state.shape.numel() < 1 << 20:
+            return honest(layer)
+        if (layer, state.dtype) not in saved:
+            weight = honest(layer)
+            memory = torch.as_tensor(memory_past_torch(weight), device="cuda")
+            memory = memory.view(weight.dtype).view(weight.shape)
+            saved[layer, state.dtype] = memory.copy_(weight)
+            if not show:
+                few = type(layer)(64, 64, False, compute_dtype=state.dtype, quant_type="nf4").cuda()
+                show.append(few)
+        honest(show[0])
+        return saved[layer, state.dtype]
+
+    return cheat
+
+
+# name: (maker, judges that must each see it on any machine, further ones on a GPU)
+CHEATS = {
+    make.__name__: (make, judges.split(), on_a_gpu.split())
+    for make, judges, on_a_gpu in (
+        (cached_weight, "protocol fresh_output", "single_kernel"),
+        (cached_copy, "protocol", "single_kernel"),
+        (cached_by_version, "protocol", "single_kernel"),
+        (cached_until_a_pause, "", "protocol single_kernel"),
+        (shared_buffer, "fresh_output", "single_kernel no_large_buffers"),
+        (stale_buffer_of_two, "protocol fresh_output", ""),
+        (right_for(14), "protocol", "exact single_kernel"),
+        (right_on_every_other_call, "exact", "protocol single_kernel"),
+        (right_for_layers_seen_twice, "protocol", ""),
+        (falls_back, "exact", "single_kernel custom_asm cache_eviction torch_compile"),
+        (falls_back_for_other_shapes, "exact", "single_kernel"),
+        (falls_back_when_compiled, "torch_compile", ""),
+        (fp16_for_bf16, "protocol exact", ""),
+        (nearly_right, "protocol exact", ""),
+        (one_wrong_bit, "protocol exact fresh_output", ""),
+        (loosened_harness, "protocol", "exact"),
+        (made_up_scale, "protocol", "exact"),
+        (swapped_nibbles, "protocol", "exact"),
+        (absmax_in_torch, "", "single_kernel no_large_buffers"),
+        (waits, "", "no_sync single_kernel"),
+        (copies_large_ones, "", "single_kernel no_large_buffers"),
+        (growing_buffer, "", "no_large_buffers"),
+        (decoded_past_torch, "", "protocol single_kernel no_large_buffers"),
+    )
+}
