@@ -1,12 +1,8 @@
-"""What am I running on, and what does that allow: GPU, versions, Colab or Kaggle, Triton's interpreter."""
+"""What a checkout adds to helpers.nf4.environment: its root, child processes, setting a process up."""
 
 import contextlib
-import datetime
-import functools
 import getpass
-import importlib.metadata
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -15,38 +11,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.nf4 import environment
+from helpers.nf4.environment import (  # noqa: F401
+    MIN_CAPABILITY,
+    capability,
+    colab,
+    driver,
+    forced,
+    gpu_name,
+    has_gpu,
+    interpreter,
+    kaggle,
+    native_bf16,
+    no_gpu,
+    nvidia_smi,
+    old_gpu,
+    switch_on_gpu,
+    version_of,
+    versions,
+)
+
 ROOT = Path(__file__).resolve().parents[1]
-MIN_CAPABILITY = (7, 5)  # Tesla T4; the oldest card the kernel is compiled and checked for
-PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
-# Other KAGGLE_ variables (KAGGLE_USERNAME, KAGGLE_KEY) also exist on machines that only use Kaggle's API.
-KAGGLE_VARIABLES = ("KAGGLE_KERNEL_RUN_TYPE", "KAGGLE_URL_BASE", "KAGGLE_DATA_PROXY_TOKEN")
-
-
-def colab() -> bool:
-    """True inside Google Colab: a COLAB_ variable is set, or google.colab is loaded."""
-    return "google.colab" in sys.modules or any(name.startswith("COLAB_") for name in os.environ)
-
-
-def kaggle() -> bool:
-    """True inside a Kaggle notebook."""
-    return any(name in os.environ for name in KAGGLE_VARIABLES)
 
 
 def hosted() -> bool:
-    """True where packages go into the running Python: Colab or Kaggle."""
+    """Return True where packages go into the running Python: Colab or Kaggle."""
     return colab() or kaggle()
-
-
-def has_gpu() -> bool:
-    """True where torch sees a CUDA GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def interpreter() -> bool:
-    """True when Triton kernels run in Triton's interpreter (TRITON_INTERPRET=1) instead of on a GPU."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def prepare() -> None:
@@ -54,7 +44,7 @@ def prepare() -> None:
 
     Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder or a user
     name both. With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Raises RuntimeError
-    where triton was imported too early for the interpreter.
+    if triton was imported too early for the interpreter.
     """
     give_home()
     if version_of("torch") is None:
@@ -71,8 +61,8 @@ def prepare() -> None:
         _hide_native_bf16()
 
 
-def give_home():
-    """Let caches go to build/home, and name the user, where a container's bare user has no home or name."""
+def give_home() -> None:
+    """Put caches under build/home and name the user, where a container's user has no home or no name."""
     if not os.access(os.path.expanduser("~"), os.W_OK):
         home = ROOT / "build" / "home"
         home.mkdir(parents=True, exist_ok=True)
@@ -81,11 +71,6 @@ def give_home():
         getpass.getuser()
     except (ImportError, KeyError, OSError):  # which of them depends on the version of Python
         os.environ["USER"] = f"uid{os.getuid()}"
-
-
-def forced() -> str | None:
-    """The card whose decisions are forced on the one at hand (NF4_FORCE), such as "t4"; None without."""
-    return os.environ.get("NF4_FORCE") or None
 
 
 def _hide_native_bf16():
@@ -103,123 +88,26 @@ def _hide_native_bf16():
         dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
 
 
-def capability(device=None) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, such as (7, 5); None without a GPU."""
-    import torch
-
-    return torch.cuda.get_device_capability(device) if has_gpu() else None
-
-
-def native_bf16() -> bool:
-    """True when torch says the GPU has bf16 arithmetic of its own (sm_80 on; a T4 has not)."""
-    import torch
-
-    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def version_of(package: str) -> str | None:
-    """Installed version of a distribution, without importing it; None when it is absent."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: '2.11.0+cu128' -> (2, 11, 0)."""
+    """Return the leading numbers of a version: '2.11.0+cu128' -> (2, 11, 0)."""
     return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that decide a result; None where a package is absent."""
-    return {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
-
-
-def nvidia_smi(fields: str) -> list[str]:
-    """What nvidia-smi says of each GPU, a line each; [] when it does not answer."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.strip().splitlines()
-
-
-@functools.cache
-def driver() -> str | None:
-    """Version of the NVIDIA driver; None where nvidia-smi does not know it."""
-    return next(iter(nvidia_smi("driver_version")), None)
-
-
-def gpu_name() -> str | None:
-    """Name of the current CUDA device, such as 'Tesla T4'; None without a GPU."""
-    import torch
-
-    return torch.cuda.get_device_name() if has_gpu() else None
-
-
 def describe() -> dict:
-    """Facts for the head of every result file; all values are JSON types."""
-    import torch
-
-    card = capability()
-    return {
-        "gpu": gpu_name(),
-        "capability": list(card) if card else None,
-        "driver": driver() if card else None,
-        "cuda": torch.version.cuda,
-        **versions(),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "colab": colab(),
-        "kaggle": kaggle(),
-        "interpreter": interpreter(),
-        "forced": forced(),
-    }
+    """Return environment.describe() with the keys of the old result files: "gpu", versions flat."""
+    facts = environment.describe()
+    return {"gpu": facts.pop("card"), **facts.pop("versions"), **facts}
 
 
 def result_folder() -> Path:
-    """Where this machine's measurements belong: results/<gpu>/, such as results/nvidia-h200.
+    """Return where this machine's measurements belong: results/<gpu>/, such as results/nvidia-h200.
 
-    NF4_RESULTS replaces the `results` folder. A run with a card's decisions forced (NF4_FORCE) gets a folder
-    of its own, such as results/nvidia-h200-forced-t4, so that it is never taken for the card itself.
+    NF4_RESULTS replaces the `results` folder. A run with settings forced (NF4_FORCE) gets a folder of its
+    own, such as results/nvidia-h200-forced-t4, so that it is never taken for the card itself.
     """
     root = Path(os.environ.get("NF4_RESULTS") or ROOT / "results")
     slug = re.sub(r"[^a-z0-9]+", "-", (gpu_name() or "cpu-interpreter").lower()).strip("-")
     return root / (f"{slug}-forced-{forced()}" if forced() else slug)
-
-
-def switch_on_gpu() -> str:
-    """How to get a suitable GPU on the platform at hand, as one sentence."""
-    if colab():
-        return "Choose Runtime > Change runtime type > T4 GPU, then run all cells again."
-    if kaggle():
-        return "Choose Settings > Accelerator > GPU T4 x2, then run all cells again."
-    return "Run on a machine with an NVIDIA GPU (Tesla T4 or newer) and a working driver (nvidia-smi)."
-
-
-def no_gpu() -> str | None:
-    """Why there is no usable CUDA GPU and what to do; None when there is one."""
-    if has_gpu():
-        return None
-    import torch
-
-    if driver() and torch.version.cuda is None:
-        cause = f"nvidia-smi finds a GPU, but torch {torch.__version__} is a build without CUDA."
-        return f"{cause} Run `bash colab_setup.sh`, which installs the CUDA build."
-    if driver():
-        cause = f"nvidia-smi finds a GPU, but torch {torch.__version__} cannot use it with driver {driver()}."
-        return f"{cause} Update the driver, or install a torch build for an older CUDA from pytorch.org."
-    cause = "No CUDA GPU: the kernel runs in Triton's interpreter (correct, far too slow to time)."
-    return f"{cause} {switch_on_gpu()}"
-
-
-def old_gpu() -> str | None:
-    """Why the GPU at hand is too old and what to do; None when it is new enough or absent."""
-    card = capability()
-    if card is None or card >= MIN_CAPABILITY:
-        return None
-    have, need = ("sm_{}{}".format(*pair) for pair in (card, MIN_CAPABILITY))
-    return f"{gpu_name()} is {have}; the kernel needs {need} or newer. {switch_on_gpu()}"
 
 
 class ChildFailed(RuntimeError):
@@ -227,7 +115,7 @@ class ChildFailed(RuntimeError):
 
 
 class Done(NamedTuple):
-    """How a process ended: `status` is None where it was ended after its time, negative after a signal."""
+    """How a process ended; `status` is None after a timeout, negative after a signal."""
 
     status: int | None
     out: str
