@@ -9,7 +9,7 @@ from collections.abc import Callable
 from helpers import machine
 from helpers.bench.compiled import DECODED, LAUNCHES, NO_ASSERTS, NO_BODY, NO_GUARDS, PRODUCTS
 from helpers.results import goals, hashes, names, tables
-from helpers.results.store import EARLIER, caption, find, ratio, stale
+from helpers.results.old_store import EARLIER, caption, find, ratio, stale
 from helpers.results import plots
 from helpers.puzzle import marking
 from helpers.puzzle.repository import NOTEBOOK_NAME, REPO_URL

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from helpers.results import names
 from helpers.results.names import DTYPES, label, size_text
-from helpers.results.store import Benchmark, ratio
+from helpers.results.old_store import Benchmark, ratio
 
 ROUNDS = 1000  # of the official protocol
 NOT_MEASURED = "not measured"

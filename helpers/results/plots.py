@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from helpers.results.names import ALLOCATE_FILL, BASELINES_ON_GPU, CEILING, DTYPES, label, size_text
-from helpers.results.store import caption, ratio
+from helpers.results.old_store import caption, ratio
 
 WIDTH, DPI = 7.6, 105  # inches and dots: as wide as an output cell in Colab
 # Okabe and Ito's palette: told apart by colour-blind readers, and dark enough on white.

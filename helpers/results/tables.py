@@ -4,7 +4,7 @@ A table is a list of rows of texts, the header first; [] where its section was n
 """
 
 from helpers.results.names import DTYPES, label, size_text
-from helpers.results.store import Benchmark, Rows, ratio
+from helpers.results.old_store import Benchmark, Rows, ratio
 
 REFERENCE = "(the reference)"  # whose weights everyone's are compared with
 Table = list[list[str]]

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.results import names
-from helpers.results.store import (
+from helpers.results.old_store import (
     Benchmark,
     ByteMover,
     Cases,

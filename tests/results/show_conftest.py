@@ -3,8 +3,8 @@
 import pytest
 
 from helpers import machine
-from helpers.results import names, store as results
-from helpers.results.store import Times
+from helpers.results import names, old_store as results
+from helpers.results.old_store import Times
 
 SIZES = (2**16, 2**22, 58_720_256, 2**30)
 CARD = "Card of a test"

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.machine import ROOT
 from helpers.bench import compiled as parts
-from helpers.results import goals, hashes, names, store as results
-from helpers.results.store import Compile, CompileCase, Times
+from helpers.results import goals, hashes, names, old_store as results
+from helpers.results.old_store import Compile, CompileCase, Times
 from helpers.results import appendix, draw
 from helpers.puzzle import marking, repository, sync
 

@@ -1,7 +1,7 @@
 import pytest
 
 from helpers.results import goals, names
-from helpers.results.store import Benchmark
+from helpers.results.old_store import Benchmark
 
 SHARE = "GPU time, share of a no-arithmetic CUDA C kernel"
 

@@ -5,7 +5,7 @@ import dataclasses
 import msgspec
 import pytest
 
-from helpers.results import hashes, store as results
+from helpers.results import hashes, old_store as results
 
 MODULE = '''
 import torch  # both parts may import

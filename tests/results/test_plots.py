@@ -1,6 +1,6 @@
 import pytest
 
-from helpers.results import names, store as results
+from helpers.results import names, old_store as results
 from helpers.results import idea, plots
 from helpers.t4.simulated import Span, Total
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from helpers import machine
-from helpers.results import names, store as results
-from helpers.results.store import Times
+from helpers.results import names, old_store as results
+from helpers.results.old_store import Times
 
 ROOT = machine.ROOT
 STORED = sorted((ROOT / "results").glob("*/*.json"))

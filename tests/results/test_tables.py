@@ -1,5 +1,5 @@
 from helpers.results import tables
-from helpers.results.store import Benchmark
+from helpers.results.old_store import Benchmark
 
 
 def test_the_protocol_shows_ratios_to_ours_and_every_repeat(data):
