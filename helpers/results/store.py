@@ -114,9 +114,8 @@ def write(
 ) -> Path:
     """Replace one section of a card's rows and record when and with which kernel it was measured.
 
-    card: the folder under results/ (str), this machine's by default. environment: what `describe()` said on the
-    machine that measured, this machine by default. Returns the card's folder; raises ValueError for a row of
-    another section.
+    card: the folder under results/, this machine's by default. environment: what `describe()` returned on
+    the machine that measured. Returns the card's folder; raises ValueError for a row of another section.
     """
     from helpers.nf4.environment import describe
 
