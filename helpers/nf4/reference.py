@@ -275,9 +275,12 @@ def cannot_run() -> str | None:
 def dequantize_in_torch(weight, quant_state, out=None):
     """Return what the kernel returns, by `dequantize` above; malformed input raises the kernel's errors."""
     kernel = _kernel()
-    tensors, values = kernel._snapshot(weight, quant_state)
-    sizes = kernel._check_values(tensors, values)
-    kernel._check_scales(tensors, -(-sizes[0] // values[3]), values[5])
+    if kernel.INTERPRETED or weight.is_cuda:
+        kernel.check_state(weight, quant_state)
+    else:
+        tensors, values = kernel._snapshot(weight, quant_state)
+        sizes = kernel._check_values(tensors, values)
+        kernel._check_scales(tensors, -(-sizes[0] // values[3]), values[5])
     result = dequantize(weight, quant_state)
     if out is None:
         return result

@@ -1,113 +1,124 @@
+"""The choice between kernel and plain PyTorch: NF4_BACKEND=triton|torch|auto."""
+
 import logging
 
 import pytest
 import torch
 
-from helpers.nf4 import backend, kernel
-from helpers.nf4 import reference
+from helpers.nf4 import kernel, reference
+from helpers.nf4.reference import DTYPES, choose, dequantize_layer, odd_states, random_state, same_bits
+
+ODD = odd_states("cpu")
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """No choice remembered from another test."""
-    backend._auto.cache_clear()
+    reference._auto.cache_clear()
     monkeypatch.delenv("NF4_BACKEND", raising=False)
     yield
-    backend._auto.cache_clear()
+    reference._auto.cache_clear()
 
 
-@pytest.fixture
-def layer(make_layer):
-    return make_layer(64, 32, torch.bfloat16)
+@pytest.mark.parametrize("name", ["triton", "torch", "auto", " Torch "])
+def test_every_choice_gives_the_same_bits(monkeypatch, make_layer, name):
+    """Of a layer, its weight, and codes with their state; an `out` is filled."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    layer = make_layer(64, 32, torch.bfloat16)
+    weight, state = layer.weight, layer.weight.quant_state
+    expected, out = reference.dequantize(weight, state), torch.full((32, 64), torch.nan, dtype=state.dtype)
+    out = out.to(weight.device)
+    for arguments in ((layer,), (weight,), (weight.data, state), (weight.data, state, out)):
+        assert same_bits(dequantize_layer(*arguments), expected), len(arguments)
+    assert same_bits(out, expected)
 
 
-def exact(weight, state, out=None):
-    state.shape = torch.Size(state.shape)
-    return reference.dequantize(weight, state)
+def test_a_named_choice_is_taken_untried(monkeypatch, device):
+    monkeypatch.setattr(reference, "why_not_triton", lambda *_: pytest.fail("tried"))
+    for name in ("triton", "torch", " Torch "):
+        monkeypatch.setenv("NF4_BACKEND", name)
+        assert choose(torch.device(device), torch.float16) == name.strip().lower()
+    monkeypatch.setenv("NF4_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
+        choose(torch.device(device), torch.float16)
 
 
-def wrong(weight, state, out=None):
-    return exact(weight, state) + 1
+def test_auto_takes_the_kernel_and_tries_once_for_each_dtype(monkeypatch, device, caplog):
+    tried, why_not = [], reference.why_not_triton
+    monkeypatch.setattr(reference, "why_not_triton", lambda *of: tried.append(of) or why_not(*of))
+    for dtype in DTYPES * 2:
+        assert choose(torch.device(device), dtype) == "triton"
+    assert len(tried) == 3 and not caplog.text
 
 
-def broken(weight, state, out=None):
+def fails(weight, state):
     raise RuntimeError("cannot compile")
 
 
-def test_an_invalid_name_is_refused_with_the_valid_ones(monkeypatch, layer):
-    monkeypatch.setenv("NF4_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
-        backend.dequantize(layer)
+def wrong(weight, state):
+    return reference.dequantize(weight, state).neg()
 
 
-@pytest.mark.parametrize("name", ["triton", "torch", " Torch "])
-def test_a_named_path_is_taken_untried(monkeypatch, device, name):
-    monkeypatch.setenv("NF4_BACKEND", name)
-    monkeypatch.setattr(backend, "_problem", lambda *_: pytest.fail("tried"))
-    assert backend.choose(torch.device(device), torch.float16) == name.strip().lower()
-
-
-@pytest.mark.parametrize("name", ["triton", "torch", "auto"])
-def test_every_path_gives_the_same_bits(monkeypatch, layer, name):
-    monkeypatch.setenv("NF4_BACKEND", name)
-    assert reference.same_bits(backend.dequantize(layer), exact(layer.weight, layer.weight.quant_state))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_auto_takes_the_kernel_where_its_bits_are_right(device, dtype, caplog):
+@pytest.mark.parametrize("triton, why", [(wrong, "bits are wrong"), (fails, "RuntimeError: cannot compile")])
+def test_auto_takes_no_kernel_that_is_wrong_or_fails(monkeypatch, device, caplog, triton, why):
+    monkeypatch.setattr(reference, "backends", lambda: {"triton": triton, "torch": reference.dequantize})
     with caplog.at_level(logging.WARNING):
-        assert backend.choose(torch.device(device), dtype) == "triton"
-    assert not caplog.text
+        assert choose(torch.device(device), torch.float16) == "torch" and why in caplog.text
 
 
-@pytest.mark.parametrize("triton, why", [(wrong, "bits are wrong"), (broken, "RuntimeError: cannot compile")])
-def test_auto_never_takes_a_kernel_that_is_wrong_or_fails(monkeypatch, device, caplog, triton, why):
-    monkeypatch.setattr(backend, "paths", lambda: {"triton": triton, "torch": exact})
-    assert backend.choose(torch.device(device), torch.float16) == "torch" and why in caplog.text
+def test_auto_does_not_remember_an_out_of_memory(monkeypatch, device):
+    def full(weight, state):
+        raise torch.OutOfMemoryError("as a test")
 
-
-def test_auto_tries_once_for_each_dtype(monkeypatch, device):
-    seen = []
-    monkeypatch.setattr(backend, "_problem", lambda device, dtype: seen.append(dtype))
-    for dtype in (torch.float16, torch.float16, torch.bfloat16):
-        assert backend.choose(torch.device(device), dtype) == "triton"
-    assert seen == [torch.float16, torch.bfloat16]
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "backends", lambda: {"triton": full, "torch": reference.dequantize})
+        with pytest.raises(torch.OutOfMemoryError):
+            choose(torch.device(device), torch.float16)
+    assert choose(torch.device(device), torch.float16) == "triton"
 
 
 def test_auto_does_not_try_where_the_kernel_cannot_run(monkeypatch, caplog):
-    monkeypatch.setattr(backend, "cannot_run", lambda: "sm_60 is too old")
-    monkeypatch.setattr(backend, "paths", lambda: pytest.fail("tried"))
-    assert backend.choose(torch.device("cuda:0"), torch.float16) == "torch"
-    assert "sm_60 is too old" in caplog.text
+    monkeypatch.setattr(reference, "cannot_run", lambda: "sm_60 is too old")
+    monkeypatch.setattr(reference, "backends", lambda: pytest.fail("tried"))
+    assert choose(torch.device("cuda:0"), torch.float16) == "torch" and "sm_60 is too old" in caplog.text
+    monkeypatch.setattr(kernel, "INTERPRETED", False)
+    assert choose(torch.device("cpu"), torch.float16) == "torch" and "the weight is on the CPU" in caplog.text
 
 
-STATES = [
-    {},
-    {"quant_type": "fp4"},
-    {"nested": False},
-    {"blocksize": 128},
-    {"quant_type": "fp4", "nested": False, "blocksize": 4096},
-]
+def test_the_fallback_needs_neither_gpu_nor_interpreter(monkeypatch):
+    monkeypatch.setattr(kernel, "INTERPRETED", False)
+    weight, state = random_state((33, 70), torch.bfloat16, device="cpu")
+    for _ in range(2):
+        assert same_bits(dequantize_layer(weight, state), reference.dequantize(weight, state))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("options", STATES, ids=str)
-def test_the_torch_path_is_exact(make_layer, options, dtype):
-    layer = make_layer(96, 40, dtype, **options)
-    weight, state = layer.weight, layer.weight.quant_state
-    expected = exact(weight, state)
-    assert reference.same_bits(backend.in_torch(weight, state), expected)
-    out = torch.full_like(expected, torch.nan)
-    assert backend.in_torch(weight, state, out) is out and reference.same_bits(out, expected)
-    packed = weight.data.t()
-    assert reference.same_bits(backend.in_torch(packed, state), expected.t())
+@pytest.mark.parametrize("name", ODD)
+def test_the_fallback_does_what_the_kernel_does(name):
+    """Exact, also into `out`, or refused with the kernel's own text."""
+    weight, state = ODD[name]
+    fallback = reference.dequantize_in_torch
+    if "not contiguous" in name:
+        with pytest.raises(kernel.UnsupportedState, match="is not contiguous, expected contiguous"):
+            fallback(weight, state)
+        return
+    expected = reference.dequantize(weight, state)
+    out = torch.full(tuple(state.shape), torch.nan, dtype=state.dtype)
+    assert same_bits(fallback(weight, state), expected)
+    assert same_bits(fallback(weight, state, out), expected)
+    assert same_bits(out, expected.t() if name == "W.t()" else expected)
+    with pytest.raises(kernel.UnsupportedState, match="expected .*pass such a tensor"):
+        fallback(weight, state, out.double())
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])
-def test_what_cannot_be_decoded_is_an_error(monkeypatch, layer, name):
+def test_malformed_input_is_an_error_of_the_kernel(monkeypatch, make_layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)
-    with pytest.raises(kernel.UnsupportedState):
-        backend.dequantize(torch.nn.Linear(4, 4))
-    state = layer.weight.quant_state
-    with pytest.raises(kernel.UnsupportedState):
-        backend.dequantize(layer.weight.data[:9], state)
+    layer = make_layer(64, 32, torch.bfloat16)
+    weight, state = layer.weight.data, layer.weight.quant_state
+    for arguments, text in (
+        ((torch.nn.Linear(4, 4),), "there is no quant_state"),
+        ((None,), "the weight is NoneType"),
+        ((weight[:9], state), "the weight holds 9 bytes, expected 1024"),
+    ):
+        with pytest.raises(kernel.UnsupportedState, match=text):
+            dequantize_layer(*arguments)
