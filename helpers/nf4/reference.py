@@ -228,7 +228,7 @@ def dequantize_layer(weight, quant_state=None, out: torch.Tensor | None = None) 
 
 def backends() -> dict:
     """Return both ways to dequantize, each (weight, quant_state, out=None) -> tensor."""
-    return {"triton": _kernel()._your_dequantize_nf4, "torch": dequantize_in_torch}
+    return {"triton": _launch()._your_dequantize_nf4, "torch": dequantize_in_torch}
 
 
 def choose(device: torch.device, dtype: torch.dtype) -> str:
@@ -249,7 +249,7 @@ def _auto(device, dtype):
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot dequantize to `dtype` on `device`, None if it can."""
-    if device.type == "cpu" and not _kernel().INTERPRETED:
+    if device.type == "cpu" and not _launch().INTERPRETED:
         return "the weight is on the CPU"
     if problem := cannot_run():
         return problem
@@ -269,28 +269,27 @@ def cannot_run() -> str | None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
     from . import environment
 
-    return None if _kernel().INTERPRETED else environment.no_gpu() or environment.old_gpu()
+    return None if _launch().INTERPRETED else environment.no_gpu() or environment.old_gpu()
 
 
 def dequantize_in_torch(weight, quant_state, out=None):
     """Return what the kernel returns, by `dequantize` above; malformed input raises the kernel's errors."""
-    kernel = _kernel()
-    if kernel.INTERPRETED or weight.is_cuda:
-        kernel.check_state(weight, quant_state)
-    else:
-        tensors, values = kernel._snapshot(weight, quant_state)
-        sizes = kernel._check_values(tensors, values)
-        kernel._check_scales(tensors, -(-sizes[0] // values[3]), values[5])
+    launch = _launch()
+    if launch.INTERPRETED or getattr(weight, "is_cuda", True):
+        launch.check_state(weight, quant_state)
+    else:  # the kernel's own check refuses a CPU
+        launch._check_values(*launch._fields(weight, quant_state))
     result = dequantize(weight, quant_state)
     if out is None:
         return result
-    kernel._require_out(out, weight, quant_state.shape, quant_state.dtype)
+    if problem := launch._out_problem(out, weight, quant_state.shape, quant_state.dtype):
+        raise launch.UnsupportedState(problem)
     transposed = weight.shape[0] == 1
     out.copy_(result.t() if transposed else result)
     return out.t() if transposed else out
 
 
-def _kernel():
-    from . import kernel
+def _launch():
+    from . import launch
 
-    return kernel
+    return launch

@@ -1,24 +1,25 @@
-"""The kernel bit for bit against bitsandbytes (and on a GPU both Unsloths), outputs poisoned with NaN first.
+"""The kernel bit for bit against the oracle, and on a GPU against bitsandbytes, PEFT and both Unsloths.
 
-Without a GPU the kernel runs in Triton's interpreter. With one, its ways are forced in turn: assembly, bf16
-rounding in integers and cache hints on and off, and all of a T4's decisions.
+Outputs are filled with NaN first, between guards. Without a GPU the kernel runs in Triton's interpreter. On
+one, its settings are forced in turn: assembly, bf16 rounded in integers, cache hints, tiles, all of a T4's.
 """
 
-import copy
-import functools
 import itertools
+import math
 
 import pytest
 import torch
 
-from helpers.nf4 import layers, reference
-from helpers.puzzle import checks as evidence, protocol
+from helpers.nf4 import kernel, launch, reference
+from helpers.nf4.reference import DTYPES, SPECIAL, odd_states, random_state, same_bits
+from helpers.puzzle import protocol
 
-pytest.importorskip("bitsandbytes")
-DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 # Whole, partial and single bytes, words, blocks and tiles (2048 elements up to 2**21, 8192 above); odd tails.
 SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 4097, 16383, 33 * 70]
 GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 72]
+GUARD = 64
+REFUSED = {"weight not contiguous", "absmax not contiguous"}
 
 
 def on_gpu(**forced):
@@ -26,213 +27,164 @@ def on_gpu(**forced):
     return pytest.param(forced, id=",".join(f"{k}={v}" for k, v in forced.items()), marks=pytest.mark.gpu)
 
 
-OWN = pytest.param({}, id="own")
-WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(card="t4")]
-SWITCHES = [
-    on_gpu(asm=asm, int_bf16=int_bf16, hints=hints)
-    for asm, int_bf16, hints in itertools.product((True, False), repeat=3)
-]
+OWN, T4 = pytest.param({}, id="own"), on_gpu(card="t4")
+WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(small_up_to=0), T4]
+FIELDS = ("asm", "int_bf16", "hints")
+SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.product((True, False), repeat=3)]
 
 
 @pytest.fixture(params=WAYS)
-def way(request, kernel):
+def way(request):
     """One way through the kernel; a forced one is released after the test."""
-    if not request.param:
-        yield request.param
-        return
     if request.param.get("int_bf16") is False and kernel.settings().int_bf16:
-        pytest.skip("this card has no bf16 conversion of its own")
+        pytest.skip("this card cannot convert to bf16 itself")
     with kernel.force(**request.param):
         yield request.param
 
 
-def agree(result, expected, quant_type="nf4"):
-    """Bit equality; the sign of fp4's code 8 varies in bitsandbytes' CPU code and is not compared there."""
-    if quant_type == "fp4" and not expected.is_cuda:
-        result, expected = result + 0.0, expected + 0.0
-    return reference.same_bits(result, expected)
+def wrong(weight, state, skip=0):
+    """How many elements of the kernel's result differ from the oracle's; fails if a guard was overwritten.
 
-
-def poisoned(kernel, layer, before=0):
-    """The kernel's result, written into NaN between two guards; fails where a guard was overwritten.
-
-    before: extra elements before `out`, to give it another alignment.
+    skip: elements between the guard and `out`, to give it another alignment.
     """
-    state = layer.weight.quant_state
-    n, guard = state.shape.numel(), 64
-    memory = torch.full(
-        (2 * guard + before + n,), float("nan"), dtype=state.dtype, device=layer.weight.device
-    )
-    first = guard + before
-    out = memory[first : first + n].view(state.shape)
-    result = kernel._your_dequantize_nf4(layer.weight, state, out=out)
+    n, first = math.prod(state.shape), GUARD + skip
+    memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
+    out = memory[first : first + n].view(tuple(state.shape))
+    result = launch._your_dequantize_nf4(weight, state, out=out)
     assert result.data_ptr() == out.data_ptr()
     assert memory[:first].isnan().all() and memory[first + n :].isnan().all(), "written out of bounds"
-    return result
+    expected = reference.dequantize(weight, state)
+    assert result.stride() == expected.stride() or n < 2
+    return reference.different(result, expected)
 
 
-@functools.cache
-def layer_and_weight(n, dtype, nested, quant_type, device):
-    """A layer of one row, and what bitsandbytes makes of it; both must be left as they are."""
-    layer = layers.quantized_layer(n, 1, dtype, nested=nested, quant_type=quant_type, device=device, seed=n)
-    return layer, protocol.expected(layer)
-
-
-@pytest.mark.parametrize("way", [OWN, *SWITCHES, WAYS[-1]], indirect=True)
+@pytest.mark.parametrize("way", [OWN, *SWITCHES, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_byte_with_every_scale_code(kernel, device, way, dtype):
-    layer = evidence.every_code(dtype, device)
-    expected = protocol.expected(layer)
-    assert reference.same_bits(poisoned(kernel, layer), expected)
-    assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected)
+def test_every_byte_with_every_scale_code(device, way, dtype):
+    """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
+    weight, state = random_state((2048, 64), dtype)
+    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
+    state.absmax.copy_(torch.arange(2048) // 8)
+    for _ in range(2 if device == "cuda" else 1):  # the second call replays the launch
+        assert not wrong(weight, state)
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_random_layers_of_all_sizes(kernel, device, way, dtype, nested, quant_type):
+def test_all_sizes(device, way, dtype, nested, quant_type):
     for n in SIZES + (GPU_SIZES if device == "cuda" else []):
-        layer, expected = layer_and_weight(n, dtype, nested, quant_type, device)
-        result = poisoned(kernel, layer)
-        if layer.weight.shape[0] == 1:
-            result = result.t().reshape(expected.shape)
-        assert agree(result, expected, quant_type), (n, reference.different(result, expected))
+        assert not wrong(*random_state((n, 1), dtype, nested, quant_type, seed=n)), n
 
 
-@pytest.mark.parametrize("blocksize", [32, 64, 128, 256, 512, 1024, 2048, 4096])
-def test_blocksizes(kernel, make_layer, way, blocksize):
-    """Eager, as on a CPU bitsandbytes compiles its code from blocksize 2048 on, for seconds."""
-    for nested, size in itertools.product((True, False), ((128, 96), (8291, 1))):
-        layer = make_layer(*size, torch.bfloat16, nested=nested, blocksize=blocksize)
-        with torch.compiler.set_stance("force_eager"):
-            expected = protocol.expected(layer)
-        assert reference.same_bits(poisoned(kernel, layer), expected), (nested, size)
+def test_odd_states(device, way):
+    """Blocksizes, storages, shapes, views, special values: from a new tensor and into `out`."""
+    for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
+        if name not in REFUSED:
+            state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
+            result = launch._your_dequantize_nf4(weight, state)
+            assert same_bits(result, reference.dequantize(weight, state)), name
+            assert not wrong(weight, state), name
 
 
-@pytest.mark.parametrize("blocksize2", [1, 2, 64, 128, 1024])
-def test_second_level_blocksizes(kernel, make_layer, way, blocksize2):
-    """bitsandbytes always makes 256; the oracle knows the others."""
-    layer = make_layer(256, 64, torch.bfloat16)
-    state2 = layer.weight.quant_state.state2
-    state2.blocksize = blocksize2
-    state2.absmax = torch.rand(256, device=layer.weight.device) + 0.1
-    assert reference.same_bits(
-        poisoned(kernel, layer), reference.dequantize(layer.weight, layer.weight.quant_state)
-    )
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused(device, name):
+    with pytest.raises(launch.UnsupportedState, match=f"{name.split()[0]} is not contiguous.*expected"):
+        launch._your_dequantize_nf4(*odd_states(device)[name])
 
 
-@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # the interpreter's NumPy
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_special_scales(kernel, make_layer, way, dtype):
-    """Zero, subnormal, huge, infinite, NaN and negative scales, flushed as bitsandbytes does there."""
-    values = [1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39, 3e38, 1e30, 6e4, 0.0, -0.0, -1.0]
-    values += [float("inf"), -float("inf"), float("nan")]
-    layer = make_layer(512, len(values), dtype, nested=False, blocksize=512)
-    layer.weight.data.copy_(torch.arange(256).repeat(len(values)).view(-1, 1))
-    state = layer.weight.quant_state
-    state.absmax.copy_(torch.tensor(values))
-    assert reference.same_bits(poisoned(kernel, layer), reference.dequantize(layer.weight, state))
-    if layer.weight.is_cuda:
-        assert reference.same_bits(poisoned(kernel, layer), protocol.expected(layer))
-
-
-def test_subnormal_nested_scales(kernel, make_layer, way):
-    for offset, dtype in itertools.product((0.0, 1e-38, -1e-39), DTYPES):
-        layer = make_layer(64, 512, dtype)
-        state = layer.weight.quant_state
-        state.absmax.copy_(torch.arange(512) // 2)
-        state.state2.absmax.copy_(torch.tensor([2e-38, 5e-39]))
+def test_special_values(way, dtype):
+    """NaN, infinities, zeros, huge and subnormal numbers in every tensor of scales."""
+    special = torch.tensor(SPECIAL)
+    for nested in (True, False):
+        weight, state = random_state((512, len(special)), dtype, nested)
+        tensors = (state.offset, state.state2.absmax, state.state2.code) if nested else (state.absmax,)
+        for tensor, start in itertools.product(tensors, range(0, len(special), 3)):
+            kept, values = tensor.clone(), special.roll(-start)
+            tensor.view(-1)[: len(values)] = values[: tensor.numel()]
+            assert not wrong(weight, state), (nested, start)
+            tensor.copy_(kept)
+    weight, state = random_state((512, 64), dtype)
+    state.absmax.copy_(torch.arange(512) // 2)
+    state.state2.absmax.copy_(torch.tensor([2e-38, 5e-39]))
+    for offset in (0.0, 1e-38, -1e-39):
         state.offset.fill_(offset)
-        assert reference.same_bits(poisoned(kernel, layer), reference.dequantize(layer.weight, state)), offset
+        assert not wrong(weight, state), offset
 
 
-@pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16, torch.float32])
-def test_quant_storage(kernel, make_layer, way, storage):
-    """FSDP-QLoRA keeps the packed bytes in a floating-point tensor."""
-    layer = make_layer(128, 96, torch.bfloat16)
-    expected = protocol.expected(layer)
-    weight = layer.weight.data.view(-1).view(storage).view(-1, 1)
-    result = kernel._your_dequantize_nf4(weight, layer.weight.quant_state)
-    assert reference.same_bits(result, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_transposed_weight(kernel, make_layer, way, dtype):
-    layer = make_layer(128, 96, dtype)
-    result = kernel._your_dequantize_nf4(layer.weight.t(), layer.weight.quant_state)
-    assert result.shape == (128, 96) and result.stride() == (1, 128)
-    assert reference.same_bits(result.t(), protocol.expected(layer))
+@pytest.mark.parametrize("way", [OWN, on_gpu(int_bf16=True), on_gpu(int_bf16=False), T4], indirect=True)
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF])
+def test_every_nan_stays_one(way, bits):
+    """Rounding in integers must not carry a NaN's payload over into a number."""
+    weight, state = random_state((64, 64), torch.bfloat16, nested=False)
+    state.absmax.view(torch.int32)[1::2] = bits
+    result = launch._your_dequantize_nf4(weight, state)
+    assert result[1::2].isnan().all() and not result[::2].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_unaligned_weight_and_output(kernel, make_layer, way, dtype):
-    """A weight that starts at any byte, an output that starts at any element."""
-    layer = make_layer(8191, 1, dtype)
-    expected, state = protocol.expected(layer), layer.weight.quant_state
-    packed = layer.weight.data.view(-1)
-    for skip in (0, 1, 2, 3, 4):
-        memory = torch.cat([packed.new_full((skip,), 0xEE), packed])
-        weight = memory[skip:].view(-1, 1)
-        assert reference.same_bits(kernel._your_dequantize_nf4(weight, state), expected), (
-            f"weight + {skip} bytes"
-        )
-        assert reference.same_bits(poisoned(kernel, layer, before=skip), expected), f"out + {skip} elements"
+def test_unaligned_tensors(way, dtype):
+    """A weight that starts at any byte, an output that starts at any element, scales in other tensors."""
+    weight, state = random_state((8191, 1), dtype)
+
+    def moved(x, skip):
+        memory = torch.cat([x.view(-1)[:1].repeat(skip), x.view(-1), x.view(-1)[:1]])
+        return memory[skip : skip + x.numel()].view(x.shape)
+
+    for skip in (1, 2, 3, 4, 5):
+        assert not wrong(moved(weight, skip), state), f"weight + {skip} bytes"
+        assert not wrong(weight, state, skip), f"out + {skip} elements"
+        state.absmax, state.offset = moved(state.absmax, skip), moved(state.offset, skip)
+        state.state2.absmax = moved(state.state2.absmax, skip)
+        state.state2.code = moved(state.state2.code, skip)
+        assert not wrong(weight, state), f"scales + {skip} elements"
 
 
-@pytest.mark.parametrize("shape", [(3, 40, 64), (7680,), (5, 1, 2, 768)])
-def test_other_ranks(kernel, make_layer, way, shape):
-    layer = make_layer(7680, 1, torch.float16)
-    state = copy.copy(layer.weight.quant_state)
-    state.shape = torch.Size(shape)
-    result = kernel._your_dequantize_nf4(layer.weight, state)
-    assert result.shape == shape
-    assert reference.same_bits(result.reshape(1, -1), protocol.expected(layer))
-
-
-def test_drop_in_for_fast_dequantize(kernel, make_layer):
-    layer = make_layer(128, 96, torch.bfloat16)
-    weight, state, expected = layer.weight, layer.weight.quant_state, protocol.expected(layer)
-    assert kernel.your_fast_dequantize(weight) is weight, "without a state the weight comes back"
-    out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
-    assert kernel.your_fast_dequantize(weight, state, out=out).data_ptr() == out.data_ptr()
-    results = [
-        out,
-        kernel.your_fast_dequantize(weight, state),
-        kernel.your_fast_dequantize(weight, state, use_global_buffer=True, dtype=torch.float16),
-        kernel.your_fast_dequantize(weight.t(), state).t(),
-    ]
-    assert all(reference.same_bits(result, expected) for result in results)
-
-
-def test_repeated_calls_stay_exact(kernel, make_layer, way):
-    """The second call takes another way (a stored plan), and other layers come in between."""
-    made = [make_layer(128, 64 + 64 * i, dtype, seed=i) for i, dtype in enumerate(DTYPES)]
-    for _ in range(3):
-        for layer in made:
-            assert reference.same_bits(kernel.your_dequantize_nf4(layer), protocol.expected(layer))
-
-
-@pytest.mark.parametrize("way", [OWN, *SWITCHES, WAYS[-1]], indirect=True)
-def test_the_ways_are_really_forced(kernel, way):
-    """What was forced is what `settings` decides by, inside and not outside of the block."""
-    found = kernel.settings()
-    for name, value in way.items():
-        if name != "card":
-            assert getattr(found, name) == value
-    if way.get("card") == "t4":
-        assert found.capability == (7, 5) and found.int_bf16
+@pytest.mark.parametrize("way", [OWN, *SWITCHES, T4], indirect=True)
+def test_the_ways_are_really_forced(way):
+    """What was forced is what `settings` says inside of the block."""
+    found, own = kernel.settings(), dict(way)
+    if own.pop("card", None):
+        own = dict(capability=(7, 5), int_bf16=True, programs_per_sm=0)
+    assert all(getattr(found, name) == value for name, value in own.items())
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", [OWN, on_gpu(asm=False), T4], indirect=True)
+def test_more_than_2_to_the_31_elements(way, dtype):
+    """Around 2^30 and 2^31 elements, at the start, and at the end, which is no whole block."""
+    n = 2**31 + 8 * 2**14 + 24
+    need = n * (dtype.itemsize + 1)
+    if torch.cuda.mem_get_info()[0] < need:
+        pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
+    weight, state = random_state((n, 1), dtype)
+    for _ in range(2):
+        result = launch._your_dequantize_nf4(weight, state).view(-1)
+        for start in (0, 2**30, 2**31 - 2**14, 2**31, n - 2**14 - 24):
+            part = random_state((min(2**14, n - start), 1), dtype)[1]
+            part.absmax, part.offset = state.absmax[start // 64 :], state.offset
+            part.state2 = type(part.state2)(
+                **vars(state.state2) | {"absmax": state.state2.absmax[start >> 14 :]}
+            )
+            expected = reference.dequantize(weight[start // 2 :], part)
+            assert same_bits(result[start : start + len(expected)], expected.view(-1)), start
+        del result
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [OWN, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_against_every_baseline_on_the_gpu(kernel, make_layer, dtype):
-    """At the protocol's sizes, by the card's own way and by a T4's."""
-    real = [evidence.every_code(dtype, "cuda")]
-    real += [make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))]
-    for baseline in protocol.baselines().values():
+def test_against_every_library_on_the_gpu(make_layer, way, dtype):
+    """At the official protocol's sizes."""
+    layers = [reference.every_code(dtype)]
+    layers += [
+        make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))
+    ]
+    for baseline, layer in itertools.product(protocol.baselines().values(), layers):
         assert baseline.fn, f"{baseline.label}: {baseline.reason}"
-        for layer in real:
-            expected = baseline.fn(layer).detach()
-            assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected), baseline.label
-            with kernel.force(card="t4"):
-                assert reference.same_bits(kernel.your_dequantize_nf4(layer), expected), baseline.label
+        expected = baseline.fn(layer).detach()
+        result = launch._your_dequantize_nf4(layer.weight, layer.weight.quant_state)
+        assert same_bits(result, expected), baseline.label
