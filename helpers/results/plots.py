@@ -1,36 +1,47 @@
-"""Figures drawn from stored results. Nothing is measured or stored here.
+"""Draw the pictures of README, docs and the notebook from stored rows.
 
-Each returns a `Picture`; what a benchmark did not measure becomes a panel that says so.
-`alt` says in words what a picture shows.
+Each function returns a Picture, whose `alt` says in words what it shows.
 """
 
 import io
+import statistics
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
 from matplotlib.ticker import LogLocator
+from PIL import Image
 
-from helpers.results.names import ALLOCATE_FILL, BASELINES_ON_GPU, CEILING, DTYPES, label, size_text
-from helpers.results.old_store import caption, ratio
+from helpers.results import store
+from helpers.results.store import one, select
 
-WIDTH, DPI = 7.6, 105  # inches and dots: as wide as an output cell in Colab
-# Okabe and Ito's palette: told apart by colour-blind readers, and dark enough on white.
+CARD, T4 = "nvidia-h200", "tesla-t4-simulated"  # the folders that the pages quote
+SHAPES = {
+    "2048x8192 fp16": 16_777_216,
+    "1024x4096 bf16": 4_194_304,
+    "4096x14336 bf16": 58_720_256,
+}  # official
+CALLS = 1000 * len(SHAPES) * 3  # of the official protocol: rounds, configurations, weights
+LABELS = {
+    "ours": "this kernel",
+    "unsloth_today": "Unsloth today",
+    "unsloth_classic": "Unsloth classic",
+    "bitsandbytes": "bitsandbytes",
+    "peft": "PEFT",
+    "copy_kernel": "memory-bound reference",
+    "allocate_and_fill": "allocate and fill",
+}
+# Okabe and Ito's palette: readers with any color vision can tell these apart.
 COLORS = {
-    "kernel": "#0072B2",
+    "ours": "#0072B2",
     "unsloth_today": "#D55E00",
     "unsloth_classic": "#B27D00",
     "bitsandbytes": "#00815E",
-    "peft": "#A6518A",
 }
-MARKERS = {"kernel": "o", "unsloth_today": "s", "unsloth_classic": "^", "bitsandbytes": "D"}
-PARTS = {
-    "allocate_us": ("allocation", "#56B4E9"),
-    "launch_us": ("kernel launch", "#0072B2"),
-    "rest_us": ("checks, Python", "#E69F00"),
-    "wait_us": ("waiting for the GPU", "#BBBBBB"),
-}
-INK = "#1A1A1A"
-# Colours and background are set outright, so that a dark theme around the picture changes nothing in it.
+MARKERS = {"ours": "o", "unsloth_today": "s", "unsloth_classic": "^", "bitsandbytes": "D"}
+WIDTH, DPI = 7.6, 105  # inches and dots: as wide as an output cell in Colab
+INK, PALE, BLUE, GREEN, GOLD, ARROW = "#1A1A1A", "#EEF2F6", "#CFE3F5", "#D7EFD9", "#FDEBC8", "#D55E00"
+# Explicit colors: a dark theme around the picture changes nothing in it.
 STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
@@ -38,7 +49,6 @@ STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.7,
     "axes.axisbelow": True,
     "lines.linewidth": 1.6,
     "lines.markersize": 4,
@@ -47,173 +57,259 @@ STYLE = {
     **dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), "white"),
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
-
-styled = matplotlib.rc_context(STYLE)  # decorates what draws
+FOLLOWED = 3  # the code of the word that the idea picture follows
+styled = matplotlib.rc_context(STYLE)
 
 
 class Picture(Figure):
-    """A Figure that shows itself in a notebook without pyplot."""
+    """A matplotlib Figure with alternative text that renders to a small PNG."""
 
     alt = ""
 
     def png(self) -> bytes:
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=DPI, facecolor="white")
-        return buffer.getvalue()
+        """Return the picture as PNG with a palette of 64 colors, at most 45 kB."""
+        drawn, small = io.BytesIO(), io.BytesIO()
+        self.savefig(drawn, format="png", dpi=DPI)
+        Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+            small, "PNG", optimize=True
+        )
+        return small.getvalue()
 
-    def _repr_png_(self) -> tuple[bytes, dict]:
-        return self.png(), {"alt": self.alt}  # into the output's metadata, where renderers read it
 
-
-def _picture(source: str, height: float, panels: int = 1):
-    """(an empty figure with its source below, its panels in a row)."""
+def _picture(height: float, panels: int = 1):
+    """Return (an empty figure, its panels in a row)."""
     figure = Picture(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    figure.supxlabel(source, fontsize=7.5)
     return figure, figure.subplots(1, panels, sharey=True, squeeze=False)[0]
 
 
-def _say_not_measured(panel, data, section: str):
-    """Say why a section of a benchmark is not there."""
-    reason = (data.not_measured | data.failed).get(section)
-    panel.set_axis_off()
-    text = f"not measured ({reason or 'not in this result file'})"
-    panel.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=10, transform=panel.transAxes)
-
-
-def _titled(figure, title: str, drawn: list[str]) -> Picture:
-    """Title and one legend for all panels, above them, where it hides nothing; and the alternative text."""
+def _finish(figure: Picture, title: str, facts: list[str]) -> Picture:
+    """Add the title, one legend for all panels above them, and the alternative text."""
     handles = {}
     for panel in figure.axes:
         handles |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
-    if handles:
-        place = {"loc": "outside upper center", "ncols": 4 if max(map(len, handles)) < 40 else 3}
-        figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=11, **place)
-    else:
-        figure.suptitle(title, fontsize=11)
-    figure.alt = f"{title}. {'; '.join(drawn)}. {figure.get_supxlabel()}."
+    figure.legend(handles.values(), handles.keys(), title=title, title_fontsize=11, ncols=4,
+                  loc="outside upper center")  # fmt: skip
+    figure.alt = f"{title}. {'; '.join(facts)}."
     return figure
 
 
-def _shares(sizes: dict[int, dict]) -> dict[str, tuple[str, dict]]:
-    """{name: (label, {elements: share of the ceiling's speed})}, without classic where bitsandbytes' line
-    hides it: both launch the same kernels."""
-    series = {
-        name: {numel: share for numel, rows in sizes.items() if (share := ratio(rows, CEILING, name))}
-        for name in ("kernel", *BASELINES_ON_GPU)
-    }
-    theirs, classic = series["bitsandbytes"], series["unsloth_classic"]
-    labels = {name: label(name) for name, points in series.items() if points}
-    same = theirs and theirs.keys() == classic.keys()
-    if same and all(abs(theirs[numel] / classic[numel] - 1) < 0.03 for numel in theirs):
-        labels["bitsandbytes"] = "bitsandbytes, Unsloth classic (same kernels)"
-        del labels["unsloth_classic"]
-    return {name: (text, series[name]) for name, text in labels.items()}
+def size_text(numel: float) -> str:
+    """Return 65536 as '64K', 2**30 as '1G', 58720256 as '58.7M'."""
+    for unit, scale in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
+        if numel >= scale and int(numel).bit_count() == 1:
+            return f"{int(numel) // scale}{unit}"
+    return f"{numel / 1e6:.3g}M"
+
+
+def call_us(rows, contender: str) -> tuple[float, float]:
+    """Return (GPU kernels, everything else) of the official protocol's average call, in microseconds."""
+    whole = 1e6 * one(rows, "protocol", "total", contender).median / CALLS
+    sizes = [f"{numel} {case.split()[1]}" for case, numel in SHAPES.items()]
+    on_gpu = statistics.mean(one(rows, "gpu_time", size, contender).median for size in sizes)
+    return on_gpu, whole - on_gpu
 
 
 @styled
-def share_by_size(result) -> Picture:
-    """The one speed picture: speed of each kernel as a share of one that only moves the bytes, by size."""
-    figure, panels = _picture(caption(result, "gpu"), 3.5, panels=2)
-    sizes, drawn = result.data.gpu_rows(), []
-    for panel, dtype in zip(panels, DTYPES, strict=True):
-        series = _shares({numel: sizes[numel, of] for numel, of in sorted(sizes) if of == dtype})
-        if not series:
-            _say_not_measured(panel, result.data, "gpu")
-            drawn.append(f"{DTYPES[dtype]}: not measured")
-            continue
-        for name, (text, points) in series.items():
-            xs, ys = zip(*points.items(), strict=True)
-            panel.plot(xs, ys, color=COLORS[name], marker=MARKERS[name], label=text)
-            drawn.append(f"{DTYPES[dtype]}, {text}: {min(ys):.2f} to {max(ys):.2f}")
+def where_time_goes() -> Picture:
+    """Average call of the official protocol: GPU kernels, and launch path plus synchronization."""
+    rows, facts = store.rows(CARD), []
+    figure, (panel,) = _picture(2.5)
+    for name in COLORS:
+        on_gpu, rest = call_us(rows, name)
+        first = name == "ours"
+        panel.barh(LABELS[name], on_gpu, color="#0072B2", height=0.6, label="GPU kernels" if first else "")
+        text = "launch path and synchronization" if first else ""
+        panel.barh(LABELS[name], rest, left=on_gpu, color="#E69F00", height=0.6, label=text)
+        panel.text(on_gpu + rest, LABELS[name], f" {on_gpu:.1f} + {rest:.1f}", va="center", fontsize=8)
+        facts.append(f"{LABELS[name]} {on_gpu:.1f} + {rest:.1f}")
+    panel.invert_yaxis()
+    panel.grid(axis="y", visible=False)
+    panel.set_xlabel("microseconds")
+    panel.set_xlim(right=1.15 * panel.dataLim.x1)
+    return _finish(figure, f"Average call of the official protocol, {store.meta(CARD)['card']}", facts)
+
+
+@styled
+def share_by_size() -> Picture:
+    """Speed of each kernel relative to one that only moves the bytes, by size, fp16 and bf16."""
+    figure, panels = _picture(3.3, panels=2)
+    rows, facts = select(store.rows(CARD), "gpu_time"), []
+    for panel, dtype in zip(panels, ("fp16", "bf16"), strict=True):
+        of_dtype = [row for row in rows if row.case.endswith(dtype)]
+        reference = {row.case: row.median for row in select(of_dtype, contender="copy_kernel")}
+        for name, color in COLORS.items():
+            points = sorted((int(row.case.split()[0]), reference[row.case] / row.median)
+                            for row in select(of_dtype, contender=name) if row.case in reference)  # fmt: skip
+            xs, ys = zip(*points, strict=True)
+            line = "--" if name == "bitsandbytes" else "-"  # the same GPU kernels as classic
+            panel.plot(xs, ys, line, color=color, marker=MARKERS[name], label=LABELS[name])
+            facts.append(f"{dtype}, {LABELS[name]}: {min(ys):.2f} to {max(ys):.2f}")
         panel.axhline(1.0, color=INK, linewidth=0.9)
-        panel.set(title=DTYPES[dtype], xlabel="elements of the weight")
+        panel.set(title=dtype, xlabel="elements of the weight")
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-        panel.xaxis.set_major_formatter(lambda value, _: size_text(int(value)))
+        panel.xaxis.set_major_formatter(lambda value, _: size_text(value))
         panel.minorticks_off()
-        panel.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    highest = max(panel.dataLim.y1 for panel in panels)  # a quick run tries few launches of the byte-mover
-    for panel in panels:
-        panel.set_ylim(0, max(1.1, 1.05 * highest))
-    panels[0].set_ylabel("share of that speed")
-    return _titled(figure, "GPU speed, as a share of a kernel that only moves the bytes", drawn)
+    panels[0].set(ylim=(0, 1.1), ylabel="relative speed")
+    title = f"GPU speed relative to the memory-bound reference, {store.meta(CARD)['card']}"
+    return _finish(figure, title, facts)
 
 
 @styled
-def call_parts(result) -> Picture:
-    """Where the microseconds of one synchronized call go; allocate + fill is the reference."""
-    host = result.data.host
-    parts = {name: part for name, part in host.parts.items() if part.rest_us is not None} if host else {}
-    title = "Where the microseconds of one call go"
-    figure, (panel,) = _picture(caption(result), 0.38 * len(parts) + 1.8)
-    if not parts:
-        _say_not_measured(panel, result.data, "host")
-        return _titled(figure, title, ["not measured"])
-    case = host.cases[0]
-    title += f": {case.shape[0]}x{case.shape[1]} {DTYPES[case.dtype]}, with a synchronize"
-    names = sorted(parts, key=lambda name: parts[name].returned_us + parts[name].wait_us)
-    ends = dict.fromkeys(names, 0.0)
-    for key, (text, color) in PARTS.items():
-        # A part comes out slightly below zero where a launcher is cheaper than the cheapest one known.
-        widths = [max(getattr(parts[name], key), 0.0) for name in names]
-        panel.barh(names, widths, left=list(ends.values()), color=color, label=text, height=0.62)
-        ends = {name: ends[name] + width for name, width in zip(names, widths, strict=True)}
-    for name, end in ends.items():
-        panel.text(end, name, f" {end:.1f}", va="center", fontsize=8)
-    panel.set_yticks(range(len(names)), [label(name) for name in names])
-    panel.invert_yaxis()
-    panel.grid(axis="y", visible=False)
-    panel.set_xlim(right=1.12 * max(ends.values()))
-    panel.set_xlabel(f"microseconds ({label(ALLOCATE_FILL)} is the reference: it decodes nothing)")
-    return _titled(figure, title, [f"{label(name)} {end:.1f} us" for name, end in ends.items()])
-
-
-@styled
-def t4(totals: dict, classic: tuple[float, float], source: str) -> Picture:
-    """The official protocol on a T4: {contender: simulated.Total}, seconds of Unsloth classic that others
-    measured (low, high), and where the figures are from."""
-    figure, (panel,) = _picture(source, 2.6)
-    for name, total in totals.items():
-        kernels, both = total.kernels, total.both
+def t4() -> Picture:
+    """Predicted seconds of the official protocol on a T4: simulated kernels, and calls as published."""
+    rows, facts = store.rows(T4), []
+    figure, (panel,) = _picture(2.3)
+    for name in ("ours", "unsloth_today", "unsloth_classic"):
+        kernels, total = (one(rows, "t4_prediction", case, name) for case in ("kernels", "total"))
         for left, right, alpha, text in (
             (0, kernels.low, 1.0, "kernels"),
-            (kernels.low, both.low, 0.55, "and calls, at least"),
-            (both.low, both.high, 0.25, "at most"),
+            (kernels.low, total.low, 0.55, "launch overhead, at least"),
+            (total.low, total.high, 0.25, "at most"),
         ):
             style = dict(color=COLORS[name], alpha=alpha, height=0.55, linewidth=0)
-            panel.barh(label(name), right - left, left=left, label=text if name == "kernel" else "", **style)
-        panel.text(both.high, label(name), f" {both}", va="center", fontsize=8)
-    (low, high), row = classic, list(totals).index("unsloth_classic") + 0.4
-    style = dict(color=INK, capsize=3, linewidth=1.2, label="measured by others")
-    panel.errorbar((low + high) / 2, row, xerr=(high - low) / 2, **style)
+            panel.barh(LABELS[name], right - left, left=left, label=text if name == "ours" else "", **style)
+        span = f"{total.low:.1f} to {total.high:.1f}"
+        panel.text(total.high, LABELS[name], f" {span}", va="center", fontsize=8)
+        facts.append(f"{LABELS[name]}: {span} s")
     panel.invert_yaxis()
     panel.grid(axis="y", visible=False)
-    panel.set_xlim(right=1.1 * max(high, *(total.both.high for total in totals.values())))
-    drawn = [f"{label(name)}: kernels {t.kernels} s, with calls {t.both} s" for name, t in totals.items()]
-    drawn.append(f"{label('unsloth_classic')}, by others: {low} to {high} s")
-    title = "The official protocol on a Tesla T4, seconds: predicted, not measured here"
-    return _titled(figure, title, drawn)
+    panel.set(xlim=(0, 1.15 * panel.dataLim.x1), xlabel="seconds")
+    return _finish(figure, "Official protocol on a Tesla T4, predicted, not measured", facts)
+
+
+def speedups(rows, section: str, case: str) -> list[float]:
+    """Return the time without the kernel over that with it, round by round."""
+    without, with_ = (one(rows, section, case, name).values for name in ("without", "with"))
+    return [a / b for a, b in zip(without, with_, strict=True)]
 
 
 @styled
-def training(result) -> Picture:
-    """Step time without the kernel over that with it, by tokens and library: median, 95% interval."""
-    libraries = {name: library.sizes for name, library in result.data.libraries.items() if library.sizes}
-    title = "QLoRA step with the kernel (layer sizes of Llama-3 8B): time without / with"
-    figure, (panel,) = _picture(caption(result), 3.0)
-    drawn, width = [], 0.8 / len(libraries)
-    tokens = sorted({size.tokens for sizes in libraries.values() for size in sizes})
-    for index, (name, sizes) in enumerate(libraries.items()):
-        at = [tokens.index(size.tokens) + (index - (len(libraries) - 1) / 2) * width for size in sizes]
-        speeds = [size.speedup for size in sizes]
-        errors = [speed.p50 - speed.low for speed in speeds], [speed.high - speed.p50 for speed in speeds]
-        text, color = {"unsloth": ("Unsloth", "unsloth_today")}.get(name, ("PEFT", "bitsandbytes"))
-        middle = [speed.p50 for speed in speeds]
-        bars = panel.bar(at, middle, width * 0.9, yerr=errors, color=COLORS[color], label=text)
-        panel.bar_label(bars, fmt="%.2f", padding=2)
-        drawn.append(f"{text} {', '.join(f'{value:.2f}' for value in middle)}")
+def training() -> Picture:
+    """Speedup of a QLoRA step by library and tokens: median and middle half of the rounds."""
+    rows, facts = store.rows(CARD), []
+    cases = list(dict.fromkeys(row.case for row in select(rows, "training")))
+    libraries, tokens = (list(dict.fromkeys(case.split(", ")[at] for case in cases)) for at in (0, 1))
+    figure, (panel,) = _picture(2.8)
+    for index, library in enumerate(libraries):
+        rounds = [speedups(rows, "training", f"{library}, {text}") for text in tokens]
+        speeds = [statistics.median(ratios) for ratios in rounds]
+        quarters = [statistics.quantiles(ratios * 2, method="inclusive") for ratios in rounds]
+        errors = [[q[1] - q[0] for q in quarters], [q[2] - q[1] for q in quarters]]
+        at = [place + 0.4 * (index - (len(libraries) - 1) / 2) for place in range(len(tokens))]
+        color = COLORS["unsloth_today" if library == "Unsloth" else "bitsandbytes"]
+        panel.bar_label(
+            panel.bar(at, speeds, 0.36, yerr=errors, color=color, label=library), fmt="%.2f", padding=2
+        )
+        facts += [f"{library}, {text}: {speed:.2f}" for text, speed in zip(tokens, speeds, strict=True)]
     panel.axhline(1, color=INK, linewidth=0.9)
-    panel.set_xticks(range(len(tokens)), [f"{count:,}" for count in tokens])
-    lowest = min(size.speedup.low for sizes in libraries.values() for size in sizes)
-    panel.set(xlabel="tokens per step", ylim=(min(0.9, lowest - 0.05), None))
-    return _titled(figure, title, drawn)
+    panel.set_xticks(range(len(tokens)), tokens)
+    panel.set(ylim=(0.8, None), ylabel="step time without / with")
+    return _finish(figure, f"QLoRA step with the kernel, {store.meta(CARD)['card']}", facts)
+
+
+def numbers() -> dict:
+    """Return the numbers of the idea picture: the first two blocks of a real layer, in fp16."""
+    import torch
+
+    from helpers.nf4.reference import NF4_VALUES, quantized_layer
+
+    layer = quantized_layer(128, 2, torch.float16, device="cpu")
+    state = layer.weight.quant_state
+    absmax, absmax2, offset = int(state.absmax[0]), state.state2.absmax[0], state.offset
+    scales = (state.state2.code[state.absmax.long()] * absmax2 + offset)[:2]
+    codes = [nibble for byte in layer.weight.data.flatten()[:4].tolist() for nibble in divmod(byte, 16)]
+    table = [(torch.tensor(NF4_VALUES) * scale).to(torch.float16).tolist() for scale in scales]
+    return {
+        "nf4": NF4_VALUES,
+        "codes": codes,
+        "absmax": absmax,
+        "code2": float(state.state2.code[absmax]),
+        "absmax2": float(absmax2),
+        "offset": float(offset),
+        "scales": scales.tolist(),
+        "table": table,
+        "stored": [table[0][code] for code in codes],
+    }
+
+
+@styled
+def idea() -> Picture:
+    """Draw how 4 bytes and a scale become 8 weights in one 128-bit store."""
+    n = numbers()
+    code, stored = n["codes"][FOLLOWED], n["stored"][FOLLOWED]
+    lane_x = 19.2 + 5 * code + 2.5
+    word = lane_x - 4.6 * (FOLLOWED + 0.5)
+    figure = Picture(figsize=(WIDTH, 4.7), dpi=DPI)
+    panel = figure.add_axes((0, 0, 1, 1))
+    panel.set(xlim=(0, 100), ylim=(0, 62))
+    panel.set_axis_off()
+
+    def box(x, y, width, text, color=PALE, size=7.0, strong=False):
+        edge, line, layer = (ARROW, 1.6, 3) if strong else ("#8A97A3", 0.6, 2)
+        style = dict(facecolor=color, edgecolor=edge, linewidth=line, zorder=layer)
+        panel.add_patch(Rectangle((x, y), width, 3.4, **style))
+        say(x + width / 2, y + 1.6, text, size, ha="center", zorder=4)
+
+    def say(x, y, text, size=7.6, **style):
+        panel.text(x, y, text, fontsize=size, va="center", **({"color": INK} | style))
+
+    def arrow(start, end):
+        style = dict(arrowstyle="-|>", mutation_scale=10, color=ARROW, linewidth=1.3, zorder=5)
+        panel.add_patch(FancyArrowPatch(start, end, **style))
+
+    say(1, 59.5, "1  The bytes", 9, weight="bold")
+    facts = (
+        (f"absmax {n['absmax']}", f"one byte per block: code2[{n['absmax']}] = {n['code2']:.4f}"),
+        (f"{n['absmax2']:.4f}", "times absmax2, fp32, one per 256 blocks"),
+        (f"{n['offset']:.4f}", "plus offset, fp32, one per tensor"),
+    )
+    for row, (value, text) in enumerate(facts):
+        box(3, 53.4 - 3.9 * row, 11, value, GOLD)
+        say(15.2, 55 - 3.9 * row, text)
+    say(3, 43.2, f"scale = {n['scales'][0]:.4f}: two roundings, never an FMA", weight="bold")
+    say(53, 57.8, "one 32-bit word: 4 bytes, 8 codes, high nibble first")
+    for i, nibble in enumerate(n["codes"]):
+        color = BLUE if i // 2 % 2 == 0 else PALE
+        box(word + 4.6 * i, 52, 4.6, f"{nibble:X}", color, 9, i == FOLLOWED)
+    say(53, 49, "8 words hold one block")
+    say(lane_x + 1.5, 45, f"code {code:X} reads lane {code:X}", color=ARROW)
+
+    say(
+        1,
+        39.6,
+        "2  The table: one register in 16 lanes serves two blocks",
+        9,
+        weight="bold",
+    )
+    rows = (
+        ("lane", PALE),
+        ("NF4 value", PALE),
+        (f"x {n['scales'][0]:.4f}, low half", BLUE),
+        (f"x {n['scales'][1]:.4f}, high half", GREEN),
+    )
+    for row, (text, color) in enumerate(rows):
+        y = 33.4 - 3.4 * row
+        say(18.6, y + 1.6, text, 6.8, ha="right")
+        for lane in range(16):
+            halves = (f"{half[lane]:.3f}" for half in n["table"])
+            cell = (f"{lane:X}", f"{n['nf4'][lane]:.3f}", *halves)[row]
+            box(19.2 + 5 * lane, y, 5, cell, color, 6.0, row == 2 and lane == code)
+    say(3, 20.6, "16 products per block, each rounded once: the only values its 64 weights can take")
+
+    say(1, 15.4, "3  The lookup: 8 codes, 8 shuffles, one 128-bit store", 9, weight="bold")
+    for i, value in enumerate(n["stored"]):
+        box(lane_x - 3.5 * 6.2 + 6.2 * i, 8.6, 6.2, f"{value:.3f}", BLUE, 7.0, i == FOLLOWED)
+    say(3, 10.2, "8 x 16 bits, in order; fp16 here. bf16 is rounded")
+    say(3, 7.2, "in step 2, with integer arithmetic on a T4")
+    text = "bytes per weight: read 0.5 (codes) + 1/64 (absmax) + 4/16384 (absmax2), write 2: 2.516 in all"
+    say(3, 2.6, text, weight="bold")
+    arrow((lane_x, 51.8), (lane_x, 37.2))
+    arrow((lane_x, 23.0), (lane_x, 12.3))
+    figure.alt = (
+        f"The codes {' '.join(f'{c:X}' for c in n['codes'])} of a 32-bit word; the scale "
+        f"{n['scales'][0]:.4f} from an absmax byte, absmax2 and the offset; 16 lanes, each with its NF4 "
+        f"value times the scales of two blocks in the halves of one register; code {code:X} fetches "
+        f"{stored:.3f} from lane {code:X}, one of 8 values written with one 128-bit store."
+    )
+    return figure
