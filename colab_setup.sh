@@ -3,19 +3,24 @@
 # bash colab_setup.sh run [--quick ...]    set up, execute the notebook, print the score and where the files are
 # bash colab_setup.sh test [pytest ...]    set up, run the tests
 #
-# Outside Colab and Kaggle everything goes into .venv beside this file; inside, into the running Python, with torch,
-# triton and all else that is there left as it is. A .venv that is there is used, with pip added where it has none;
-# one that cannot be used (another Python, or none) stays untouched, and .venv-py3.12 or the like is made beside it.
-# PYTHON=/path/to/python chooses the Python: one that has all that is needed is used as it is. Set up again at will:
-# nothing is installed twice, and two set-ups at once wait for each other.
+# In Colab and Kaggle it installs into the running Python and leaves every package that fits as it is, torch and triton
+# always. Elsewhere it installs into .venv beside this file. It never changes a .venv that it cannot use, or a Python
+# named by PYTHON=/path/to/python: it uses that one as it is if nothing is missing, else it makes an environment with
+# it. A second run installs nothing and needs no network. The first takes 2 to 5 minutes and 2.5 GB with a GPU.
 set -euo pipefail
 unset CDPATH
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this folder's `helpers`, also with PYTHONSAFEPATH=1
+CPU_INDEX=https://download.pytorch.org/whl/cpu
+CPU_TORCH=torch==2.13.0 # without that index: some machines have a CPU build of this one
+tmp=$(mktemp -d)
+log=$tmp/log
+trap 'rm -rf "$tmp"' EXIT
+trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&2; exit 130' INT TERM
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
 
-works() { # PYTHON [MODULE...]: a Python of 3.10 to 3.13 that can import the modules
+works() { # PYTHON [MODULE...]: it is Python 3.10 to 3.13 and imports the modules
   local python=$1; shift
   "$python" -c "import importlib, sys
 for name in sys.argv[1:]: importlib.import_module(name)
@@ -23,68 +28,145 @@ sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" "$@" >/dev/null 2>&1
 }
 
 find_python() { # the newest that can make environments, else the newest
-  if [ -n "${PYTHON:-}" ]; then
-    works "$PYTHON" || fail "PYTHON=$PYTHON does not run, or is not Python 3.10 to 3.13."
-    echo "$PYTHON"; return
-  fi
   local modules candidate
   for modules in "venv ensurepip" ""; do
-    for candidate in python3.13 python3.12 python3.11 python3.10 python3 python; do
+    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python3 python}; do
       # shellcheck disable=SC2086
       if works "$candidate" $modules; then echo "$candidate"; return; fi
     done
   done
-  fail "no Python 3.10 to 3.13 found ($(python3 --version 2>&1 || true)). Install one, or name it: PYTHON=/path/to/python"
+  fail "no Python 3.10 to 3.13 found (${PYTHON:-$(python3 -V 2>&1 || true)}). Install one, or set PYTHON=/path/to/python."
 }
 
-fits() { # FOLDER: an environment that can be used, of PYTHON's version where that is set
-  works "$1/bin/python" && { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V)" = "$("$1/bin/python" -V)" ]; }
-}
-
-make_venv() { # sets `venv`
-  local python; python=$(find_python)
-  venv=.venv
-  if [ -e .venv ] || [ -L .venv ]; then
-    fits .venv || venv=.venv-py$("$python" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+make_venv() { # sets `python`
+  local base venv=.venv; base=$(find_python)
+  fits() { works "$1/bin/python" && { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V)" = "$("$1/bin/python" -V)" ]; }; }
+  if ! fits .venv && { [ -e .venv ] || [ -L .venv ]; }; then
+    venv=.venv-py$("$base" -c 'import sys; print(*sys.version_info[:2], sep=".")')
+    echo ".venv stays as it is ($(.venv/bin/python -V 2>&1 || true)); using $venv"
   fi
-  if ! fits "$venv"; then
-    [ $venv = .venv ] || echo ".venv is not used and stays as it is: $(.venv/bin/python -V 2>&1 || true)"
-    echo "making $venv with $("$python" -V) ($(command -v "$python"))"
-    "$python" -m venv --without-pip "$venv" || fail "python -m venv $venv failed (see above)."
+  if ! fits $venv; then
+    echo "making $venv with $("$base" -V)"
+    "$base" -m venv --without-pip $venv >"$log" 2>&1 || fail "cannot make $PWD/$venv: $(tail -n 1 "$log")"
   fi
-  works "$venv/bin/python" pip || add_pip "$venv/bin/python" "$python" >/dev/null 2>&1 || fail "$venv has no pip and none" \
-    "could be added: sudo apt install python3-venv (or: uv pip install --python $venv pip), then run the same command again."
+  python=$PWD/$venv/bin/python
+  works "$python" pip || add_pip "$base" >/dev/null 2>&1 || fail "$venv has no pip and none could be added:" \
+    "sudo apt install python3-venv, then run the same command again."
 }
 
-add_pip() { # ENVIRONMENT'S PYTHON, ANOTHER: Debian and Ubuntu pack ensurepip apart
-  "$1" -m ensurepip || "$2" -m pip --python "$1" install pip || uv pip install --python "$1" pip
+add_pip() { # Debian and Ubuntu package ensurepip separately
+  "$python" -m ensurepip || "$1" -m pip --python "$python" install pip || uv pip install --python "$python" pip
+}
+
+need() { # GROUP...: the lines of requirements.txt that apply, without their `extra`
+  local groups; groups=$(IFS='|'; echo "$*")
+  sed -nE "s/ *; extra == \"($groups)\"\$//; /^#|^\$|extra ==/!p" requirements.txt
+}
+
+missing() { # PYTHON FILE KEEP: prints what FILE asks for and PYTHON lacks; pins in $tmp/constraints what fits
+  "$1" - "$2" "$tmp/constraints" "$3" 2>>"$log" <<'PYTHON'
+import importlib.metadata, re, sys
+from pip._vendor.packaging.requirements import Requirement
+file, constraints, keep = sys.argv[1:]
+have = {re.sub(r"[-_.]+", "-", d.metadata["Name"]).lower(): d.version
+        for d in reversed(list(importlib.metadata.distributions())) if d.metadata["Name"] and d.version}
+for need in map(Requirement, open(file)):
+    name = re.sub(r"[-_.]+", "-", need.name).lower()
+    if not need.specifier.contains(have.get(name, "0.0.0.dev0"), prereleases=True) or name not in have:
+        print(f"{need} (installed: {have.pop(name, 'none')})")
+pinned = have if keep == "all" else {"torch", "triton"} & have.keys()
+open(constraints, "w").writelines(f"{name}=={have[name]}\n" for name in sorted(pinned))
+PYTHON
+}
+
+pip() { # WHAT OPTION...: install with uv if it is on PATH, else with pip
+  echo "installing $1 ..."; shift
+  if command -v uv >/dev/null; then uv pip install --python "$python" "$@"; else
+    "$python" -m pip --disable-pip-version-check install --quiet --no-compile "$@"
+  fi >"$log" 2>&1
+}
+
+explain() { # why pip failed, from its output
+  grep -iE '^ *(error|×|╰|.*because)' "$log" | tail -n 4 >&2 || tail -n 4 "$log" >&2
+  case $(<"$log") in
+    *"No space left"* | *"Errno 28"*) fail "the disk is full: free some space and run the same command again." ;;
+    *onnection* | *"name resolution"* | *imeout* | *ProxyError* | *unreachable* | *"error sending request"*)
+      fail "the package index did not answer: check the network (proxy; in Kaggle: Settings > Internet on) and run" \
+        "the same command again." ;;
+    *) fail "pip could not install what is named above." ;;
+  esac
+}
+
+check_gpu() { # stops where the kernel cannot run
+  [ "$(uname)" = Linux ] || fail "Triton runs on Linux only. On Windows use WSL; on a Mac use Google Colab."
+  gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || gpus=
+  local newest; newest=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -V | tail -n 1) || newest=
+  case $newest in
+    [1-6].* | 7.[0-4]) fail "$gpus (compute capability $newest): the kernel needs 7.5 (a Tesla T4) or newer." ;;
+  esac
+  [ -z "$hosted" ] || [ -n "$gpus" ] || [ "${NF4_ALLOW_CPU:-}" = 1 ] || fail "no GPU here. In Colab choose Runtime >" \
+    "Change runtime type > T4 GPU; in Kaggle Settings > Accelerator > GPU T4 x2. To go on without one (correctness" \
+    "only, no speed) set NF4_ALLOW_CPU=1."
+}
+
+install() { # what is missing, and the package nf4_triton
+  local keep=torch lacking; [ -z "$hosted" ] || keep=all
+  lacking=$(missing "$python" "$tmp/need" $keep) || fail "$(tail -n 1 "$log")"
+  if [ -n "$lacking" ]; then
+    if [ -n "$hosted" ] && unfit=$(grep -E '^(torch|triton)[<>=].*installed: [0-9]' <<<"$lacking"); then
+      fail "$unfit: Colab's and Kaggle's own is left as it is. Start a new runtime with the newest image."
+    fi
+    if grep -q '^torch[<>=].*installed: none' <<<"$lacking" && [ -z "$gpus" ]; then
+      # isolated: pip's own settings may name another index, whose torch comes with gigabytes of CUDA
+      echo "installing torch, CPU build ..."
+      "$python" -m pip --isolated install -q --index-url $CPU_INDEX --timeout 10 --retries 1 "$(need | grep ^torch)" \
+        >"$log" 2>&1 || pip "$CPU_TORCH ($CPU_INDEX did not answer)" $CPU_TORCH || explain
+      missing "$python" "$tmp/need" $keep >/dev/null
+    fi
+    pip "$(sed 's/[^a-zA-Z0-9_-].*//' "$tmp/main" | paste -sd ' ')" -r "$tmp/main" -c "$tmp/constraints" || explain
+    [ -z "$gpus" ] || pip "unsloth unsloth_zoo cut_cross_entropy" --no-deps -r "$tmp/alone" || explain
+  fi
+  "$python" -c "import nf4_triton, os; os.path.samefile(nf4_triton.__path__[0], 'helpers/nf4') or 1 / 0" 2>/dev/null ||
+    pip "nf4_triton from this folder" --no-deps --no-build-isolation -e . || explain
 }
 
 mode=${1:-setup}
 [ $# -eq 0 ] || shift
 case $mode in
-  setup) groups=() ;;
-  run) groups=(--group run) ;;
-  test) groups=(--group run --group test) ;;
-  *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]##*/}"; exit 2 ;;
+  setup | run | test) ;;
+  *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]##*/}"; exit 2 ;;
 esac
+hosted=$(compgen -e | grep -E '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)') || true
+check_gpu
+groups=(${gpus:+gpu})
+[ -n "$hosted" ] && [ $mode != test ] || groups+=(test)
+need "${groups[@]-}" | sed "${hosted:+/^jupyter/d}" >"$tmp/main"
+[ -z "$gpus" ] || sed -n 's/ *; extra == "unsloth"$//p' requirements.txt >"$tmp/alone"
+cat "$tmp"/main ${gpus:+"$tmp/alone"} >"$tmp/need"
 
 if mkdir -p build 2>/dev/null && { : >>build/setup.lock; } 2>/dev/null && command -v flock >/dev/null; then
   exec 9>>build/setup.lock
   flock -n 9 || { echo "another set-up is at work in this folder: waiting for it"; flock 9; }
 fi
-if compgen -e | grep -qE '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)'; then
+if [ -n "$hosted" ]; then
   python=${PYTHON:-python3}
   works "$python" pip || fail "$python ($("$python" -V 2>&1)) is not Python 3.10 to 3.13 with pip."
-  "$python" -m helpers.install ${groups[@]+"${groups[@]}"}
-elif [ -n "${PYTHON:-}" ] && "$PYTHON" -m helpers.install --check ${groups[@]+"${groups[@]}"} >/dev/null 2>&1; then
+  install
+elif [ -n "${PYTHON:-}" ] && works "$PYTHON" pip._vendor.packaging.requirements &&
+  [ -z "$(missing "$PYTHON" "$tmp/need" torch)" ]; then
   python=$PYTHON
 else
   make_venv
-  python=$PWD/$venv/bin/python
-  "$python" -m helpers.install --group run --group test
+  install
 fi
+"$python" -c "
+import torch, triton, bitsandbytes
+from helpers.nf4 import environment
+print(f'torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}')
+if environment.nvidia_smi('name') and (problem := environment.no_gpu()): raise SystemExit(problem)
+" 2>"$log" || fail "$(tail -n 3 "$log")"
 exec 9>&- # the lock
+rm -rf "$tmp"
 
 case $mode in
   setup) echo "ready: $python" ;;
