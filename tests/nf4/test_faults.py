@@ -132,8 +132,8 @@ def test_the_cache_serves_no_older_kernel(changed_kernel):
 
 
 def test_hints_are_on_what_is_read_or_written_once():
-    """Evicted first: packed words, absmax, every store. What all programs share keeps its cache lines: codebook,
-    code2, absmax2 and offset."""
+    """Evicted first: packed words, absmax, every store. What all programs share keeps its cache
+    lines: codebook, code2, absmax2 and offset."""
     (built,) = t4_compile.build([t4_compile.Variant(75)])
     assert not built.error, built.error
     loads, stores = re.findall(r"ld\.global\S*", built.ptx), re.findall(r"st\.global\S*", built.ptx)
