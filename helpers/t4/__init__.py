@@ -1,1 +1,1 @@
-"""The kernel for cards that are not here: cross-compiled, counted, its PTX run on the card that is."""
+"""Our machine code for GPUs that need not be here: compiled, checked, its PTX run on this GPU."""

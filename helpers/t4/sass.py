@@ -1,219 +1,336 @@
-"""`python -m helpers sass`: machine code for cards that need not be here, counted, and its order of loads.
+"""Check the kernel's machine code (SASS) for each GPU: instruction budget, occupancy, order of loads.
 
-Ours for every generation, compiled by the installed Triton; for a T4 also Unsloth's kernel from the installed
-package and bitsandbytes' from its library. Exits with 1 where ours misses a budget.
+A warp issues in order: a load placed after the first use of another load's result starts one memory latency
+later. To add a GPU, add a row to CARDS.
 """
 
 import argparse
-import importlib.util
+import hashlib
 import re
-import sys
-import textwrap
-from pathlib import Path
+import subprocess
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import msgspec
+from helpers import machine
+from helpers.t4.compile import DTYPES, Built, Variant, build
 
-from helpers.machine import ROOT
-from helpers.results import store as results, tables
-from helpers.results.store import Record
-from helpers.t4 import load_order, machine_code
-from helpers.t4.cards import CARDS
-from helpers.t4.cross_compile import DTYPES, LARGE, UNSLOTH_TABLES, Built, Request, build
-
-SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-HALF = DTYPES[:2]
-FOLDER = ROOT / "results" / "cross-compiled"
-WIDTH = 110  # columns of the report
-SMALL = 2**20  # elements: of the small tile
-# (out_dtype, nested, elements): all that ours comes in
-KINDS = tuple((d, nested, numel) for numel in (LARGE, SMALL) for nested in (True, False) for d in DTYPES)
-OTHERS = (*((dtype, True, LARGE) for dtype in DTYPES), ("float16", True, SMALL))  # on cards that are no T4
-
-# Instructions that an output element may cost; 10 to 20 % above what Triton 3.3 to 3.9 make of it.
-BUDGET = {arch: {"float16": 5.25, "bfloat16": 5.25, "float32": 7.0} for arch in CARDS}
-BUDGET[75] = {"float16": 5.5, "bfloat16": 6.5, "float32": 7.0}  # bf16 is rounded in integers
-SMALL_TILE_MORE = 4.0  # instructions an element: what a program computes once is spread over fewer
-OCCUPANCY = {"float16": 1.0, "bfloat16": 1.0, "float32": 0.8}  # at least
-
-# bitsandbytes' for weights in NF4: of each dtype, 64 threads a block, 16 elements a thread.
-BNB_KERNEL = re.compile(r"kDequantizeBlockwiseI(6__half|13__nv_bfloat16)Li512ELi64ELi8ELi2E")
-BNB_DTYPES = {"6__half": "float16", "13__nv_bfloat16": "bfloat16"}
+REGISTERS = 65536  # per SM, on all of them
 
 
-class Code(Record, forbid_unknown_fields=False):
-    """One kernel's machine code for one card; without figures where `failed` says why."""
+@dataclass(frozen=True)
+class Card:
+    """What an SM holds (CUDA C++ Programming Guide, compute capabilities) and the kernel's budget."""
 
-    arch: int
-    contender: str  # kernel, unsloth or bitsandbytes
-    label: str
-    dtype: str = ""
-    nested: bool = True
-    small: bool = False  # with the tile of small tensors
-    failed: str = ""
-    instructions: float | None = None  # an output element
-    load_store: float | None = None  # ... of them loads, stores and shuffles
-    registers: int | None = None
-    shared: int | None = None  # bytes per block
-    occupancy: float | None = None
-    spills: int | None = None
-    store_bits: dict[int, int] = {}  # bits a lane: how many
-    hinted: dict[str, int] = {}  # loads and stores that ask to be evicted first
-    order: str = ""  # of loads, in ours
-    latencies: int | None = None  # dependent ones before the first store
-    late_words: int | None = None  # words loaded behind a wait
-    missed: list[str] = []  # of the budget
+    name: str
+    threads: int
+    blocks: int
+    shared_kib: int
+    reserved: int  # bytes of shared memory that the driver takes from every block
+    instructions: tuple[float, float, float]  # per output element at most: fp16, bf16, fp32
+
+    def occupancy(self, threads: int, registers: int, shared: int) -> float:
+        """Return the share of resident threads (0 to 1) that blocks of these resources reach.
+
+        threads: per block; registers: per thread; shared: bytes per block.
+        """
+        warps = -(-threads // 32)
+        per_warp = -(-max(registers, 1) * 32 // 256) * 256  # allocated in units of 256
+        by_shared = self.shared_kib * 1024 // max(shared + self.reserved, 1)
+        limits = (self.blocks, self.threads // (warps * 32), REGISTERS // per_warp // warps, by_shared)
+        return min(limits) * warps * 32 / self.threads
+
+
+# Budgets are 10 to 20 % above what Triton 3.3 to 3.9 produce. A T4 rounds bf16 in integers.
+CARDS = {  # by sm_ number
+    75: Card("Tesla T4", 1024, 16, 64, 0, (5.5, 6.5, 7.0)),
+    80: Card("A100", 2048, 32, 164, 1024, (5.25, 5.25, 7.0)),
+    86: Card("RTX 30, A10", 1536, 16, 100, 1024, (5.25, 5.25, 7.0)),
+    89: Card("L4, RTX 40", 1536, 24, 100, 1024, (5.25, 5.25, 7.0)),
+    90: Card("H100, H200", 2048, 32, 228, 1024, (5.25, 5.25, 7.0)),
+    100: Card("B200", 2048, 32, 228, 1024, (5.25, 5.25, 7.0)),
+    120: Card("RTX 50", 1536, 24, 100, 1024, (5.25, 5.25, 7.0)),
+}
+SMALL_TILE_MORE = 4.0  # instructions per element: a small program spreads its setup over fewer elements
+OCCUPANCY = {"fp16": 1.0, "bf16": 1.0, "fp32": 0.8}  # at least
+LATENCIES = 2  # dependent memory latencies before the first store, at most
+
+
+class Instruction(NamedTuple):
+    address: int
+    predicate: str  # "P0", "!P1"; "" if it always executes
+    opcode: str  # with suffixes: "LDG.E.128.SYS"
+    operands: str
 
     @property
-    def name(self) -> str:
-        return f"sm_{self.arch} {self.label} {SHORT.get(self.dtype, '')}".strip()
+    def stem(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def bits(self) -> int:
+        """Bits per lane that a load or store moves."""
+        sizes = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
+        return next((sizes[part] for part in self.opcode.split(".")[1:] if part in sizes), 32)
 
 
-class MachineCode(Record):
-    code: list[Code]
+_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.M)
 
 
-def code_of(built: Built) -> Code:
-    """What the table says of a kernel of ours or Unsloth's."""
-    request = built.request
-    arch, small = request.arch, request.numel < LARGE
-    if request.unsloth:
-        label = f"Unsloth (Triton {'<' if request.unsloth == UNSLOTH_TABLES[0] else '>='} 3.7)"
-    else:
-        label = f"ours, {'nested' if request.nested else 'flat'}{', small tile' * small}"
-    contender = "unsloth" if request.unsloth else "kernel"
-    kind = dict(dtype=request.dtype, nested=request.nested, small=small)
-    code = Code(arch=arch, contender=contender, label=label, **kind)
-    if built.error:
-        lines = [line.strip() for line in built.error.splitlines() if line.strip()]
-        code.failed = f"did not compile: {lines[-1][:300]}"
-        code.missed = [] if request.unsloth else [code.failed]
-        return code
-    instructions, registers = machine_code.disassembled(built.cubin)
-    path, threads = machine_code.executed(instructions), 32 * built.num_warps
-    figures = machine_code.count(CARDS[arch], path, registers, built.shared, threads, built.elements)
-    code = msgspec.structs.replace(code, **figures)
-    if not request.unsloth:
-        order = load_order.read(path, arch)
-        code.order, code.latencies, code.late_words = str(order), order.latencies, order.late_words
-        code.missed = over_budget(code, order)
-    return code
+def parse(text: str) -> list[Instruction]:
+    """Return the instructions of one kernel in the output of `cuobjdump -sass`."""
+    return [Instruction(int(at, 16), p, opcode, rest.strip()) for at, p, opcode, rest in _LINE.findall(text)]
 
 
-def over_budget(code: Code, order: load_order.Order) -> list[str]:
-    """What of the budget a kernel of ours misses, in words; empty when all is met.
+def executed(code: list[Instruction]) -> list[Instruction]:
+    """Return the instructions that one thread of a full tile issues, in order.
 
-    The order of loads is gated in nested states; in flat ones it is reported.
+    Of two ways ahead, the one that stores more bits without a predicate is a full tile's, then the longer.
+    A loop is passed once; nothing after an unconditional EXIT counts. Raises NotImplementedError at a call.
     """
-    limit, least = BUDGET[code.arch][code.dtype] + SMALL_TILE_MORE * code.small, OCCUPANCY[code.dtype]
-    missed = {
-        f"{code.instructions:.2f} instructions per element, at most {limit:g}": code.instructions > limit,
-        f"{code.spills} spills to local memory": code.spills,
-        f"stores of {_bits(code.store_bits)} bits instead of 128": set(code.store_bits) != {128},
-        f"occupancy {code.occupancy:.0%}, at least {least:.0%}": code.occupancy < least,
-    }
-    faults = order.faults(direct=code.dtype in HALF) if code.nested else []
-    return [text for text, true in missed.items() if true] + faults
+    index = {instruction.address: position for position, instruction in enumerate(code)}
+
+    def full(path):
+        return sum(i.bits for i in path if i.stem == "STG" and not i.predicate), len(path)
+
+    def walk(position):
+        path = []
+        while position < len(code):
+            now = code[position]
+            position += 1
+            if now.stem in ("CALL", "BRX", "JMP"):
+                raise NotImplementedError(f"{now.opcode} at {now.address:#x}: calls cannot be counted")
+            if now.stem == "BRA":
+                target = index[int(re.search(r"0x([0-9a-f]+)", now.operands)[1], 16)]
+                if target < position and not now.predicate:  # back: the end of a loop
+                    break
+                if target >= position and now.predicate:
+                    return [*path, now, *max(walk(position), walk(target), key=full)]
+                position = max(position, target)
+            path.append(now)
+            if now.stem == "EXIT" and not now.predicate:
+                break
+        return path
+
+    return walk(0)
 
 
-def unsloth() -> list[Code]:
-    """Unsloth's fused kernel at an official size, by each table from which it chooses its launch on a T4."""
-    if importlib.util.find_spec("unsloth") is None:
-        return [Code(arch=75, contender="unsloth", label="Unsloth", failed="not installed")]
-    requests = [Request(75, dtype, unsloth=table) for table in UNSLOTH_TABLES for dtype in HALF]
-    return list(map(code_of, build(requests)))
+class Load(NamedTuple):
+    position: int
+    what: str  # the argument it reads; "?" if unknown
+    behind: int  # memory latencies that pass before it is issued
 
 
-def bitsandbytes() -> list[Code]:
-    """bitsandbytes' NF4 kernels for a T4, from its library for CUDA 12.8, Colab's, or else the newest."""
-    spec, usage = importlib.util.find_spec("bitsandbytes"), {}
-    libraries = Path(spec.submodule_search_locations[0]).glob("libbitsandbytes_cuda*.so") if spec else ()
-    library = max(libraries, key=lambda path: (path.stem.endswith("128"), path.stem), default=None)
-    if library:
-        usage = machine_code.resources(machine_code.cuobjdump("-res-usage", "-arch", "sm_75", library))
-    names = {BNB_DTYPES[match[1]]: name for name in usage if (match := BNB_KERNEL.search(name))}
-    if not names:
-        failed = "not installed, or without a CUDA library that has the kernel known for sm_75"
-        return [Code(arch=75, contender="bitsandbytes", label="bitsandbytes", failed=failed)]
-    listing = machine_code.cuobjdump("-sass", "-arch", "sm_75", "-fun", ",".join(names.values()), library)
-    instructions, codes = machine_code.parse(listing), []
-    for dtype in HALF:
-        path = machine_code.executed(instructions[names[dtype]])
-        figures = machine_code.count(CARDS[75], path, *usage[names[dtype]], threads=64, elements=16)
-        kind = dict(label="bitsandbytes, weight", dtype=dtype, nested=False)
-        codes.append(Code(arch=75, contender="bitsandbytes", **kind, **figures))
-    return codes
+class Order(NamedTuple):
+    """What one thread does with memory."""
+
+    loads: list[Load]
+    events: list[str]  # in order: "absmax@19", "<wait absmax@19>", "BAR@60", "STG@115"
+    latencies: int  # dependent memory latencies before the first store
+    shared: list[str]  # arguments whose values pass through shared memory
 
 
-def _bits(widths) -> str:
-    """ "8/32/128": the widths in bits that occur."""
-    return "/".join(map(str, sorted(widths))) or "-"
+ARGUMENTS = (
+    "words",
+    "out",
+    "absmax",
+    "table",
+    "code2",
+    "absmax2",
+    "offset",
+)  # the kernel's first, 8 bytes each
+PARAMETERS = ((100, 0x380), (90, 0x210), (70, 0x160))  # from this sm_ on: their offset in constant bank 0
+_REGISTER = re.compile(r"(?<![A-Z0-9])(U?R)(\d+)(\.64)?")
+_NO_RESULT = ("STL", "ST", "ISETP", "FSETP", "UISETP", "BAR", "BRA", "EXIT", "NOP", "WARPSYNC")
 
 
-HEAD = "code card dtype instr ld/st regs occup shared stores hints late wait".split()
-LEGEND = (
-    "Per output element: thread-instructions, of them loads, stores and shuffles. Registers per thread, "
-    "share of an SM's threads, bytes of shared memory per block, bits a store. hints: loads and stores to be "
-    "evicted first; late: words loaded behind a wait for another load; wait: memory latencies in a row "
-    "before the first store (of ours). A predicated instruction counts as issued. "
-) + "; ".join(f"sm_{arch}: {card.name}" for arch, card in CARDS.items())
+def _registers(text: str, wide: int = 1) -> list[str]:
+    """Registers that an operand names: two of "R2.64", `wide` of one that starts a vector."""
+    found = _REGISTER.findall(text)
+    return [f"{kind}{int(n) + i}" for kind, n, two in found for i in range(max(wide, 2 if two else 1))]
 
 
-def table(codes: list[Code], every: bool = False) -> list[list[str]]:
-    """Rows of texts, header first: what decodes large nested weights to 16 bits, or `every` code."""
-    rows = [HEAD]
+def _operands(now: Instruction) -> tuple[list[str], list[str], list[str]]:
+    """Registers that it writes, that it reads, and those of them that a store writes to memory."""
+    operands, parts, wide = now.operands.split(", "), now.opcode.split("."), max(1, now.bits // 32)
+    written, stored = [], []
+    if now.stem in ("STG", "STS"):
+        stored = _registers(operands[-1], wide)
+    elif now.stem not in _NO_RESULT:
+        wide = max(wide, 2) if "WIDE" in parts or parts == ["CS2R"] else wide
+        predicates = re.compile(r"!?U?P(\d|T)")
+        first = next((i for i, text in enumerate(operands) if not predicates.fullmatch(text)), 0)
+        written = _registers(operands.pop(first), wide)
+    return written, _registers(", ".join(operands)) + stored, stored
+
+
+def read_order(path: list[Instruction], arch: int) -> Order:
+    """Return the order of the kernel's loads along the `path` of one thread (`executed`)."""
+    base = next(start for least, start in PARAMETERS if arch >= least)
+    waiting: dict[str, Load] = {}  # register -> the load whose value it will hold
+    holds: dict[str, set] = {}  # register -> arguments and loads that its value derives from
+    loads, events, shared, level, latencies = [], [], set(), 0, None
+
+    def origins(registers):
+        return set().union(*(holds.get(name, ()) for name in registers))
+
+    for position, now in enumerate(path):
+        written, needed, stored = _operands(now)
+        offsets = [int(at, 16) - base for at in re.findall(r"c\[0x0\]\[0x([0-9a-f]+)\]", now.operands)]
+        derived = {ARGUMENTS[at // 8] for at in offsets if 0 <= at < 8 * len(ARGUMENTS)} | origins(needed)
+        used = {waiting[name] for name in (*needed, *written) if name in waiting}
+        if used:
+            level = max(level, 1 + max(load.behind for load in used))
+            events.append(f"<wait {', '.join(f'{load.what}@{load.position}' for load in sorted(used))}>")
+            waiting = {name: load for name, load in waiting.items() if load not in used}
+        if now.stem == "LDG":  # an address loaded from memory is not followed
+            address = re.search(r"(?<!c)\[([^\[\]]*)\](?!\[)", now.operands)  # not desc[...] (sm_80 on)
+            found = origins(_registers(address[1].replace(".64", ""))) if address else ()
+            arguments = [source for source in found if isinstance(source, str)]
+            loads.append(Load(position, arguments[0] if len(arguments) == 1 else "?", level))
+            waiting |= dict.fromkeys(written, loads[-1])
+            events.append(f"{loads[-1].what}@{position}")
+            derived = {loads[-1]}
+        elif now.stem in ("STG", "BAR", "STS", "LDS"):
+            events.append(f"{now.stem}@{position}")
+            if now.stem == "STG" and latencies is None:
+                latencies = level
+            if now.stem == "STS":
+                shared |= {load.what for load in origins(stored) if isinstance(load, Load)} or {"?"}
+            derived = set()
+        for name in written:  # a predicated write may leave what was there
+            holds[name] = derived | (holds.get(name, set()) if now.predicate else set())
+    return Order(loads, events, level if latencies is None else latencies, sorted(shared))
+
+
+class Code:
+    """The machine code of one compiled variant: figures, order of loads, faults."""
+
+    def __init__(self, built: Built):
+        self.built, self.variant, self.name = built, built.variant, str(built.variant)
+        self.path = executed(parse(built.sass))
+        self.order = read_order(self.path, self.variant.arch)
+        self.occupancy = CARDS[self.variant.arch].occupancy(built.threads, built.registers, built.shared)
+        self.instructions = len(self.path) / built.elements  # per output element
+        self.spills = sum(i.stem in ("LDL", "STL") for i in self.path)
+        self.words = [load for load in self.order.loads if load.what == "words"]
+        self.late_words = sum(load.behind > 0 for load in self.words)  # loaded after a wait for another load
+        self.hash = hashlib.sha256(built.sass.encode()).hexdigest()[:12]  # instructions and encodings
+
+    def hinted(self, stem: str) -> int:
+        """Return how many loads (LDG) or stores (STG) ask to be evicted first."""
+        return sum(i.stem == stem and "EF" in i.opcode.split(".") for i in self.path)
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures that are stored, by unit; occupancy is 0 to 1."""
+        built, order = self.built, self.order
+        figures = {"instructions": self.instructions, "registers": built.registers}
+        figures |= {"occupancy": self.occupancy, "shared": built.shared, "spills": self.spills}
+        return figures | {"latencies": order.latencies, "late_words": self.late_words}
+
+    def faults(self) -> list[str]:
+        """Return what exceeds the budget, in words. The order of loads counts for nested states."""
+        if self.built.error:
+            return [f"did not compile: {self.built.error.strip().splitlines()[-1][:300]}"]
+        dtype, order = self.variant.dtype, self.order
+        limit = CARDS[self.variant.arch].instructions[list(DTYPES).index(dtype)]
+        limit += SMALL_TILE_MORE * self.variant.small
+        bits = {i.bits for i in self.path if i.stem == "STG"}
+        found = [
+            (
+                self.instructions > limit,
+                f"{self.instructions:.2f} instructions per element, at most {limit:g}",
+            ),
+            (self.spills, f"{self.spills} spills to local memory"),
+            (bits != {128}, f"stores of {sorted(bits)} bits, expected 128"),
+            (
+                self.occupancy < OCCUPANCY[dtype],
+                f"occupancy {self.occupancy:.0%}, at least {OCCUPANCY[dtype]:.0%}",
+            ),
+        ]
+        if self.variant.nested:
+            late, more = self.late_words, order.latencies
+            strangers = (
+                set(order.shared) - {"code2"} if dtype != "fp32" else ()
+            )  # fp32 results pass through it
+            found += [
+                (not self.words, "no load of a word found"),
+                (any(load.what == "?" for load in order.loads), "loads of an unknown argument"),
+                (late, f"{late} of {len(self.words)} words are loaded behind a wait"),
+                (more > LATENCIES, f"{more} dependent latencies before the first store, at most {LATENCIES}"),
+                (strangers, f"{', '.join(sorted(strangers))} in shared memory, expected code2 alone"),
+            ]
+        return [text for fault, text in found if fault]
+
+
+LARGE_NESTED = [Variant(arch, dtype) for arch in CARDS for dtype in DTYPES]
+T4 = [
+    Variant(75, dtype, nested, small) for nested, small in ((False, False), (True, True)) for dtype in DTYPES
+]
+HEAD = "variant|instructions|registers|occupancy|shared|latencies|late words|hinted loads+stores|SASS"
+
+
+def table(codes: list[Code]) -> str:
+    """Return the figures of each variant as lines of text."""
+    rows = [HEAD.split("|")]
     for code in codes:
-        official = (code.nested or code.contender != "kernel") and not code.small and code.dtype in HALF
-        if not code.failed and (official or every):
-            figures = f"{code.instructions:.2f} {code.load_store:.2f} {code.registers} {code.occupancy:.0%}"
-            stores = f"{_bits(code.store_bits)} {'+'.join(map(str, code.hinted.values()))}"
-            order = ("-" if value is None else str(value) for value in (code.late_words, code.latencies))
-            start = [code.label, f"sm_{code.arch}", SHORT[code.dtype]]
-            rows.append([*start, *figures.split(), str(code.shared), *stores.split(), *order])
-    return rows
+        numbers = code.figures()
+        texts = [f"{numbers[name]:{form}}" for name, form in (("instructions", ".2f"), ("registers", ""),
+                 ("occupancy", ".0%"), ("shared", ""), ("latencies", ""), ("late_words", ""))]  # fmt: skip
+        rows.append([code.name, *texts, f"{code.hinted('LDG')}+{code.hinted('STG')}", code.hash])
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, wide)).rstrip() for row in rows)
 
 
-def verdict(codes: list[Code]) -> str:
-    """What ours misses of the budgets, in one sentence; it ends in "met" when nothing is missed."""
-    missed = "; ".join(f"{code.name}: {reason}" for code in codes for reason in code.missed) or "met"
-    return f"Budgets of ours (instructions, spills, 128-bit stores, occupancy, order of loads): {missed}"
+def store(codes: list[Code]) -> None:
+    """Write the figures of large nested states to results/cross-compiled/, and the prediction for a T4."""
+    from helpers.nf4.environment import describe
+    from helpers.results.store import Row, write
+    from helpers.t4 import predict
+
+    codes = [code for code in codes if code.variant in LARGE_NESTED]
+    rows = [Row("machine_code", c.name, "ours", unit, (x,)) for c in codes for unit, x in c.figures().items()]
+    write("machine_code", rows, "cross-compiled", environment=describe() | {"card": "cross-compiled"})
+    predict.write()
 
 
-def stored(root: Path = ROOT / "results") -> results.Result[MachineCode] | None:
-    """What `python -m helpers sass --store` wrote last."""
-    return results.find("machine_code", root / FOLDER.name, MachineCode)
-
-
-def report(codes: list[Code]) -> str:
-    """Every row of the table, what failed, the legend and the verdict."""
-    failures = [f"{code.name}: {code.failed}" for code in codes if code.failed]
-    texts = [textwrap.fill(text, WIDTH) for text in (*failures, LEGEND, verdict(codes))]
-    return "\n".join([tables.text(table(codes, every=True)), "", *texts])
-
-
-def collect(archs=tuple(CARDS)) -> list[Code]:
-    """Ours for each card, and everyone's for a T4. Raises machine_code.ToolMissing without cuobjdump."""
-    machine_code.tool()
-    requests = [Request(arch, *kind) for arch in archs for kind in (KINDS if arch == 75 else OTHERS)]
-    codes = list(map(code_of, build(requests)))
-    codes += unsloth() + bitsandbytes() if 75 in archs else []
-    return sorted(codes, key=lambda code: code.arch)
+def against(commit: str, arch: int) -> int:
+    """Compare the SASS of sm_`arch` with that of another commit. Returns 1 if it differs."""
+    command = ["git", "show", f"{commit}:helpers/nf4/kernel.py"]
+    source = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=True).stdout
+    variants = [Variant(arch, dtype, nested) for dtype in DTYPES for nested in (True, False)]
+    differ = 0
+    for here, there in zip(build(variants), build(variants, source), strict=True):
+        if here.error or there.error:
+            raise RuntimeError(here.error or f"{commit}: {there.error}")
+        differ += here.sass != there.sass
+        print(f"{here.variant!s:18} {'equal' if here.sass == there.sass else 'DIFFERS'}  {Code(here).hash}")
+    return int(differ > 0)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report. 1 when ours misses a budget or does not compile, 2 without cuobjdump."""
-    parser = argparse.ArgumentParser(description=__doc__.split(": ")[1].split("\n")[0])
+    """Run the command. Returns 1 if a budget is exceeded or a bit differs, 2 if nothing could run."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, nargs="*", default=list(CARDS), choices=CARDS, help="75: a T4")
-    parser.add_argument("--store", action="store_true", help="write machine_code.json under results/")
-    parser.add_argument("--order", action="store_true", help="print the order of loads of ours")
+    parser.add_argument("--order", action="store_true", help="print the order of loads")
+    parser.add_argument("--store", action="store_true", help="write the rows to results/")
+    parser.add_argument("--against", metavar="COMMIT", help="compare the SASS with that of a commit")
+    parser.add_argument("--run", action="store_true", help="run the PTX on this GPU and compare every bit")
     options = parser.parse_args(argv)
-    try:
-        codes = collect(options.arch)
-    except machine_code.ToolMissing as error:
-        print(error, file=sys.stderr)
-        return 2
-    ours = (code for code in codes if code.contender == "kernel")
-    orders = "\n".join(f"{code.name}: {code.order or code.failed}" for code in ours)
-    print(orders if options.order else report(codes))
+    if options.against:
+        return max([against(options.against, arch) for arch in options.arch])
+    if options.run:
+        from helpers.t4 import foreign_ptx
+
+        passed, texts = zip(*map(foreign_ptx.report, options.arch), strict=True)
+        print("\n".join(texts))
+        return 1 if False in passed else 0 if True in passed else 2
+    codes = list(
+        map(Code, build([v for v in LARGE_NESTED[:3] + T4 + LARGE_NESTED[3:] if v.arch in options.arch]))
+    )
+    print(
+        "\n".join(f"{c.name}: {' '.join(c.order.events)}" for c in codes) if options.order else table(codes)
+    )
+    faults = [f"{code.name}: {fault}" for code in codes for fault in code.faults()]
+    print("\n".join(faults) or "All within budget; nested states load every word before the first wait.")
     if options.store:
-        print("written:", results.write("machine_code", MachineCode(code=codes), FOLDER, MachineCode))
-    return int(any(code.missed for code in codes))
+        store(codes)
+    return int(bool(faults))
