@@ -1,29 +1,54 @@
-"""The puzzle's marking table, computed from evidence: its sections are cells of the notebook."""
+"""Compute the puzzle's marking table from times and checks: its section is a cell of the notebook."""
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
+import pathlib
 import re
 
-import torch
-
+from helpers.nf4.environment import describe
 from helpers.puzzle.checks import Evidence
 from helpers.puzzle.protocol import NEEDS_GPU, ON_GPU, Comparison, Entry
 
-# %% How the table looks, the machine, and the file that a run leaves id="marking-result" folded=true
-import datetime
-import pathlib
-import platform
-import subprocess
-import sys
+# %% The marking table, and the file that a run leaves id="marking" folded=true
+import hashlib
+import html
 import textwrap
 
+STAMP = {}  # in the notebook: hashes of its kernel and of the cells that are the kernel
 MAXIMUM = 14
-COLUMNS = {"classic": "unsloth_classic", "today": "unsloth_today"}
+COLUMNS = {"today": "unsloth_today", "classic": "unsloth_classic"}
+TABLE = (  # line, what decides (a check, or the speedup), points where it holds and where not
+    ("One fused kernel", "single_kernel", 3, 0),
+    ("Penalty: speedup at most 1.00", lambda ratio: ratio > 1.00, 0, -3),
+    ("Speedup at least 1.05", lambda ratio: ratio >= 1.05, 1, 0),
+    ("Speedup at least 1.10", lambda ratio: ratio >= 1.10, 2, 0),
+    ("Speedup at least 1.15", lambda ratio: ratio >= 1.15, 2, 0),
+    ("Works under torch.compile", "torch_compile", 1, -1),
+    ("Custom assembly works", "custom_asm", 3, 0),
+    ("Uses cache eviction", "cache_eviction", 1, 0),
+    ("Tested in fp16 and bf16", "exact", 1, -1),
+)
+
+
+class Table(list):
+    """Rows of texts, the first one the head; shown as an HTML table, or as aligned text."""
+
+    note = ""
+
+    def __repr__(self):
+        width = [max(map(len, column)) for column in zip(*self, strict=True)]
+        wrap = textwrap.TextWrapper(width=110, subsequent_indent=" " * (sum(width[:-1]) + 2 * len(width[1:])))
+        rows = ["  ".join(text.ljust(n) for text, n in zip(row, width, strict=True)) for row in self]
+        return "\n".join([*map(wrap.fill, [self.note] * bool(self.note)), *map(wrap.fill, rows)])
+
+    def _repr_html_(self):
+        head, *rows = ([html.escape(text) for text in row] for row in self)
+        rows = [f"<th>{'</th><th>'.join(head)}</th>"] + [f"<td>{'</td><td>'.join(row)}</td>" for row in rows]
+        note = f"<p><b>{html.escape(self.note)}</b></p>" * bool(self.note)
+        return f"{note}<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,129 +63,131 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """The table with its sums by column; the headline gives the stricter column first."""
+    """The marking table with its sums by column, the stricter column first."""
 
     headline: str
     totals: dict[str, int]
     lines: list[Line]
-    also: dict[str, str]  # checked without points
-    evidence: dict[str, Evidence]
-    maximum: int = MAXIMUM
 
-    def rows(self):
-        """Cells of the table: the head, a row a line, the sums."""
-        yield ["Criterion", *(f"vs {column}" for column in COLUMNS), "Evidence"]
+    def table(self) -> Table:
+        rows = Table([["Criterion", *(f"vs Unsloth {column}" for column in self.totals), "Measured"]])
         for line in self.lines:
-            points = ("-" if p is None else f"{p:+d}" if p else "0" for p in line.points.values())
-            yield [line.name, *points, line.evidence]
-        yield ["Sum", *(f"{self.totals[column]} of {MAXIMUM}" for column in COLUMNS), ""]
+            points = [line.points[column] for column in self.totals]
+            points = ("-" if p is None else f"{p:+d}" if p else "0" for p in points)
+            rows.append([line.name, *points, line.evidence])
+        rows.append(["Sum", *(f"{total} of {MAXIMUM}" for total in self.totals.values()), ""])
+        rows.note = self.headline
+        return rows
 
     def __repr__(self):
-        wrap = textwrap.TextWrapper(width=110, subsequent_indent=" " * 53).fill
-        table = [wrap("{:30}{:>11}{:>10}  {}".format(*cells)) for cells in self.rows()]
-        also = [wrap(f"{name}: {text}") for name, text in self.also.items()]
-        return "\n".join([self.headline, "", *table, "", "Also checked (no points):", *also])
+        return repr(self.table())
 
-
-def machine() -> dict:
-    """What the run ran on, as every result file has it."""
-    packages = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
-    versions = dict.fromkeys(packages)
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = ON_GPU and subprocess.run(command, capture_output=True, text=True).stdout.split("\n")[0]
-    return {
-        "gpu": torch.cuda.get_device_name() if ON_GPU else None,
-        "capability": torch.cuda.get_device_capability() if ON_GPU else None,
-        "driver": driver or None,
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        **versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "colab": "google.colab" in sys.modules,
-        "kaggle": "KAGGLE_KERNEL_RUN_TYPE" in os.environ,
-        "interpreter": not ON_GPU,
-        "forced": os.environ.get("NF4_FORCE") or None,
-    }
-
-
-def summary(lines, totals, speeds, failed):
-    """The headline: points and speedups, the stricter column first, and what is missing."""
-    facts = machine()
-    where = facts["gpu"] or "this CPU (Triton's interpreter)"
-    where += ", T4's decisions forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
-    text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
-    columns = sorted((totals[c], x, c) for c, (x, _) in speeds.items() if x is not None)
-    against = [f"Unsloth {c} {sum_} ({f'{x:.2f}x' if x else 'wrong'})" for sum_, x, c in columns]
-    text += f"; against {', '.join(against)}" * bool(against)
-    missing = sum(line.best for line in lines if None in line.points.values())
-    text += f"; {missing} points not measured" * bool(missing)
-    return text + f"; FAILED without points: {', '.join(failed)}" * bool(failed) + "."
-
-
-def keep_result(score, comparison: Comparison, folder=".", **stamp) -> pathlib.Path:
-    """Write environment, score, protocol and `stamp` to nf4_<card>.json, and say so."""
-    facts = machine()
-    card = re.sub(r"[^a-z0-9]+", "-", (facts["gpu"] or "cpu-interpreter").lower()).strip("-")
-    data = {"score": dataclasses.asdict(score), "protocol": dataclasses.asdict(comparison)}
-    path = pathlib.Path(folder, f"nf4_{card}.json")
-    path.write_text(json.dumps({"environment": facts, **stamp, "data": data}, indent=1) + "\n")
-    print(f"written: {path}")
-    if facts["gpu"] and facts["capability"] == (7, 5):
-        print("Figures of a T4 are rare: please attach this file to an issue of the repository.")
-    return path
-
-
-# %% id="marking"
-TABLE = (  # line, what decides (a check, or the speedup), points where it holds and where not
-    ("One fused kernel", "single_kernel", 3, 0),
-    ("Penalty: speedup at most 1.00", lambda ratio: ratio > 1.00, 0, -3),
-    ("Speedup at least 1.05", lambda ratio: ratio >= 1.05, 1, 0),
-    ("Speedup at least 1.10", lambda ratio: ratio >= 1.10, 2, 0),
-    ("Speedup at least 1.15", lambda ratio: ratio >= 1.15, 2, 0),
-    ("Works under torch.compile", "torch_compile", 1, -1),
-    ("Custom assembly works", "custom_asm", 3, 0),
-    ("Uses cache eviction", "cache_eviction", 1, 0),
-    ("Tested in fp16 and bf16", "exact", 1, -1),
-)
+    def _repr_html_(self):
+        return self.table()._repr_html_()
 
 
 def speed(comparison, name, baseline):
-    """(how many times as fast as a baseline, in words): 0 if wrong, None if one was not timed."""
-    absent = Entry(baseline, reason="not compared")
-    mine, theirs = comparison.entries[name], comparison.entries.get(baseline, absent)
+    """Return (how many times as fast as a baseline, in words): 0 if wrong, None if one was not timed."""
+    mine, theirs = comparison.entries[name], comparison.entries.get(baseline, Entry(baseline, "a comparison"))
     if mine.failure:
         return 0.0, f"no time: {mine.failure.splitlines()[0]}"
     if not mine.seconds or not theirs.seconds:
-        missing = f"a time of {baseline}: {theirs.reason or theirs.failure}"
-        return None, f"not measured (needs {missing if mine.seconds else NEEDS_GPU})"
+        return None, f"not measured (needs {mine.reason or theirs.reason or theirs.failure or NEEDS_GPU})"
     ratio = comparison.speedup(name, baseline)
     return ratio, f"{ratio:.3f}x, {mine.p50:.4f} s instead of {theirs.p50:.4f} s"
 
 
 def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
-    """The table for a comparison's first contender and what `examine` says of it."""
-    name, entry = next(iter(comparison.entries.items()))
-    speeds = {column: speed(comparison, name, baseline) for column, baseline in COLUMNS.items()}
+    """Mark a comparison's first contender, with what `examine` found about it."""
+    ours = next(iter(comparison.entries))
+    speeds = {column: speed(comparison, ours, baseline) for column, baseline in COLUMNS.items()}
     lines = []
     for title, judge, won, lost in TABLE:
         if callable(judge):
             held = {c: None if ratio is None else judge(ratio) for c, (ratio, _) in speeds.items()}
-            short = [words if lost else words.split(",")[0] for _, words in speeds.values()]
-            text = "; ".join(f"{c}: {words}" for c, words in zip(COLUMNS, short, strict=True))
+            words = [text if lost else text.split(",")[0] for _, text in speeds.values()]
+            text = "; ".join(f"{c}: {words}" for c, words in zip(COLUMNS, words, strict=True))
+            text = text if len(set(words)) > 1 else words[0]
         else:
             seen = evidence.get(judge) or Evidence(title, None, needs="this check")
-            held, text = dict.fromkeys(COLUMNS, seen.passed), str(seen)
+            held = dict.fromkeys(COLUMNS, seen.passed)
+            text = {True: "yes: see the checks", False: f"NO: {seen}", None: str(seen).split(";")[0]}[
+                seen.passed
+            ]
         points = {c: {True: won, False: lost, None: None}[verdict] for c, verdict in held.items()}
         lines.append(Line(title, points, won, text))
-    official = entry.failure or f"right against {comparison.checked_against}, and to the bit while timed"
-    evidence = {"official": Evidence("official protocol", not entry.failure, official)} | evidence
-    judges = [judge for _, judge, _, _ in TABLE]
-    also = [seen for check, seen in evidence.items() if check not in judges]
     totals = {column: sum(line.points[column] or 0 for line in lines) for column in COLUMNS}
-    failed = [seen.criterion for seen in also if seen.passed is False]
-    verdicts = {True: "yes; ", False: "NO; ", None: ""}
-    also = {seen.criterion: f"{verdicts[seen.passed]}{seen}" for seen in also}
-    return Score(summary(lines, totals, speeds, failed), totals, lines, also, evidence)
+    totals = dict(sorted(totals.items(), key=lambda item: (item[1], speeds[item[0]][0] or 0)))
+    facts = describe()
+    where = facts["card"] if ON_GPU else "this CPU (Triton's interpreter)"
+    where += ", with T4 settings forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
+    text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
+    shown = {
+        c: f"{speeds[c][0]:.2f}x" if speeds[c][0] else "wrong" for c in totals if speeds[c][0] is not None
+    }
+    against = [f"Unsloth {c} {totals[c]} ({times})" for c, times in shown.items()]
+    text += f"; against {', '.join(against)}" * bool(against)
+    missing = sum(line.best for line in lines if None in line.points.values())
+    text += f"; {missing} points not measured" * bool(missing)
+    judges = [judge for _, judge, _, _ in TABLE]
+    failed = [one.criterion for name, one in evidence.items() if name not in judges and one.passed is False]
+    failed += ["Official protocol"] * bool(comparison.entries[ours].failure)
+    text += f"; FAILED without points: {', '.join(failed)}" * bool(failed)
+    return Score(f"{text}.", totals, lines)
+
+
+def forms_table(comparison: Comparison) -> Table:
+    """Return the protocol by launch form: the same kernel, launched in three ways."""
+    ours = next(iter(comparison.entries))
+    table = Table([["Launch of the same kernel", "median s", "vs Unsloth today", "vs Unsloth classic"]])
+    names = {"kernel[grid]": "plain wrapper, kernel[grid]", "compiled[grid]": "plain wrapper, compiled[grid]",
+             ours: "direct launch (your_dequantize_nf4)"}  # fmt: skip
+    for name, label in names.items():
+        entry = comparison.entries.get(name)
+        if entry and entry.seconds:
+            ratios = (comparison.speedup(name, baseline) for baseline in COLUMNS.values())
+            table.append([label, f"{entry.p50:.4f}", *(f"{x:.2f}x" if x else "-" for x in ratios)])
+        else:
+            needs = entry and (entry.failure.split("\n")[0] or entry.reason) or NEEDS_GPU
+            table.append([label, f"not measured (needs {needs})", "", ""])
+    return table
+
+
+def kernel_of(inputs) -> dict:
+    """Return the hashes of the kernel in the notebook; {} unless its cells ran as they are in `inputs`."""
+    ran = {hashlib.sha256(text.strip().encode()).hexdigest()[:8] for text in inputs}
+    return STAMP.get("kernel", {}) if ran.issuperset(STAMP.get("cells", "-")) else {}
+
+
+def rows_of(score: Score, comparison: Comparison) -> list:
+    """Return [section, case, contender, unit, values] of all that was measured."""
+    ours, rows = next(iter(comparison.entries)), []
+    names = {ours: "ours", "kernel[grid]": "ordinary", "compiled[grid]": "compiled_grid"}
+    for name, entry in comparison.entries.items():
+        if entry.seconds and name not in comparison.forms:
+            cases = {"total": entry.seconds} | entry.per_config
+            rows += [["protocol", case, names.get(name, name), "s", values] for case, values in cases.items()]
+    for name in (ours, *comparison.forms, *COLUMNS.values()):
+        if comparison.forms and name in comparison.entries and comparison.entries[name].seconds:
+            label = "direct" if name == ours else names.get(name, name)
+            rows.append(["launch_forms", "total", label, "s", comparison.entries[name].seconds])
+    for line in score.lines:
+        points = {column: value for column, value in line.points.items() if value is not None}
+        rows += [["score", line.name, column, "points", [value]] for column, value in points.items()]
+    ratios = {column: comparison.speedup(ours, baseline) for column, baseline in COLUMNS.items()}
+    return rows + [["score", "total", column, "x", [ratio]] for column, ratio in ratios.items() if ratio]
+
+
+def save_result(score: Score, comparison: Comparison) -> pathlib.Path | None:
+    """Write a GPU run to nf4_<card>.json in $NF4_BUILD: environment, kernel, rows. Print its name."""
+    if not ON_GPU:
+        return None
+    facts, kernel = describe(), kernel_of(globals().get("In", ()))
+    card = re.sub(r"[^a-z0-9]+", "-", (facts["card"]).lower()).strip("-")
+    path = pathlib.Path(os.environ.get("NF4_BUILD") or ".", f"nf4_{card}.json")
+    content = {"environment": facts, "kernel": kernel, "rows": rows_of(score, comparison)}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"Kernel {'.'.join(kernel.values()) or '(edited)'}; results written to {path.name}.")
+    if facts["capability"] == [7, 5]:
+        print("Few T4 results are known: please attach this file to an issue of the repository.")
+    return path

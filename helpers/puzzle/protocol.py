@@ -1,51 +1,79 @@
-"""The puzzle's official protocol under its own names, and watched: its sections are cells of the notebook."""
+"""Time the puzzle's official protocol, as the puzzle has it and watched; the sections are notebook cells."""
 
-# ruff: noqa: E402
-# %% The libraries' own functions id="protocol-libraries" folded=true
+# ruff: noqa: E402, I001
+# %% tags=["module-only"]
+import torch
+
+from helpers.nf4.reference import different
+
+# %% The puzzle's layers and MLP, and the libraries to compare with id="protocol-names" folded=true
 import collections
 import copy
 import dataclasses
 import functools
-import gc
 import importlib
 import importlib.metadata
 import inspect
-import itertools
 import os
-import random
-import statistics
 import time
 import types
 from collections.abc import Callable
 from unittest import mock
 
-import torch
-
 ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-DEVICE = "cuda" if ON_GPU else "cpu"  # where Triton interprets the kernel: small shapes, no times
+DEVICE = "cuda" if ON_GPU else "cpu"  # on a CPU: small shapes, and times that mean nothing
 NEEDS_GPU = "an NVIDIA GPU"
+ROUNDS = 200 if os.environ.get("NF4_QUICK") else 1000
+NOT_INSTALLED = globals().get("NOT_INSTALLED", "not installed")  # the notebook's install cell tried
+
+Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
+OFFICIAL = (
+    Config(2, 3333, 2048, 8192, 3407, torch.float16),
+    Config(5, 777, 1024, 4096, 3409, torch.bfloat16),
+    Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
+)
+SMALL = (  # for Triton's interpreter
+    Config(2, 33, 128, 448, 3407, torch.float16),
+    Config(5, 7, 64, 192, 3409, torch.bfloat16),
+    Config(3, 20, 192, 320, 3408, torch.bfloat16),
+)
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
 
 
 def must(true, text):
-    """`assert`, also under `python -O`."""
+    """`assert` that also runs under `python -O`."""
     if not true:
         raise AssertionError(text)
 
 
+class NotMeasured:
+    """A time that could not be measured; so is every ratio with it."""
+
+    def __init__(self, needs, note=""):
+        self.needs, self.note = needs, note
+
+    def __repr__(self):
+        return f"not measured (needs {self.needs}){self.note}"
+
+    def __truediv__(self, other):
+        return self
+
+    __rtruediv__ = __truediv__
+
+
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """A library's way from a Linear4bit layer to its weight: `fn(layer)`, or the reason why not."""
+    """A library's function from a Linear4bit layer to its weight, or what is missing for it."""
 
     name: str
     label: str
-    version: str | None = None
     fn: Callable | None = None
-    reason: str = ""
-    note: str = ""
+    reason: str = ""  # what it needs where fn is None
 
 
 def own_dequantize_4bit(functional):
-    """bitsandbytes' own function, where unsloth_zoo puts a wrapper; proved by module and file."""
+    """Return bitsandbytes' own function. unsloth_zoo wraps it; anything else in its place is refused."""
     own = inspect.unwrap(functional.dequantize_4bit)
     if (own.__module__, own.__code__.co_filename) != (functional.__name__, functional.__file__):
         raise RuntimeError(f"{own.__module__} replaced bitsandbytes.functional.dequantize_4bit")
@@ -53,7 +81,7 @@ def own_dequantize_4bit(functional):
 
 
 def layer_to_weight(name, module):
-    """The function of a layer that a baseline is, from the module that has it."""
+    """Return a baseline's function, looked up once in the module that has it."""
     if name == "bitsandbytes":
         own = own_dequantize_4bit(module)
         return lambda layer: own(layer.weight.data, layer.weight.quant_state)
@@ -68,44 +96,45 @@ def layer_to_weight(name, module):
 
 @functools.cache
 def baselines() -> dict[str, Baseline]:
-    """What the kernel is compared with. The first call imports the libraries, bitsandbytes first."""
+    """Return what the kernel is compared with. The first call imports the libraries, bitsandbytes first."""
     made = {}
-    for name, label, module, note in (
-        ("bitsandbytes", "bitsandbytes", "bitsandbytes.functional",
-         "its own dequantize_4bit; beside Unsloth users get unsloth_zoo's wrapper of it"),
-        ("unsloth_today", "Unsloth today", "unsloth.kernels.utils", "fast_dequantize as installed"),
-        ("unsloth_classic", "Unsloth classic", "unsloth.kernels.utils",
-         "_fast_dequantize_ctypes of the same package, three launches: the puzzle's baseline"),
-        ("peft", "PEFT", "peft.utils.integrations",
-         "dequantize_module_weight, in the protocol on bitsandbytes' own dequantize_4bit"),
-    ):  # fmt: skip
-        version, fn, reason, package = None, None, "", module.partition(".")[0]
+    for name, label, module in (
+        ("bitsandbytes", "bitsandbytes", "bitsandbytes.functional"),
+        ("unsloth_today", "Unsloth today", "unsloth.kernels.utils"),
+        ("unsloth_classic", "Unsloth classic", "unsloth.kernels.utils"),
+        ("peft", "PEFT", "peft.utils.integrations"),
+    ):
+        fn, reason, package = None, "", module.partition(".")[0]
         try:
-            version = importlib.metadata.version(package)
             if ON_GPU or package != "unsloth":
+                importlib.metadata.version(package)
                 fn = layer_to_weight(name, importlib.import_module(module))
             else:
-                reason = f"needs {NEEDS_GPU}"
+                reason = NEEDS_GPU
         except importlib.metadata.PackageNotFoundError:
-            reason = "not installed"
-        except Exception as error:  # whatever a broken installation raises is the reason to show
-            reason = f"{type(error).__name__}: {error}"
-        made[name] = Baseline(name, label, version, fn, reason, note)
-    shown = ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")
-    return {name: made[name] for name in shown}
+            reason = f"{package}: {NOT_INSTALLED}"
+        except Exception as error:  # a broken installation may raise anything
+            reason = f"{package}: {type(error).__name__}: {error}"
+        made[name] = Baseline(name, label, fn, reason)
+    return {name: made[name] for name in ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")}
+
+
+def baseline(name):
+    """Return a library's function from a layer to its weight, or NotMeasured with the reason."""
+    return baselines()[name].fn or NotMeasured(baselines()[name].reason)
 
 
 def own_libraries():
-    """A block in which PEFT and Linear4bit meet bitsandbytes' own function, whoever replaced it."""
+    """Inside this block PEFT and Linear4bit call bitsandbytes' own function, whatever replaced it."""
     from bitsandbytes import functional
 
     return mock.patch.object(functional, "dequantize_4bit", own_dequantize_4bit(functional))
 
 
 def expected(layer) -> torch.Tensor:
-    """The weight as bitsandbytes' own function decodes the state as it is.
+    """Return the layer's weight as bitsandbytes dequantizes it now.
 
-    On a CPU with AVX512 it wants rows of whole blocks (0.50.2): there it decodes one long row.
+    On a CPU with AVX512, bitsandbytes 0.50 needs rows of whole blocks: there it dequantizes one long row.
     """
     own, weight = baselines()["bitsandbytes"].fn, layer.weight
     if weight.is_cuda:
@@ -118,18 +147,8 @@ def expected(layer) -> torch.Tensor:
     return result.t() if weight.shape[0] == 1 else result
 
 
-# %% id="protocol-names"
-Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
-OFFICIAL = (
-    Config(2, 3333, 2048, 8192, 3407, torch.float16),
-    Config(5, 777, 1024, 4096, 3409, torch.bfloat16),
-    Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
-)
-WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
-
-
 def bnb_Linear4bit(hd, m, dtype=torch.float16):
-    """A layer with a random (m, hd) weight in doubly quantized NF4."""
+    """Return a layer with a random (m, hd) weight in doubly quantized NF4."""
     from bitsandbytes.nn import Linear4bit
 
     how = dict(compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
@@ -151,13 +170,8 @@ class MLP(torch.nn.Module):
         return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def unsloth_dequantize(weight):
-    """What weights are checked against: Unsloth's, or bitsandbytes' where Unsloth cannot run."""
-    return (baselines()["unsloth_today"].fn or expected)(weight)
-
-
 def mlp_forward(X, mlp, fx):
-    """The MLP computed with the weights that `fx` makes of its layers."""
+    """Return the MLP's output, computed with the weights that `fx` returns for its layers."""
     up = X @ fx(mlp.up_proj).t()
     gate = X @ fx(mlp.gate_proj).t()
     return (torch.nn.functional.silu(gate) * up) @ fx(mlp.down_proj).t()
@@ -169,7 +183,7 @@ def synchronize():
 
 
 def mlp_dequantize(X, mlp, fx):
-    """One round: what is timed."""
+    """Run one timed round: dequantize and transpose three weights, with a synchronize after each."""
     a = fx(mlp.up_proj).t()
     synchronize()
     b = fx(mlp.gate_proj).t()
@@ -180,13 +194,13 @@ def mlp_dequantize(X, mlp, fx):
 
 
 def assert_same(x, y, dtype, what="result"):
-    """The dtype, then values and strides at torch's default tolerances."""
+    """Compare the dtype, then values and strides at torch's default tolerances."""
     must(x.dtype == dtype, f"{what}: dtype is {x.dtype}, expected {dtype}")
     torch.testing.assert_close(x, y, check_stride=True, msg=lambda text: f"{what}: {text}")
 
 
 def assert_correct_bnb(weight, dtype):
-    """The layer is in doubly quantized NF4, blocks of 64 and 256, `dtype` out."""
+    """Check that the layer is in doubly quantized NF4 with blocks of 64 and 256, dequantized to `dtype`."""
     state, u8, fp32 = weight.weight.quant_state, torch.uint8, torch.float32
     inner, wanted = state.state2, (u8, dtype, u8, fp32, fp32, 64, fp32, fp32, 256)
     facts = (weight.weight.dtype, state.dtype, state.absmax.dtype, state.code.dtype, state.offset.dtype,
@@ -195,7 +209,7 @@ def assert_correct_bnb(weight, dtype):
 
 
 def build(config):
-    """(MLP, input) of a configuration, in the protocol's order from its seed."""
+    """Return (MLP, input) of a configuration, made from its seed in the protocol's order."""
     from transformers import set_seed
 
     default = torch.get_default_dtype()
@@ -208,57 +222,92 @@ def build(config):
 
 
 def warm_up(fx, X, mlp, dtype):
-    """The official checks, twice: the MLP's output, every state, every weight."""
+    """Run the official checks, twice: the MLP's output, every state, every weight.
+
+    Weights are compared with Unsloth's, where it cannot run with bitsandbytes'.
+    """
+    reference = baselines()["unsloth_today"].fn or expected
     for _ in range(2):
         assert_same(mlp_forward(X, mlp, fx), mlp(X), dtype, "MLP output")
-        results, wanted = (mlp_dequantize(X, mlp, function) for function in (fx, unsloth_dequantize))
+        results, wanted = (mlp_dequantize(X, mlp, function) for function in (fx, reference))
         for name, x, y in zip(WEIGHTS, results, wanted, strict=True):
             assert_correct_bnb(getattr(mlp, name), dtype)
             assert_same(x, y, dtype, name)
 
 
-# %% id="protocol-watch"
-STOPS = 10  # of a clock, to compare
+# %% id="protocol-test"
+def test_dequantize(dequantize_fx):
+    """Check the weights, then return the seconds of 1000 rounds, summed over the three MLPs.
+
+    Raises AssertionError if a weight is wrong. Without a GPU it checks small MLPs and returns NotMeasured.
+    """
+    for needed in (baseline("bitsandbytes"), dequantize_fx):
+        if isinstance(needed, NotMeasured):
+            return needed
+    elapsed = 0
+    for config in OFFICIAL if ON_GPU else SMALL:
+        mlp, X = build(config)
+        warm_up(dequantize_fx, X, mlp, config.dtype)
+        start = time.perf_counter()
+        for _ in range(ROUNDS if ON_GPU else 1):
+            mlp_dequantize(X, mlp, dequantize_fx)
+        elapsed += time.perf_counter() - start
+    return elapsed if ON_GPU else NotMeasured(NEEDS_GPU, "; all weights are correct")
+
+
+test_dequantize.__test__ = False  # the puzzle's name: not a test for pytest
+
+# %% The same test, watched id="protocol-watched" folded=true
+import gc
+import itertools
+import json
+import math
+import pathlib
+import random
+import statistics
+import tempfile
+
+STOPS = 10  # how often a clock stops to compare the results
 secret = random.SystemRandom()
 
 
-def different(x: torch.Tensor, y: torch.Tensor) -> int:
-    """Number of elements whose bits differ; NaN equals NaN. ValueError where shape or dtype differ."""
-    if x.shape != y.shape or x.dtype != y.dtype:
-        raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
-    return int((differ & ~(x.isnan() & y.isnan())).sum())
+def change(mlp, how):
+    """Change each layer in place, past autograd's version counters.
 
-
-def change(mlp, count):
-    """Give each layer other values, in place and past autograd's version counters.
-
-    In turn all weight bytes, all absmax codes, the absmax of the absmax, the offset.
+    how: "values" for every value of one tensor of its state, "byte" for a single byte, "nothing".
     """
-    for i, name in enumerate(WEIGHTS):
-        weight, kind = getattr(mlp, name).weight, (count + i) % 4
+    for name in WEIGHTS:
+        weight = getattr(mlp, name).weight
         state = weight.quant_state
-        value = (weight, state.absmax, state.state2.absmax, state.offset)[kind].data
-        if kind < 2:
-            value.bitwise_xor_(secret.randrange(1, 256))
-        else:
+        codes, scales = (weight.data, state.absmax.data), (state.state2.absmax.data, state.offset.data)
+        value = secret.choice(codes if how == "byte" else codes + scales)
+        if how == "byte":
+            at = secret.randrange(value.numel())
+            value = value.view(-1)[at : at + 1]
+        if how == "nothing":
+            continue
+        if value.is_floating_point():
             value.mul_(secret.uniform(0.9, 1.1))
+        else:
+            value.bitwise_xor_(secret.randrange(1, 256))
 
 
-def assert_right_now(results, mlp):
-    """Every bit is that of the state as it is. Then the results are overwritten, so that memory
-    handed out again holds no weight."""
+def assert_exact(results, mlp):
+    """Check that each result is a plain tensor with the bits of the layer as it is now. Then fill it with
+    NaN: memory that is handed out again, or kept by the contender, holds no weight."""
     for result, name in zip(results, WEIGHTS, strict=True):
+        must(type(result) is torch.Tensor, f"{name}: the result is a {type(result).__name__}, not a Tensor")
         wrong = different(result, expected(getattr(mlp, name)).t())
-        must(not wrong, f"{name} while timed: {wrong} of {result.numel()} elements differ")
-        result.fill_(float("nan"))
+        must(not wrong, f"{name}, watched: {wrong} of {result.numel()} elements differ from bitsandbytes")
+        result.fill_(math.nan)
 
 
 def timed(fx, X, mlp, rounds):
-    """Seconds of `rounds` rounds. The clock stops at secret ones, in turn to change the layers and to
-    compare the last round's results with them."""
+    """Return the seconds of `rounds` rounds. The clock stops at random ones, in turn to change the layers
+    (or not) and to compare the last results with them."""
     stops, seconds = min(STOPS, rounds // 2), 0.0
+    changes = (["byte", "nothing", "values"] * stops)[: stops - 1]
+    secret.shuffle(changes)
     cuts = sorted(secret.sample(range(1, rounds), 2 * stops - 1))
     for i, (first, end) in enumerate(itertools.pairwise((0, *cuts, rounds))):
         synchronize()
@@ -268,51 +317,69 @@ def timed(fx, X, mlp, rounds):
         results = mlp_dequantize(X, mlp, fx)
         seconds += time.perf_counter() - start
         if i % 2:
-            assert_right_now(results, mlp)
+            assert_exact(results, mlp)
         else:
-            change(mlp, i // 2)
+            change(mlp, ["values", *changes][i // 2])
         del results
     return seconds
 
 
-# %% Contenders in turns id="protocol-turns" folded=true
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree; NaN equals NaN."""
-    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
-
-
-SMALL = (  # for Triton's interpreter
-    Config(2, 33, 128, 448, 3407, torch.float16),
-    Config(5, 7, 64, 192, 3409, torch.bfloat16),
-    Config(3, 20, 192, 320, 3408, torch.bfloat16),
-)
-LEFT_BEHIND = 8 << 20  # bytes of each configuration that a contender may take past torch's allocator
-
-
-def name_of(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-def uncounted() -> int:
-    """Bytes in use on the GPU that torch's allocator does not know of."""
-    if not ON_GPU:
-        return 0
+def gpu_events(call, count=3):
+    """Profile `count` calls after one more: (name, seconds, threads) of everything they ran on the GPU."""
+    call()
     synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            call()
+        synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "trace.json")
+        profile.export_chrome_trace(str(file))
+        events = json.loads(file.read_text("utf-8"))["traceEvents"]
+    on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    sizes = [math.prod(e["args"].get("grid", [0]) + e["args"].get("block", [0])) for e in on_gpu]
+    return [(e["name"], e["dur"] * 1e-6, size) for e, size in zip(on_gpu, sizes, strict=True)]
+
+
+def assert_whole(events, layers, what):
+    """Check that what ran on the GPU could dequantize these layers: enough threads, enough time.
+
+    A thread has registers for 256 elements; bytes that do not fit in the L2 must cross the DRAM bus.
+    """
+    from triton.testing import get_dram_gbps
+
+    l2 = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    peak = 1e9 * get_dram_gbps() or math.inf  # 0 if the driver does not know it
+    states = [layer.weight.quant_state for layer in layers]
+    sizes = [(state.shape.numel(), state.dtype.itemsize) for state in states]
+    least = sum(max(0, n * (0.5 + 1 / 64 + 4 / 16384 + size) - l2) / peak for n, size in sizes)
+    n, threads = sum(n for n, _ in sizes), sum(threads for _, _, threads in events)
+    seconds = sum(seconds for _, seconds, _ in events)
+    must(threads * 256 >= n, f"{what}: {threads} threads cannot dequantize {n} elements")
+    must(seconds >= least, f"{what}: took {seconds * 1e6:.1f} us, its bytes take {least * 1e6:.1f} us")
+
+
+def profiled(fx, X, mlp, before=None):
+    """Profile one round, check that it could dequantize the layers, and return what ran, sorted.
+
+    before: what ran before the timed rounds. Raises AssertionError if something else runs now.
+    """
+    events = gpu_events(lambda: mlp_dequantize(X, mlp, fx), 1)
+    assert_whole(events, [getattr(mlp, name) for name in WEIGHTS], "a round")
+    ran = sorted(name for name, _, _ in events)
+    must(before in (None, ran), f"the GPU runs {ran} after the timed rounds, {before} before them")
+    return ran
 
 
 @dataclasses.dataclass
 class Entry:
-    """A contender's part in the protocol; it has times only if it passed every check."""
+    """A contender's result; it has times only if it passed every check."""
 
     label: str
-    version: str | None = None
-    reason: str = ""  # why it took no part
-    note: str = ""
+    reason: str = ""  # what it needs, if it could not take part
     failure: str = ""
-    identical: bool | None = None  # to bitsandbytes' weights, every bit compared
-    seconds: list[float] = dataclasses.field(default_factory=list)  # a value a turn, all configurations
+    seconds: list[float] = dataclasses.field(default_factory=list)  # one value per turn, all MLPs
     per_config: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -322,107 +389,142 @@ class Entry:
 
 @dataclasses.dataclass
 class Comparison:
-    """The protocol of several contenders who took turns in one process."""
+    """The watched protocol of several contenders that took turns in one process; the first is ours."""
 
     entries: dict[str, Entry]
     rounds: int
-    repeats: int
     checked_against: str
-    device: str
-    configs: list[str]
+    forms: list[str] = dataclasses.field(default_factory=list)  # other launches of the same kernel
 
     def speedup(self, name: str, baseline: str) -> float | None:
-        """Median seconds of `baseline` over those of `name`; None where either has none."""
+        """Return the median seconds of `baseline` over those of `name`; None where either has none."""
         mine, theirs = (self.entries[n].p50 if n in self.entries else None for n in (name, baseline))
         return theirs / mine if mine and theirs else None
 
-    def to_dict(self) -> dict:
-        return dataclasses.asdict(self)
-
     def __repr__(self):
-        """A line a contender: median seconds, over the first one's, every turn."""
-        lines = [f"{self.rounds} rounds a configuration; checked against {self.checked_against}"]
+        ours, *_ = self.entries
+        lines = [f"{self.rounds} rounds per MLP; weights checked against {self.checked_against}", ""]
+        lines += [f"{'':20} {'median s':>8}   ours is faster by   each turn"] * bool(
+            self.entries[ours].seconds
+        )
         for name, entry in self.entries.items():
-            text = entry.reason or entry.failure.split("\n")[0] or f"right; not timed (needs {NEEDS_GPU})"
+            text = "exact; " * (not entry.reason) + f"not measured (needs {entry.reason or NEEDS_GPU})"
+            if entry.failure:
+                text = f"FAILED: {entry.failure.splitlines()[0]}"
             if entry.seconds:
-                ratio = self.speedup(next(iter(self.entries)), name) or 0
+                faster = f"{self.speedup(ours, name) or 0:.3f}x" * (name != ours)
                 turns = " ".join(f"{seconds:.4f}" for seconds in entry.seconds)
-                text = f"{entry.p50:.4f} s  {ratio:5.3f}x  of {turns}"
-            lines.append(f"{entry.label:20} {text}")
+                text = f"{entry.p50:8.4f}   {faster:17}   {turns}"
+            lines += [f"{entry.label:20} {text}"] * (name not in self.forms)
         return "\n".join(lines)
 
 
-def turns_of(name, baseline):
-    """How often a contender is timed: 5 times; on a T4 3 times, and baselines but Unsloth's once."""
+def turns_of(name, first):
+    """Return how often a contender is timed: 5 times; on a T4 ours and Unsloth today 3 times, others once."""
     if not ON_GPU:
         return 1
     if torch.cuda.get_device_capability() > (7, 5) and os.environ.get("NF4_FORCE") != "t4":
         return 5
-    return 1 if baseline and name != "unsloth_today" else 3
+    return 3 if name in (first, "unsloth_today") else 1
 
 
-def compare(candidates, rounds=1000, repeats=None, configs=None, against=None, tick=lambda: None):
+def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None, tick=lambda: None):
     """Check, then time `candidates` ({name: layer -> weight}) and `against` (all baselines) in turns.
 
-    In each turn another contender begins; a failure is recorded and ends a contender's part.
-    repeats: turns of each, else `turns_of` says. tick() is called after each.
+    Each turn starts with another contender; a failure is recorded and ends a contender's part.
+    repeats: turns of each, else as in `turns_of`. tick() is called after each turn.
     """
     known = baselines()  # before own_libraries: importing Unsloth replaces functions
     against = known if against is None else against
     entries = {name: Entry(name) for name in candidates}
-    entries |= {name: Entry(b.label, b.version, b.reason, b.note) for name, b in against.items()}
-    functions = candidates | {name: b.fn for name, b in against.items() if b.fn}
-    turns = {name: repeats or turns_of(name, name in against) for name in functions}
-    configs, rounds = configs or (OFFICIAL if ON_GPU else SMALL), rounds if ON_GPU else min(rounds, 4)
-    taken = {name: [] for name in functions}
+    entries |= {name: Entry(baseline.label, baseline.reason) for name, baseline in against.items()}
+    functions = candidates | {name: baseline.fn for name, baseline in against.items() if baseline.fn}
+    turns = {name: repeats or turns_of(name, next(iter(candidates))) for name in functions}
+    configs, rounds = configs or (OFFICIAL if ON_GPU else SMALL), rounds if ON_GPU else min(rounds, 6)
+    ran = {}
+    checked = known["unsloth_today" if known["unsloth_today"].fn else "bitsandbytes"].label
+    result = Comparison(entries, rounds, checked, [*candidates][1:])
+    if not known["bitsandbytes"].fn:
+        for entry in entries.values():
+            entry.reason = known["bitsandbytes"].reason
+        return result
 
     def run(name, step, *arguments):
-        """A step of a contender's part, None once it failed; counts memory taken past torch."""
-        before = uncounted()
+        """Run a step of a contender's part; None once it failed."""
         try:
             return None if entries[name].failure else step(functions[name], *arguments)
         except Exception as error:  # out of memory is a failure like a wrong value
-            entries[name].failure = f"{label(config)}: {type(error).__name__}: {error}"
-        finally:
-            taken[name][-1] += uncounted() - before
-
-    def label(config):
-        size = f"{config.hidden}x{config.intermediate} {name_of(config.dtype)}"
-        return f"{size}, input {config.batch}x{config.seq}, seed {config.seed}"
+            entries[name].failure = f"{label}: {type(error).__name__}: {error}"
 
     with own_libraries():
         for config in configs:
+            label = f"{config.hidden}x{config.intermediate} {SHORT[config.dtype]}"
             mlp, X = build(config)
-            mlp(X), mlp_forward(X, mlp, unsloth_dequantize)  # what libraries load now is nobody's
+            mlp(X), mlp_forward(X, mlp, expected)  # what libraries load now counts for no contender
             for name in functions:
-                taken[name].append(0)
                 run(name, warm_up, X, mlp, config.dtype)
+                if ON_GPU and name in candidates:
+                    ran[name] = run(name, profiled, X, mlp)
             for turn in range(max(turns.values())):
                 first = turn % len(functions)
                 for name in [*functions, *functions][first : first + len(functions)]:
                     if turn < turns[name]:
                         seconds = run(name, timed, X, mlp, rounds)
-                        entries[name].per_config.setdefault(label(config), []).append(seconds)
+                        entries[name].per_config.setdefault(label, []).append(seconds)
                         tick()
+            for name in ran:
+                run(name, profiled, X, mlp, ran[name])
             del mlp, X
             gc.collect()
             torch.cuda.empty_cache()
     for name in functions:
-        entry, least = entries[name], min(taken[name])
-        if least > LEFT_BEHIND and not entry.failure:
-            entry.failure = f"takes {least >> 20} MiB past torch in each configuration"
-        entry.identical = None if entry.failure else True
+        entry = entries[name]
         entry.per_config = {} if entry.failure or not ON_GPU else entry.per_config
         entry.seconds = [sum(parts) for parts in zip(*entry.per_config.values(), strict=True)]
-    checked = known["unsloth_today" if known["unsloth_today"].fn else "bitsandbytes"].label
-    return Comparison(entries, rounds, max(turns.values()), checked, DEVICE, [label(c) for c in configs])
+    return result
 
 
-def test_dequantize(dequantize_fx):
-    """Seconds of the official protocol; None without a GPU. AssertionError where a weight is wrong."""
-    entry = compare({"fx": dequantize_fx}, repeats=1, against={}).entries["fx"]
-    must(not entry.failure, entry.failure)
-    return entry.p50
+def launch_forms(candidate):
+    """Return {name: contender}: the candidate, and its kernel launched by Triton's two public forms.
+
+    kernel[grid] is plain_dequantize_nf4; compiled[grid] is the same wrapper around the launch of Triton's
+    fused-softmax tutorial. Without a GPU, or without that wrapper, the candidate alone.
+    """
+    cells = getattr(candidate, "__globals__", {})
+    plain, kernel = cells.get("plain_dequantize_nf4"), cells.get("_your_dequantize_nf4_kernel")
+    if not ON_GPU or plain is None:
+        return {candidate.__name__: candidate}
+    known = {}
+
+    class Compiled:
+        """Launches the binary that Triton compiled for arguments of the same types and settings."""
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                key = *(getattr(x, "dtype", None) for x in arguments), *options.values()
+                if key not in known:
+                    known[key] = kernel[grid](*arguments, **options), kernel.arg_names[len(arguments) :]
+                    return
+                compiled, names = known[key]
+                compiled[(*grid, 1, 1)[:3]](*arguments, *(options[name] for name in names))
+
+            return launch
+
+    again = relinked(plain, _your_dequantize_nf4_kernel=Compiled())
+    forms = {candidate.__name__: candidate}
+    for name, form in (("kernel[grid]", plain), ("compiled[grid]", again)):
+        forms[name] = lambda layer, form=form: form(layer.weight, layer.weight.quant_state)
+    return forms
 
 
-test_dequantize.__test__ = False  # the puzzle's name for it: no test for pytest
+def relinked(function, **names):
+    """Return a copy of a function, and of all functions beside it, that sees other values under `names`."""
+    cells, old = dict(function.__globals__), function.__globals__
+    for name, value in old.items():
+        if isinstance(value, types.FunctionType) and value.__globals__ is old:
+            cells[name] = types.FunctionType(
+                value.__code__, cells, name, value.__defaults__, value.__closure__
+            )
+            cells[name].__kwdefaults__ = value.__kwdefaults__
+    cells |= names
+    return cells[function.__name__]
