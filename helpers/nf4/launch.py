@@ -64,16 +64,16 @@ def _fields(weight, q):
             (*values, dtype2, blocksize2))
 
 
-def check_state(weight, quant_state):
+def check_state(weight, quant_state, any_device=False):
     """Check everything the kernel relies on; return (number of elements, log2 of blocksize, log2 of
     state2.blocksize or 0). Reads metadata only, no value on the GPU. Raises UnsupportedState."""
-    return _check(*_fields(weight, quant_state))
+    return _check(*_fields(weight, quant_state), any_device)
 
 
-def _check(tensors, values):
+def _check(tensors, values, any_device=False):
     sizes = _check_values(tensors, values)
     (weight, absmax, *second), fp32 = tensors, (torch.float32,)
-    if weight.device.type != "cuda" and not INTERPRETED:
+    if weight.device.type != "cuda" and not (any_device or INTERPRETED):
         raise UnsupportedState(f"the weight is on {weight.device}, expected CUDA: move the layer, "
                                "or set TRITON_INTERPRET=1 before Python starts")
     if hasattr(weight, "ds_id") and not weight.numel():
