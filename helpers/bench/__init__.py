@@ -1,1 +1,1 @@
-"""Clocks, contenders, ceilings, GPU time, host time, the benchmark."""
+"""Benchmarks: clocks, contenders, the memory-bound reference, `python -m helpers bench`, training."""

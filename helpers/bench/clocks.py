@@ -1,36 +1,33 @@
-"""Clocks: interleaved host timing and GPU timing by graph replay.
+"""Clocks: contenders take turns under one clock, on the host or on the GPU.
 
-Candidates always take turns (outer loop rounds, inner loop candidates), so that drifting clocks and
-temperatures hit all of them alike.
+Outer loop rounds, inner loop contenders: drifting clocks and temperatures hit all of them alike. Neither
+`do_bench` nor torch.utils.benchmark interleaves. On a CPU every function here runs, so that a benchmark can
+be tried without a GPU, and its times mean nothing.
 """
 
 import contextlib
-import ctypes
+import dataclasses
 import functools
 import gc
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from helpers.puzzle.protocol import synchronize
+from helpers.nf4.reference import default_device
+
+ON_GPU = default_device() == "cuda"
 
 
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """A 95% confidence interval of the median of `values`, whatever their distribution.
-
-    Its ends are two of the values: how many lie below the true median is binomial (here its normal
-    approximation). For fewer than 6 values it spans all of them, with less confidence.
-    """
-    ordered, count = sorted(values), len(values)
-    low = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
-    return ordered[low], ordered[count - 1 - low]
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
 def collector_off():
-    """Inside the block Python's garbage collector does not run."""
+    """Keep Python's garbage collector from running inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,46 +38,70 @@ def collector_off():
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Every name once in every round; who goes first changes every round."""
+    """Yield every name once in every round; another one goes first each round."""
     order = list(names)
     for _ in range(rounds):
         yield from order
         order.append(order.pop(0))
 
 
-def time_interleaved(
-    calls: dict[str, Callable],
-    rounds: int,
-    inner: int,
-    wait: bool = False,
-    around: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
-) -> dict[str, list[float]]:
-    """Host seconds per call of each function, one value a round.
+def host_seconds(calls: dict[str, Callable], rounds: int, inner: int, wait: bool = False) -> dict[str, list]:
+    """Return host seconds per call of each function, one value a round.
 
-    wait=False times `inner` calls until they return; the device is drained between batches, off the clock.
-    wait=True waits for the device after every single call, on the clock. One untimed call precedes each
-    batch, both inside `around(name)`. `inner` must stay below the launch queue's depth (about 1000 kernels),
-    or the calls would wait for the GPU.
+    wait=False: time `inner` calls until they return; the GPU is drained between batches, off the clock.
+    wait=True: wait for the GPU after every call, on the clock. One untimed call precedes each batch. `inner`
+    must stay below the depth of the launch queue (about 1,000 kernels), or the calls would wait for the GPU.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times = {name: [] for name in calls}
     drain, clock = synchronize, time.perf_counter
     with collector_off():
         for name in turns(calls, rounds):
             call = calls[name]
-            with around(name):
-                call()
-                drain()
-                start = clock()
-                if wait:
-                    for _ in range(inner):
-                        call()
-                        drain()
-                else:
-                    for _ in range(inner):
-                        call()
-                times[name].append((clock() - start) / inner)
-                drain()
+            call()
+            drain()
+            start = clock()
+            if wait:
+                for _ in range(inner):
+                    call()
+                    drain()
+            else:
+                for _ in range(inner):
+                    call()
+            times[name].append((clock() - start) / inner)
+            drain()
     return times
+
+
+def first_seconds(calls: dict[str, list[Callable]]) -> dict[str, list[float]]:
+    """Return host seconds until return of every function of each list, called once; the lists take turns."""
+    times = {name: [] for name in calls}
+    with collector_off():
+        for index in range(min(map(len, calls.values()))):
+            for name in calls:
+                synchronize()
+                start = time.perf_counter()
+                calls[name][index]()
+                times[name].append(time.perf_counter() - start)
+    synchronize()
+    return times
+
+
+@dataclasses.dataclass
+class _Recording:
+    """Stands in for a CUDA graph where there is no GPU: replay() calls the function again."""
+
+    call: Callable
+    count: int
+    out: object
+
+    def replay(self):
+        for index in range(self.count):
+            last = self.call(index)
+        if isinstance(self.out, torch.Tensor):
+            self.out.copy_(last)
+
+    def pool(self):
+        return None
 
 
 @functools.cache
@@ -88,18 +109,19 @@ def _capture_stream():
     return torch.cuda.Stream()
 
 
-def capture(
-    call: Callable[[int], object], count: int, warm: int = 1, pool=None, keep: bool = False, graph=None
-) -> tuple:
-    """(CUDA graph of call(0), ..., call(count - 1), what the last call returned). Errors are passed on.
+def capture(call: Callable[[int], object], count: int, warm: int = 1, pool=None, keep: bool = False) -> tuple:
+    """Return (CUDA graph of call(0), ..., call(count - 1), what the last call returned).
 
-    The first `warm` calls run before the capture on the same stream: kernels are compiled, launches planned,
-    workspaces allocated. keep=True holds what the calls return until the capture ends, so that each gets
-    memory of its own. pool: that of another graph, whose memory may be overwritten. graph: what to capture
-    into, a new one by default. By hand because `torch.cuda.graph` empties the allocator's cache each time.
+    The first `warm` calls run before the capture on the same stream, to compile kernels. keep: hold what the
+    calls return until the capture ends, so that each gets memory of its own. pool: that of another graph,
+    whose memory may be overwritten. Passes on a call's errors. By hand: `torch.cuda.graph` empties the
+    allocator's cache each time.
     """
+    if not ON_GPU:
+        last = [call(index) for index in range(count)][-1]
+        return _Recording(call, count, last), last
     torch.cuda.synchronize()
-    graph, held = graph or torch.cuda.CUDAGraph(), []
+    graph, held = torch.cuda.CUDAGraph(), []
     with collector_off(), torch.cuda.stream(_capture_stream()):
         for index in range(warm):
             call(index)
@@ -119,31 +141,21 @@ def capture(
     return graph, last
 
 
-def graph_nodes(call: Callable[[], object]) -> int:
-    """Kernels, copies and fills that one call starts on the GPU, counted as nodes of its CUDA graph.
-
-    Unlike a profiler this leaves nothing behind that slows later launches. Raises where torch is too old to
-    give the graph away, or where the call cannot be captured.
-    """
-    graph, _ = capture(lambda _: call(), 1, graph=torch.cuda.CUDAGraph(keep_graph=True))
-    nodes = ctypes.c_size_t()
-    driver = ctypes.CDLL("libcuda.so.1")
-    status = driver.cuGraphGetNodes(ctypes.c_void_p(graph.raw_cuda_graph()), None, ctypes.byref(nodes))
-    if status:
-        raise RuntimeError(f"cuGraphGetNodes failed with CUDA error {status}")
-    return nodes.value
-
-
-def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
-    """GPU seconds per call of each captured graph ({name: (graph, calls in it)}), one value a round.
+def gpu_seconds(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
+    """Return GPU seconds per call of each captured graph ({name: (graph, calls in it)}), one value a round.
 
     Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock
-    starts, so the host's launch time is not counted, and the caches are as the candidate leaves them.
+    starts, so launch overhead is not counted, and the caches are as that contender leaves them.
     """
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = {name: [] for name in graphs}
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if ON_GPU else (None, None)
     for name in turns(graphs, rounds):
         graph, count = graphs[name]
+        if not ON_GPU:
+            began = time.perf_counter()
+            graph.replay()
+            times[name].append((time.perf_counter() - began) / count)
+            continue
         graph.replay()
         start.record()
         graph.replay()
@@ -153,15 +165,9 @@ def replay_interleaved(graphs: dict[str, tuple], rounds: int) -> dict[str, list[
     return times
 
 
-def allocations(call: Callable) -> int:
-    """How often one call asks torch's allocator for memory on the GPU."""
-    call()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    call()
-    return torch.cuda.memory_stats()["allocation.all.allocated"] - before
-
-
 def free_bytes() -> int:
-    """Of GPU memory, after torch has given back what it does not use."""
+    """Return the bytes of free GPU memory, after torch has given back what it does not use."""
+    if not ON_GPU:
+        return 1 << 33
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

@@ -1,1 +1,0 @@
-"""Tiny models, training runs with the kernel and without, their times."""
