@@ -54,7 +54,7 @@ def test_ptx_has_the_hints_and_instructions_of_its_card(codes):
 
 def test_changed_settings_change_the_machine_code(codes, kernel):
     """Without code2 in shared memory words wait, which the gate refuses; hints can be switched off."""
-    before, wrong = codes["sm_75 bf16 stage=False hints=False"], codes["sm_75 fp16 no_such=1"]
+    before, wrong = codes["sm_75 bf16 stage=False hints=False"], codes["sm_75 bf16 no_such=1"]
     assert any("words are loaded behind a wait" in fault for fault in before.faults())
     assert (before.hinted("LDG"), before.hinted("STG")) == (0, 0) and "evict_first" not in before.built.ptx
     (fault,) = wrong.faults()
