@@ -2,3 +2,4 @@
 
 from helpers.nf4 import *  # noqa: F403
 from helpers.nf4 import __all__ as __all__
+from helpers.nf4 import __getattr__ as __getattr__  # NF4KernelCallback, which imports transformers

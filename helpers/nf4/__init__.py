@@ -1,29 +1,29 @@
-"""NF4 weights of bitsandbytes to fp16, bf16 or fp32 in one exact Triton kernel.
+"""Dequantize bitsandbytes' NF4 and FP4 weights to fp16, bf16 or fp32 in a single Triton kernel, bit-exactly.
 
-Train with it: one call, after the imports and before training.
+Train with it: one call after the imports and before training.
 
     from nf4_triton import use_nf4_kernel      # in a checkout: from helpers.integrate import use_nf4_kernel
 
-    use_nf4_kernel()                           # Unsloth, bitsandbytes, PEFT, transformers: what is imported
+    use_nf4_kernel()                           # Unsloth, bitsandbytes, PEFT, transformers: the imported ones
     trainer.train()
 
-It prints which functions it replaced and what it left alone. Every bit stays what it was: the same losses,
-the same adapter. Other ways to switch it on:
+It logs which functions it replaced and which it left alone. Results stay bit-identical: the same losses, the
+same adapter. Other ways to switch it on:
 
-    with use_nf4_kernel() as switch: ...       # for a while; switch.counts() says who decoded
-    Trainer(..., callbacks=[trainer_callback()])     # from the begin of training to its end
-    NF4_TRITON=1 python train.py               # no line changed: its first use switches
+    with use_nf4_kernel() as switch: ...           # for a while; switch.counts() says what dequantized
+    Trainer(..., callbacks=[NF4KernelCallback()])  # while training runs
+    NF4_TRITON=1 python train.py                   # without changing the script
 
-    restore()                                  # puts every library's own functions back
+    restore()                                      # puts all of the libraries' own functions back
 
-Decode by hand:
+Dequantize by hand:
 
     weight = dequantize(layer)                 # a Linear4bit: (out, in) in quant_state.dtype
     weight = dequantize(packed, quant_state)   # what bitsandbytes.functional.quantize_4bit returned
 
-Environment: NF4_TRITON=1 as above. NF4_BACKEND=triton|torch|auto is what `dequantize` decodes with (auto, the
-default: the kernel where its bits are right, else plain PyTorch). TRITON_INTERPRET=1, set before Python
-starts, runs without a GPU. `python -m nf4_triton doctor` says whether it works here and what it takes.
+Environment variables: NF4_TRITON=1 as above. NF4_BACKEND=triton|torch|auto chooses what `dequantize` uses
+(auto, the default: the kernel if it runs and is exact here, else plain PyTorch). TRITON_INTERPRET=1, set
+before Python starts, runs without a GPU. `python -m nf4_triton doctor` checks whether it works here.
 
 Needs torch 2.7 or newer, Triton 3.3 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """
@@ -31,35 +31,40 @@ Needs torch 2.7 or newer, Triton 3.3 or newer, and an NVIDIA GPU from the Tesla 
 import importlib
 from typing import TYPE_CHECKING
 
+__version__ = "1.0.0"
+__all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "restore", "use_nf4_kernel"]
+# NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
+
 if TYPE_CHECKING:
-    from .backend import dequantize
-    from .integrate import Switch, UnknownInternals, restore, trainer_callback, use_nf4_kernel
-    from .kernel import UnsupportedState
+    from .callback import NF4KernelCallback as NF4KernelCallback
+    from .callback import trainer_callback as trainer_callback
+    from .launch import UnsupportedState
+    from .reference import dequantize_layer as dequantize
+    from .switch import Switch, UnknownInternals, restore, use_nf4_kernel
+else:
+    _HOMES = {
+        "NF4KernelCallback": "callback.NF4KernelCallback",
+        "Switch": "switch.Switch",
+        "UnknownInternals": "switch.UnknownInternals",
+        "UnsupportedState": "launch.UnsupportedState",
+        "dequantize": "reference.dequantize_layer",
+        "restore": "switch.restore",
+        "trainer_callback": "callback.trainer_callback",
+        "use_nf4_kernel": "switch.use_nf4_kernel",
+    }
 
-__all__ = [
-    "Switch",
-    "UnknownInternals",
-    "UnsupportedState",
-    "dequantize",
-    "restore",
-    "trainer_callback",
-    "use_nf4_kernel",
-]
-_HOMES = {"dequantize": "backend", "UnsupportedState": "kernel"}  # all others: integrate
+    def __getattr__(name: str):
+        """Import a public name when it is asked for: the package alone imports neither torch nor Triton."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, _, attribute = _HOMES[name].partition(".")
+        try:
+            return getattr(importlib.import_module(f".{module}", __name__), attribute)
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton"):
+                raise
+            text = f"nf4_triton needs torch 2.7 and Triton 3.3 or newer, and {error.name} is not installed"
+            raise ImportError(f"{text}: pip install {error.name}") from error
 
-
-def __getattr__(name: str):
-    """Import what is asked for when it is asked for: this package itself imports neither torch nor Triton."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(importlib.import_module(f".{_HOMES.get(name, 'integrate')}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton"):
-            raise
-        text = f"the NF4 kernel needs torch 2.7 and Triton 3.3 or newer, and {error.name} is not installed"
-        raise ImportError(f"{text}: pip install {error.name}") from error
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})

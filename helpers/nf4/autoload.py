@@ -1,76 +1,40 @@
-"""NF4_TRITON=1: the kernel in a script of which no line is changed.
+"""NF4_TRITON=1: use the kernel in a script without changing a line of it.
 
-bitsandbytes loads the entry point (`nf4_triton.autoload:load` in the group `bitsandbytes.backends`) in
-the middle of its own import, before it has a version, and turns any exception into a failed import. So
-this module imports nothing but the standard library, `load` reads the variable first and lets nothing
-out, and the switch itself waits for bitsandbytes' first use: a quantization, a decode or a product.
+bitsandbytes calls `load` during its own import (entry point nf4_triton.autoload:load) and fails if it raises,
+so it lets nothing out. It waits for the first Linear4bit: by then Unsloth, PEFT, transformers are imported.
 """
 
 import functools
 import importlib
+import logging
 import os
-import pkgutil
-import sys
-import threading
-import types
 
-VARIABLE = "NF4_TRITON"
-FUNCTIONS = (
-    "bitsandbytes.functional:quantize_4bit",
-    "bitsandbytes.functional:dequantize_4bit",
-    "bitsandbytes.autograd._functions:matmul_4bit",
-)
-_lock = threading.RLock()
+log = logging.getLogger("nf4_triton")
+waiting: list = []  # not empty until the switch is made; use_nf4_kernel and restore clear it
 
 
 def load() -> None:
-    """What bitsandbytes calls. Without the variable (or with 0) it does nothing at all."""
-    if os.environ.get(VARIABLE, "0").strip().lower() in ("", "0", "false", "off", "no"):
+    """With NF4_TRITON=1 switch the kernel on when the first Linear4bit is created."""
+    if os.environ.get("NF4_TRITON", "0").strip().lower() in ("", "0", "false", "off", "no"):
         return
     try:
-        waiting = {id(original): _wait(original) for original in map(pkgutil.resolve_name, FUNCTIONS)}
-        for module, attribute, value in references(("bitsandbytes",)):
-            if id(value) in waiting:
-                setattr(module, attribute, waiting[id(value)])
+        layer = importlib.import_module("bitsandbytes.nn.modules").Linear4bit
+        layer.__init__ = _switch_before(layer.__init__)
+        waiting[:] = [layer]
     except Exception as error:
-        _say(f"has no effect: {type(error).__name__}: {error}")
+        log.warning("NF4_TRITON=1 has no effect: %s: %s", type(error).__name__, error)
 
 
-def forget() -> bool:
-    """Put bitsandbytes' functions back that still wait for their first use; were there any?"""
-    held = [row for row in references(("bitsandbytes",)) if type(row[2]) is types.FunctionType]
-    waiting = [row for row in held if getattr(row[2], "nf4_waits", None) is row[2]]
-    for module, attribute, value in waiting:
-        setattr(module, attribute, value.__wrapped__)
-    return bool(waiting)
+def _switch_before(original):
+    @functools.wraps(original)
+    def __init__(self, *arguments, **named):
+        if waiting:
+            waiting.clear()
+            try:
+                switch = importlib.import_module(f"{__package__}.switch")
+                switch.say(f"NF4_TRITON=1: {switch.use_nf4_kernel(quiet=True)}")
+            except Exception as error:
+                log.warning("NF4_TRITON=1 has no effect: %s", error)
+        original(self, *arguments, **named)
 
-
-def _wait(original):
-    @functools.wraps(original, updated=())
-    def function(*arguments, **named):
-        if sys.modules["torch"].compiler.is_compiling():  # an eager call makes the switch
-            return original(*arguments, **named)
-        with _lock:
-            if forget():
-                try:
-                    _say(str(importlib.import_module(__package__).use_nf4_kernel(quiet=True)))
-                except Exception as error:
-                    _say(f"has no effect: {error}")
-        integrate = sys.modules.get(f"{__package__}.integrate")
-        return (integrate.stand_in_of(original) if integrate else original)(*arguments, **named)
-
-    function.nf4_waits = function  # a wrapper by functools.wraps gets the mark, and is another function
-    return function
-
-
-def references(packages: tuple = ("",)):
-    """(module, attribute, value) of every name in the modules of these packages that are imported."""
-    for module in list(sys.modules.values()):
-        name = str(getattr(module, "__name__", "")).lower()
-        if isinstance(module, types.ModuleType) and name.startswith(packages):
-            for attribute, value in list(vars(module).items()):
-                yield module, attribute, value
-
-
-def _say(text: str) -> None:
-    print(f"{VARIABLE}=1: {text}", file=sys.stderr)
+    return __init__

@@ -1,0 +1,44 @@
+"""The kernel for the time of a training: `Trainer(..., callbacks=[NF4KernelCallback()])`."""
+
+import weakref
+
+from .switch import Switch, say, use_nf4_kernel
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise ImportError("NF4KernelCallback needs transformers: pip install transformers") from error
+
+
+class NF4KernelCallback(TrainerCallback):
+    """Switch the kernel on when training begins and off when it ends, for transformers', TRL's and Unsloth's
+    trainers. At the end it logs how many dequantizations the libraries did themselves.
+
+    Arguments as for use_nf4_kernel, and with strict the same errors at the begin of training. An interrupted
+    training stays switched on until the callback's next training ends or the callback is deleted.
+    """
+
+    def __init__(self, *names: str, quiet: bool = False, strict: bool = False):
+        self.names, self.quiet, self.strict = names, quiet, strict
+        self.switch: Switch | None = None
+
+    def __getstate__(self) -> dict:
+        return vars(self) | {"switch": None}
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._off()
+        self.switch = use_nf4_kernel(*self.names, quiet=self.quiet, strict=self.strict)
+        weakref.finalize(self, self.switch.off).atexit = False
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        if self.switch and not self.quiet:
+            say(self.switch.summary())
+        self._off()
+
+    def _off(self) -> None:
+        if self.switch:
+            self.switch.off()
+        self.switch = None
+
+
+trainer_callback = NF4KernelCallback
