@@ -275,10 +275,7 @@ def cannot_run() -> str | None:
 def dequantize_in_torch(weight, quant_state, out=None):
     """Return what the kernel returns, by `dequantize` above; malformed input raises the kernel's errors."""
     launch = _launch()
-    if launch.INTERPRETED or getattr(weight, "is_cuda", True):
-        launch.check_state(weight, quant_state)
-    else:  # the kernel's own check refuses a CPU
-        launch._check_values(*launch._fields(weight, quant_state))
+    launch.check_state(weight, quant_state, any_device=True)
     result = dequantize(weight, quant_state)
     if out is None:
         return result
