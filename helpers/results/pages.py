@@ -256,9 +256,9 @@ def machine_code() -> str:
     return pivot("machine code for a T4", rows, "case", "unit", lambda row: f"{round(row.median, 2):g}")
 
 
-BLOCKS = (environment, claim, protocol, protocol_sizes, gpu_time, stored_score, launch_forms, shares, t4_claim, t4,
-          t4_kernels, published, settings, host_time, compiled, training_claim, several_gpus, evidence,
-          machine_code)  # fmt: skip
+BLOCKS = (environment, claim, protocol, protocol_sizes, gpu_time, stored_score, launch_forms, shares,
+          t4_claim, t4, t4_kernels, published, settings, host_time, compiled, training_claim, several_gpus,
+          evidence, machine_code)  # fmt: skip
 PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, plots.training)
 DRAW = {f.__name__: f for f in BLOCKS} | {f"figure {f.__name__}": f for f in PICTURES}
 

@@ -130,16 +130,16 @@ def write(
     return save(card, kept + new, facts | {"sections": sections})
 
 
-def _syntax(node) -> str:
-    """A syntax tree as text, the same in every Python version, without docstrings."""
+def _syntax(node):
+    """Return a syntax tree as nested tuples, the same in every Python version, without docstrings."""
     if isinstance(node, list):
-        return str([_syntax(item) for item in node])
+        return tuple(map(_syntax, node))
     if not isinstance(node, ast.AST):
-        return repr(node)
+        return node
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
         node.body = node.body[1:]
-    parts = [(name, _syntax(value)) for name, value in ast.iter_fields(node) if value not in (None, [])]
-    return type(node).__name__ + str([part for part in parts if part[0] not in ("ctx", "kind")])
+    fields = ((name, value) for name, value in ast.iter_fields(node) if name not in ("ctx", "kind"))
+    return type(node).__name__, *((name, _syntax(value)) for name, value in fields if value not in (None, []))
 
 
 def hashes() -> dict[str, str]:
@@ -147,12 +147,11 @@ def hashes() -> dict[str, str]:
 
     GPU times depend on `device` only; everything else depends on both.
     """
-    files = {"device": NF4 / "kernel.py", "host": NF4 / "launch.py"}
-    texts = {
-        part: _syntax(ast.parse(path.read_text(encoding="utf-8") if path.exists() else ""))  # soon
-        for part, path in files.items()
+    trees = {
+        part: _syntax(ast.parse((NF4 / file).read_text(encoding="utf-8")))
+        for part, file in (("device", "kernel.py"), ("host", "launch.py"))
     }
-    return {part: hashlib.sha256(text.encode()).hexdigest()[:12] for part, text in texts.items()}
+    return {part: hashlib.sha256(repr(tree).encode()).hexdigest()[:12] for part, tree in trees.items()}
 
 
 def __getattr__(name):  # the typed results of before, until their last reader has moved to rows
