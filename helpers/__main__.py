@@ -1,44 +1,45 @@
-"""python -m helpers COMMAND: every tool of this repository; each has its own --help."""
+"""python -m helpers COMMAND: the tools of this repository; each has its own --help."""
 
 import importlib
 import sys
 
-from helpers import machine
-
-COMMANDS = {
-    "doctor": ("bench.doctor", "check this machine: versions, packages, correctness; what to fix"),
-    "run": ("puzzle.run", "execute the notebook, print the score and where the files are"),
-    "sync": ("puzzle.sync", "write the modules' sections into the notebook's cells, or back"),
-    "score": ("puzzle.score", "the marking table from evidence on this machine"),
-    "bench": ("bench.benchmark", "time the kernel against the baselines"),
-    "sass": ("t4.sass", "cross-compile for seven generations, count, and read the order of loads"),
-    "foreign-ptx": ("t4.foreign_ptx", "run code for a T4 and other cards on this GPU, compare every bit"),
-    "train-bench": ("training.train_bench", "the kernel in QLoRA steps, prefill, loading and merging"),
-    "several-gpus": ("training.several_gpus", "QLoRA under DDP and FSDP, on every GPU here"),
-    "fuzz": ("stress.fuzz", "random layouts, sizes, values and settings against the oracle"),
-    "soak": ("stress.soak", "millions of launches: memory, time and bits must not drift"),
-    "mutants": ("stress.mutants", "bugs seeded into the kernel, each of which the tests must catch"),
-    "libraries": ("stress.libraries", "what each library makes of every layout, odd and broken ones too"),
-    "sanitizer": ("stress.sanitizer", "compute-sanitizer over the kernel's edge cases"),
-    "bitsandbytes-tests": ("stress.bitsandbytes_tests", "bitsandbytes' own 4-bit tests on this kernel"),
-    "draw": ("results.draw", "draw README, docs and the notebook from the result files, or check them"),
+COMMANDS = {  # module and function, what it does
+    "doctor": ("__main__", "doctor", "check this machine: versions, packages, correctness; what to fix"),
+    "run": ("puzzle.notebook", "run", "run the notebook, print the score and where the files are"),
+    "bench": ("bench.bench", "main", "time the kernel against the baselines, and training with and without it"),
+    "t4": ("t4.sass", "main", "cross-compile for the cards people own; check budgets and the order of loads"),
+    "draw": ("results.pages", "main", "fill README, docs, and the notebook from the results, or file a sent result"),
+    "sync": ("puzzle.notebook", "write", "write the modules' sections into the notebook's cells"),
 }
 
 
+def doctor(argv: list[str]) -> int:
+    """Run the package's doctor, told about the checkout."""
+    from helpers.nf4 import __main__ as package
+
+    return package.doctor("bash colab_setup.sh", "Next: bash colab_setup.sh run")
+
+
 def main(argv: list[str]) -> int:
+    """Run a command; return its exit status, 2 for an unknown one."""
     if not argv or argv[0] not in COMMANDS:
-        print("usage: python -m helpers COMMAND [--help]\n")
-        for name, (_, line) in COMMANDS.items():
-            print(f"  {name:18}  {line}")
-        return 0 if argv[:1] in (["-h"], ["--help"]) else 2
+        unknown = bool(argv) and argv[0] not in ("-h", "--help")
+        lines = [f"unknown command: {argv[0]}"] * unknown + ["usage: python -m helpers COMMAND [--help]", ""]
+        lines += [f"  {name:8}  {text}" for name, (*_, text) in COMMANDS.items()]
+        print("\n".join(lines), file=sys.stderr if unknown else sys.stdout)
+        return 2 if unknown or not argv else 0
+    from helpers import machine
+
+    module, function, _ = COMMANDS[argv[0]]
     sys.argv[0] = f"python -m helpers {argv[0]}"  # what argparse shows as the program
     try:
         machine.prepare()  # before anything imports triton
-        return importlib.import_module(f"helpers.{COMMANDS[argv[0]][0]}").main(argv[1:])
+        return getattr(importlib.import_module(f"helpers.{module}"), function)(argv[1:])
     except ModuleNotFoundError as error:
         if (error.name or "helpers").split(".")[0] == "helpers":
             raise
-        print(f"{error.name} is not installed: bash colab_setup.sh test installs it", file=sys.stderr)
+        print(f"{error.name} is not installed, expected what requirements.txt names: run "
+              "`bash colab_setup.sh`", file=sys.stderr)  # fmt: skip
         return 1
 
 

@@ -385,9 +385,3 @@ def _your_dequantize_nf4_kernel(
                 _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr,
                           offset_ptr, e, tl.arange(0, 8) < n_tail, NESTED, LOG2_BLOCK, LOG2_BLOCK2,
                           MODE, FLUSH)
-
-
-def __getattr__(name):  # until all importers moved to launch.py
-    from . import launch
-
-    return getattr(launch, name)

@@ -30,6 +30,40 @@ OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the d
 NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
 
 
+def _private(root, path, public):
+    """Return a private name of torch or Triton, or where it is absent what public code does."""
+    try:
+        return operator.attrgetter(path)(root)
+    except AttributeError:
+        return public
+
+
+# What Inductor's generated code allocates with: half the time of torch.empty_strided.
+_empty_cuda = _private(
+    torch._C, "_dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
+# bitsandbytes' Params4bit answers every method through a Python __torch_function__: not needed here
+_plain_tensors = _private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
+# One C++ call compares type, dispatch keys, dtype, device, sizes, strides: 0.4 us for 5 tensors.
+_TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
+_stream = _private(torch._C, "_cuda_getCurrentRawStream",
+                   lambda index: torch.cuda.current_stream(index).cuda_stream)
+_current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+_modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_no_modes = _private(torch.utils, "_python_dispatch._disable_current_modes", contextlib.nullcontext)
+_transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
+# Not None in a frame that Dynamo gave up (bf16 on a T4), where it would trace what is called.
+_dynamo_watches = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
+_undisturbed = _private(torch, "_disable_dynamo", lambda function: function)
+_is_compiling = torch.compiler.is_dynamo_compiling
+_count_write = torch.autograd.graph.increment_version
+DIRECT = CHECKED and not INTERPRETED and _TensorGuards is not None  # replay launches
+IN_C = TRITON in ((3, 5), (3, 6))  # CompiledKernel.run is a Python wrapper of a C function there
+_hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel  # where profilers hook in
+_enter, _exit = _hooks.launch_enter_hook, _hooks.launch_exit_hook  # which they replace or add to
+_enter_calls, _exit_calls = getattr(_enter, "calls", ()), getattr(_exit, "calls", ())
+
+
 class UnsupportedState(ValueError):
     """A weight or quant_state that cannot be dequantized: what is wrong, expected, and to do."""
 
@@ -143,6 +177,11 @@ def _check_tensor(name, tensor, dtypes, device, least):
     if not _in_memory(tensor):
         raise UnsupportedState(f"{name} has no memory, expected its values: gather it first if "
                                "FSDP freed it, or pass the local tensor of a DTensor")
+
+
+def _is_fake(x):
+    """Whether x is a tensor without data, for which only the operator can answer."""
+    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _in_memory(tensor):
@@ -289,40 +328,6 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
         return _first_call(weight, quant_state, out)
 
 # %% The launch cache id="launch-cache" part="host" folded=true tags=["launch"]
-def _private(root, path, public):
-    """Return a private name of torch or Triton, or where it is absent what public code does."""
-    try:
-        return operator.attrgetter(path)(root)
-    except AttributeError:
-        return public
-
-
-# What Inductor's generated code allocates with: half the time of torch.empty_strided.
-_empty_cuda = _private(
-    torch._C, "_dynamo.guards._empty_strided_cuda",
-    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
-# bitsandbytes' Params4bit answers every method through a Python __torch_function__: not needed here
-_plain_tensors = _private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
-# One C++ call compares type, dispatch keys, dtype, device, sizes, strides: 0.4 us for 5 tensors.
-_TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
-_stream = _private(torch._C, "_cuda_getCurrentRawStream",
-                   lambda index: torch.cuda.current_stream(index).cuda_stream)
-_current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_no_modes = _private(torch.utils, "_python_dispatch._disable_current_modes", contextlib.nullcontext)
-_transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
-# Not None in a frame that Dynamo gave up (bf16 on a T4), where it would trace what is called.
-_dynamo_watches = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
-_undisturbed = _private(torch, "_disable_dynamo", lambda function: function)
-_is_compiling = torch.compiler.is_dynamo_compiling
-_count_write = torch.autograd.graph.increment_version
-DIRECT = CHECKED and not INTERPRETED and _TensorGuards is not None  # replay launches
-IN_C = TRITON in ((3, 5), (3, 6))  # CompiledKernel.run is a Python wrapper of a C function there
-_hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel  # where profilers hook in
-_enter, _exit = _hooks.launch_enter_hook, _hooks.launch_exit_hook  # which they replace or add to
-_enter_calls, _exit_calls = getattr(_enter, "calls", ()), getattr(_exit, "calls", ())
-
-
 # A launch that was checked and compiled, to replay on any tensors that fit(*tensors). size, stride,
 # dtype: the result's. itemsize: the weight's. run(grid, 1, 1, stream, *before, addresses, *after).
 # table: an address. keep: what the addresses belong to.
@@ -354,11 +359,6 @@ def _make_launch(tensors, out, compiled, grid, arguments, constexprs, limit):
 def _traced():
     """Whether a dispatch mode, torch.jit.trace, or torch.func wants to see an operator."""
     return _modes() or torch.jit.is_tracing() or _transforms() is not None
-
-
-def _is_fake(x):
-    """Whether x is a tensor without data, for which only the operator can answer."""
-    return x.is_meta or isinstance(x, FakeTensor)
 
 
 def _first_call(weight, quant_state, out):
