@@ -71,9 +71,8 @@ class UnsupportedState(ValueError):
 def _fields(weight, q):
     """Read a state's fields once: (tensors, values). A missing one is None, for the checks."""
     if not isinstance(weight, torch.Tensor):
-        raise UnsupportedState(f"the weight is {type(weight).__name__}, expected the packed 4-bit "
-                               "tensor: pass a bitsandbytes Linear4bit, or its weight and "
-                               "weight.quant_state")
+        raise UnsupportedState(f"the weight is {type(weight).__name__}, expected packed 4-bit "
+                               "codes: pass a Linear4bit, or its weight and weight.quant_state")
     if q is None:
         raise UnsupportedState("there is no quant_state, expected bitsandbytes' QuantState: move "
                                "the Linear4bit to the GPU; plain and 8-bit layers have none")
@@ -179,14 +178,10 @@ def _check_tensor(name, tensor, dtypes, device, least):
                                "FSDP freed it, or pass the local tensor of a DTensor")
 
 
-def _is_fake(x):
-    """Whether x is a tensor without data, for which only the operator can answer."""
-    return x.is_meta or isinstance(x, FakeTensor)
-
-
 def _in_memory(tensor):
     """Whether a tensor's storage is there: FSDP frees that of a gathered weight. Fakes count."""
-    return not tensor.numel() or _is_fake(tensor) or tensor.untyped_storage().data_ptr() != 0
+    fake = isinstance(tensor, FakeTensor)
+    return not tensor.numel() or fake or tensor.untyped_storage().data_ptr() != 0
 
 
 def _log2(name, size, most):
@@ -356,16 +351,13 @@ def _make_launch(tensors, out, compiled, grid, arguments, constexprs, limit):
         table=table.data_ptr(), keep=(compiled, table))
 
 
-def _traced():
-    """Whether a dispatch mode, torch.jit.trace, or torch.func wants to see an operator."""
-    return _modes() or torch.jit.is_tracing() or _transforms() is not None
-
-
 def _first_call(weight, quant_state, out):
     """Check everything, launch the ordinary way, and keep the launch."""
     tensors, values = _fields(weight, quant_state)
-    if not isinstance(quant_state, _OperatorState) and (_traced() or _is_fake(weight)):
-        return _call_operator(tensors, values, out)
+    traced = _modes() or torch.jit.is_tracing() or _transforms() is not None
+    if traced or weight.is_meta or isinstance(weight, FakeTensor):
+        if not isinstance(quant_state, _OperatorState):
+            return _call_operator(tensors, values, out)
     if weight.is_cuda and weight.get_device() != _current_device():
         with torch.cuda.device(weight.device):
             return _your_dequantize_nf4(weight, quant_state, out)
@@ -403,14 +395,13 @@ def _call_operator(tensors, values, out):
 
 
 @_undisturbed  # where Inductor refused a graph, Dynamo goes on to trace what is called from it
-def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2):
+def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize,
+         blocksize2=None):
     """The operator: the eager call, guard included."""
-    state2 = types.SimpleNamespace(code=code2, absmax=absmax2, dtype=torch.float32,
-                                   blocksize=blocksize2)
-    state = _OperatorState(absmax=absmax, shape=tuple(shape), dtype=dtype, quant_type=quant_type,
-                           blocksize=blocksize, nested=blocksize2 is not None, offset=offset,
-                           state2=state2)
-    result = _your_dequantize_nf4(weight, state)
+    state2 = _OperatorState(code=code2, absmax=absmax2, dtype=torch.float32, blocksize=blocksize2)
+    result = _your_dequantize_nf4(weight, _OperatorState(
+        absmax=absmax, shape=tuple(shape), dtype=dtype, quant_type=quant_type, blocksize=blocksize,
+        nested=blocksize2 is not None, offset=offset, state2=state2))
     return result.t() if weight.shape[0] == 1 else result  # a single byte looks transposed: undo
 
 
@@ -454,7 +445,8 @@ def _lower():
     dispatched = lowering.fallback_handler(_operator, add_to_fallback_set=False)
 
     def lower(*arguments):
-        *tensors, shape, dtype, quant_type, blocksize, blocksize2 = arguments
+        # Without a second level the dispatcher leaves out the last argument, its default.
+        *tensors, shape, dtype, quant_type, blocksize, blocksize2 = (*arguments, None)[:10]
         try:
             ir, graph, shape = lowering.ir, lowering.V.graph, tuple(map(int, shape))
             values = shape, dtype, quant_type, blocksize, blocksize2 and torch.float32, blocksize2
@@ -472,7 +464,7 @@ def _lower():
                 result = ir.FixedLayout(device, dtype, list(shape))
                 call = ir.ExternKernelAlloc(result, inputs, ((*values, device.index, offset),),
                                             python_kernel_name=f"torch.ops.{_operator}.run")
-                call.codegen_size_asserts = lambda wrapper: None
+                call.codegen_size_asserts = lambda wrapper: None  # _empty_cuda made it
                 return ir.TensorBox.create(call)
         except Exception:  # whatever is unusual in it, the operator takes
             pass
@@ -482,8 +474,7 @@ def _lower():
 
 
 def _register():
-    """Register nf4_triton::dequantize. A live notebook, or a second copy of this module, gets a
-    name of its own, so that a compiled call runs the kernel it was written for."""
+    """Register nf4_triton::dequantize; a notebook, or a second copy, gets a name of its own."""
     name = first = "nf4_triton_live" if __name__ == "__main__" else "nf4_triton"
     copies = 1
     while hasattr(getattr(torch.ops, name), "dequantize"):
