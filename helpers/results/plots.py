@@ -29,7 +29,6 @@ LABELS = {
     "bitsandbytes": "bitsandbytes",
     "peft": "PEFT",
     "copy_kernel": "memory-bound reference",
-    "allocate_and_fill": "allocate and fill",
 }
 # Okabe and Ito's palette: readers with any color vision can tell these apart.
 COLORS = {
