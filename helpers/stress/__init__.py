@@ -1,1 +1,0 @@
-"""Fuzzing, soaking, seeded bugs, other libraries' answers to odd layouts."""
