@@ -1,0 +1,34 @@
+"""Merge a QLoRA adapter into its model in 16 bit; the NF4 kernel dequantizes the weights.
+
+pip install "nf4-triton[train]"
+python merge_to_16bit.py ADAPTER OUT
+"""
+
+import sys
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from nf4_triton import use_nf4_kernel
+
+GPU = torch.cuda.is_available()
+BF16 = GPU and torch.cuda.is_bf16_supported(including_emulation=False)
+DTYPE = torch.bfloat16 if BF16 else torch.float16 if GPU else torch.float32
+
+
+def main(adapter, out):
+    base = PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    nf4 = BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=DTYPE)
+    how = dict(dtype=DTYPE, quantization_config=nf4, device_map={"": "cuda" if GPU else "cpu"})
+    model = AutoModelForCausalLM.from_pretrained(base, **how)
+    with use_nf4_kernel() as switch:  # where the kernel cannot run it says why; the result is the same
+        model = model.dequantize()  # the weights that the adapter was trained on
+    print(switch.summary())
+    PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
+    AutoTokenizer.from_pretrained(base).save_pretrained(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:]) if len(sys.argv) == 3 else sys.exit(__doc__)
