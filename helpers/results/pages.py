@@ -42,6 +42,7 @@ HEADS = {
     "geometric mean": "ours is faster by (geometric mean)",
 }
 TITLES = LABELS | HEADS
+REPOSITORY = re.compile(r"[\w-]+/[\w-]+")
 LONG_TESTS = {  # contender and case of the counts that are shown
     "fuzz": "{ours wrong} of {ours layers} random layers wrong",
     "soak": "{ours wrong} wrong results in {ours launches} launches",
@@ -60,12 +61,19 @@ def table(head: str, lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in (titles, ["---"] * len(titles), *lines))
 
 
+def _title(name: str) -> str:
+    """Return how a contender, a unit or a case is shown: repositories as links, sizes in a few letters."""
+    name = re.sub(r"^\d{5,}", lambda size: size_text(int(size[0])), TITLES.get(name, name))
+    return f"[{name}](https://github.com/{name})" if REPOSITORY.fullmatch(name) else name
+
+
 def pivot(head: str, rows, down="case", across="contender", cell=lambda row: f"{row.median:.1f}") -> str:
     """Return a table with a line per value of the field `down` and a column per value of `across`."""
+    rows = list(rows)
     sides, tops = (list(dict.fromkeys(getattr(row, field) for row in rows)) for field in (down, across))
     cells = {(getattr(row, down), getattr(row, across)): cell(row) for row in rows}
-    lines = [[TITLES.get(side, side), *(cells.get((side, top), "-") for top in tops)] for side in sides]
-    return table(" | ".join([head, *(TITLES.get(top, top) for top in tops)]), lines)
+    lines = [[_title(side), *(cells.get((side, top), "-") for top in tops)] for side in sides]
+    return table(" | ".join([head, *map(_title, tops)]), lines)
 
 
 def span(row: store.Row) -> str:
@@ -105,16 +113,6 @@ def protocol() -> str:
     ours = one(rows, contender="ours").median
     lines = [[LABELS[row.contender], f"{row.median:.3f}", f"{row.median / ours:.2f}x"] for row in rows]
     return table("official protocol | median s | this kernel is faster by", lines)
-
-
-def protocol_sizes() -> str:
-    """Official protocol: median and range of the runs of each configuration."""
-    rows = [row for row in select(store.rows(CARD), "protocol", unit="s") if row.case != "total"]
-
-    def cell(row):
-        return f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})"
-
-    return pivot("official protocol, median s (range)", rows, "contender", "case", cell)
 
 
 def gpu_time() -> str:
@@ -189,27 +187,13 @@ def t4() -> str:
     return pivot("official protocol on a T4, predicted", rows, "contender", "case", span)
 
 
-def t4_kernels() -> str:
-    """Simulated time of one kernel on a T4."""
-    rows = select(store.rows(T4), "t4_prediction", unit="us")
-    return pivot("one kernel on a simulated T4, us", rows)
-
-
-def published() -> str:
-    """What others measured on a T4 with their own solutions."""
-    rows = [dataclasses.replace(row, case=f"[{row.case}](https://github.com/{row.case})")
-            for row in select(store.rows(T4), "published")]  # fmt: skip
-    return pivot("measured on a T4 by others", rows, "case", "unit", lambda row: f"{row.median:.2f}")
-
-
 def settings() -> str:
     """GPU time with one setting changed, relative to the default."""
     rows, lines = select(store.rows(CARD), "settings"), []
     for row in select(rows, contender="changed"):
         setting, size = row.case.replace(str(ALL), "ALL").split(" at ")
-        relative = row.median / one(rows, case=row.case, contender="default").median
-        numel, dtype = size.split()
-        lines.append(store.Row("", f"`{setting}`", f"{size_text(int(numel))} {dtype}", "", (relative,)))
+        default = one(rows, case=row.case, contender="default").median
+        lines.append(store.Row("", f"`{setting}`", size, "", (row.median / default,)))
     return pivot("setting changed: time relative to the default", lines, cell=span)
 
 
@@ -244,16 +228,6 @@ def training_claim() -> str:
     return f"Speedup of a QLoRA step on an {store.meta(CARD)['card']}: {', '.join(texts)}."
 
 
-def several_gpus() -> str:
-    """Time of a QLoRA step on two GPUs with and without the kernel."""
-    return pivot("two GPUs, ms per step", select(store.rows(CARD), "several_gpus"))
-
-
-def whole_model() -> str:
-    """Time of prefill, dequantizing and merging a whole model with and without the kernel."""
-    return pivot("whole model, ms", select(store.rows(CARD), "whole_model"))
-
-
 def evidence() -> str:
     """Counts of the long tests."""
     rows, lines = store.rows(CARD) + store.rows("cpu"), []
@@ -263,18 +237,34 @@ def evidence() -> str:
     return table("long test | result", lines)
 
 
-def machine_code() -> str:
-    """Machine code of the kernel, cross-compiled for a T4."""
-    rows = select(store.rows("cross-compiled"), "machine_code", contender="ours")
-    rows = [row for row in rows if row.case.startswith("sm_75")]
-    return pivot("machine code for a T4", rows, "case", "unit", lambda row: f"{round(row.median, 2):g}")
-
-
-BLOCKS = (environment, claim, protocol, protocol_sizes, gpu_time, stored_score, launch_forms, shares,
-          t4_claim, t4, t4_kernels, published, settings, host_time, compiled, training_claim, several_gpus, whole_model,
-          evidence, machine_code)  # fmt: skip
+# Sections shown as they are: head, card, section, and what `pivot` takes.
+PIVOTS = {
+    "protocol_sizes": ("official protocol, median s (range)", CARD, "protocol", "contender", "case",
+                       lambda row: f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})"),
+    "t4_kernels": ("one kernel on a simulated T4, us", T4, "t4_prediction"),
+    "published": ("measured on a T4 by others", T4, "published", "case", "unit", span),
+    "several_gpus": ("two GPUs, ms per step", CARD, "several_gpus"),
+    "whole_model": ("whole model, ms", CARD, "whole_model"),
+    "machine_code": ("machine code for a T4", "cross-compiled", "machine_code", "case", "unit",
+                     lambda row: f"{round(row.median, 2):g}"),
+}  # fmt: skip
+KEEP = {  # ... and the rows of them that are shown, if not all
+    "protocol_sizes": lambda row: row.case != "total",
+    "t4_kernels": lambda row: row.unit == "us",
+    "machine_code": lambda row: row.case.startswith("sm_75"),
+}
+TEXTS = (environment, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4, settings,
+         host_time, compiled, training_claim, evidence)  # fmt: skip
 PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, plots.training)
-DRAW = {f.__name__: f for f in BLOCKS} | {f"figure {f.__name__}": f for f in PICTURES}
+
+
+def block(name: str):
+    """Return the text or the Picture of a block. Raises KeyError for an unknown name."""
+    if name in PIVOTS:
+        head, card, section, *how = PIVOTS[name]
+        return pivot(head, filter(KEEP.get(name), select(store.rows(card), section)), *how)
+    texts, pictures = ({f.__name__: f for f in functions} for functions in (TEXTS, PICTURES))
+    return (texts | {f"figure {name}": f for name, f in pictures.items()})[name]()
 
 
 # --- filling them in ---
@@ -288,7 +278,7 @@ def render(text: str, address) -> str:
 
     def fill(match):
         name = match["name"]
-        body = DRAW[name]()
+        body = block(name)
         if not isinstance(body, str):
             body = f"![{body.alt}]({address(name.removeprefix('figure '), body)})"
         return f"<!-- {name} -->\n{body}\n<!-- /{name} -->"
