@@ -33,9 +33,9 @@ OFFICIAL = (
     Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
 )
 SMALL = (  # for Triton's interpreter
-    Config(2, 33, 128, 448, 3407, torch.float16),
-    Config(5, 7, 64, 192, 3409, torch.bfloat16),
-    Config(3, 20, 192, 320, 3408, torch.bfloat16),
+    Config(2, 33, 128, 192, 3407, torch.float16),
+    Config(5, 7, 64, 128, 3409, torch.bfloat16),
+    Config(3, 20, 192, 128, 3408, torch.bfloat16),
 )
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 WEIGHTS = ("up_proj", "gate_proj", "down_proj")  # in the order of a round
