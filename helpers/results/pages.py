@@ -29,7 +29,7 @@ HEADS = {
     "total": "sum, s",
     "speedup": "this kernel is faster by",
     "measured": "measured, s",
-    "s": "median s",
+    "s": "seconds",
     "x": "speedup over classic",
     "until_return": "us until it returns",
     "synchronized": "us with a synchronize",
