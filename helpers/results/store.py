@@ -152,9 +152,3 @@ def hashes() -> dict[str, str]:
         for part, file in (("device", "kernel.py"), ("host", "launch.py"))
     }
     return {part: hashlib.sha256(repr(tree).encode()).hexdigest()[:12] for part, tree in trees.items()}
-
-
-def __getattr__(name):  # the typed results of before, until their last reader has moved to rows
-    from helpers.results import old_store
-
-    return getattr(old_store, name)
