@@ -1,1 +1,1 @@
-"""Result files: schema, reader, names, tables, goals. Imports nf4 and machine alone."""
+"""Measurements as rows, the pages that show them, and their pictures."""
