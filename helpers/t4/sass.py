@@ -5,6 +5,7 @@ later. To add a GPU, add a row to CARDS.
 """
 
 import argparse
+import functools
 import hashlib
 import re
 import subprocess
@@ -21,7 +22,6 @@ REGISTERS = 65536  # per SM, on all of them
 class Card:
     """What an SM holds (CUDA C++ Programming Guide, compute capabilities) and the kernel's budget."""
 
-    name: str
     threads: int
     blocks: int
     shared_kib: int
@@ -42,13 +42,13 @@ class Card:
 
 # Budgets are 10 to 20 % above what Triton 3.3 to 3.9 produce. A T4 rounds bf16 in integers.
 CARDS = {  # by sm_ number
-    75: Card("Tesla T4", 1024, 16, 64, 0, (5.5, 6.5, 7.0)),
-    80: Card("A100", 2048, 32, 164, 1024, (5.25, 5.25, 7.0)),
-    86: Card("RTX 30, A10", 1536, 16, 100, 1024, (5.25, 5.25, 7.0)),
-    89: Card("L4, RTX 40", 1536, 24, 100, 1024, (5.25, 5.25, 7.0)),
-    90: Card("H100, H200", 2048, 32, 228, 1024, (5.25, 5.25, 7.0)),
-    100: Card("B200", 2048, 32, 228, 1024, (5.25, 5.25, 7.0)),
-    120: Card("RTX 50", 1536, 24, 100, 1024, (5.25, 5.25, 7.0)),
+    75: Card(1024, 16, 64, 0, (5.5, 6.5, 7.0)),  # Tesla T4
+    80: Card(2048, 32, 164, 1024, (5.25, 5.25, 7.0)),  # A100
+    86: Card(1536, 16, 100, 1024, (5.25, 5.25, 7.0)),  # RTX 30, A10
+    89: Card(1536, 24, 100, 1024, (5.25, 5.25, 7.0)),  # L4, RTX 40
+    90: Card(2048, 32, 228, 1024, (5.25, 5.25, 7.0)),  # H100, H200
+    100: Card(2048, 32, 228, 1024, (5.25, 5.25, 7.0)),  # B200
+    120: Card(1536, 24, 100, 1024, (5.25, 5.25, 7.0)),  # RTX 50
 }
 SMALL_TILE_MORE = 4.0  # instructions per element: a small program spreads its setup over fewer elements
 OCCUPANCY = {"fp16": 1.0, "bf16": 1.0, "fp32": 0.8}  # at least
@@ -91,6 +91,7 @@ def executed(code: list[Instruction]) -> list[Instruction]:
     def full(path):
         return sum(i.bits for i in path if i.stem == "STG" and not i.predicate), len(path)
 
+    @functools.cache
     def walk(position):
         path = []
         while position < len(code):
@@ -128,15 +129,8 @@ class Order(NamedTuple):
     shared: list[str]  # arguments whose values pass through shared memory
 
 
-ARGUMENTS = (
-    "words",
-    "out",
-    "absmax",
-    "table",
-    "code2",
-    "absmax2",
-    "offset",
-)  # the kernel's first, 8 bytes each
+# The kernel's first arguments, 8 bytes each.
+ARGUMENTS = "words out absmax table code2 absmax2 offset".split()
 PARAMETERS = ((100, 0x380), (90, 0x210), (70, 0x160))  # from this sm_ on: their offset in constant bank 0
 _REGISTER = re.compile(r"(?<![A-Z0-9])(U?R)(\d+)(\.64)?")
 _NO_RESULT = ("STL", "ST", "ISETP", "FSETP", "UISETP", "BAR", "BRA", "EXIT", "NOP", "WARPSYNC")
@@ -220,43 +214,34 @@ class Code:
         return sum(i.stem == stem and "EF" in i.opcode.split(".") for i in self.path)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures that are stored, by unit; occupancy is 0 to 1."""
-        built, order = self.built, self.order
-        figures = {"instructions": self.instructions, "registers": built.registers}
-        figures |= {"occupancy": self.occupancy, "shared": built.shared, "spills": self.spills}
-        return figures | {"latencies": order.latencies, "late_words": self.late_words}
+        """Return the figures that are stored, by unit: shared in bytes, occupancy 0 to 1."""
+        built, names = self.built, HEAD.replace(" ", "_").split("|")[1:8]
+        resources = (self.instructions, built.registers, self.occupancy, built.shared)
+        order = (self.spills, self.order.latencies, self.late_words)
+        return dict(zip(names, (*resources, *order), strict=True))
 
     def faults(self) -> list[str]:
         """Return what exceeds the budget, in words. The order of loads counts for nested states."""
         if self.built.error:
             return [f"did not compile: {self.built.error.strip().splitlines()[-1][:300]}"]
-        dtype, order = self.variant.dtype, self.order
-        limit = CARDS[self.variant.arch].instructions[list(DTYPES).index(dtype)]
+        dtype, order, late = self.variant.dtype, self.order, self.late_words
+        each, limit = self.instructions, CARDS[self.variant.arch].instructions[list(DTYPES).index(dtype)]
         limit += SMALL_TILE_MORE * self.variant.small
-        bits = {i.bits for i in self.path if i.stem == "STG"}
+        least, bits = OCCUPANCY[dtype], {i.bits for i in self.path if i.stem == "STG"}
         found = [
-            (
-                self.instructions > limit,
-                f"{self.instructions:.2f} instructions per element, at most {limit:g}",
-            ),
+            (each > limit, f"{each:.2f} instructions per element, at most {limit:g}"),
             (self.spills, f"{self.spills} spills to local memory"),
             (bits != {128}, f"stores of {sorted(bits)} bits, expected 128"),
-            (
-                self.occupancy < OCCUPANCY[dtype],
-                f"occupancy {self.occupancy:.0%}, at least {OCCUPANCY[dtype]:.0%}",
-            ),
+            (self.occupancy < least, f"occupancy {self.occupancy:.0%}, at least {least:.0%}"),
         ]
         if self.variant.nested:
-            late, more = self.late_words, order.latencies
-            strangers = (
-                set(order.shared) - {"code2"} if dtype != "fp32" else ()
-            )  # fp32 results pass through it
+            n, shared = order.latencies, set(order.shared) - {"code2"} if dtype != "fp32" else ()
             found += [
                 (not self.words, "no load of a word found"),
                 (any(load.what == "?" for load in order.loads), "loads of an unknown argument"),
                 (late, f"{late} of {len(self.words)} words are loaded behind a wait"),
-                (more > LATENCIES, f"{more} dependent latencies before the first store, at most {LATENCIES}"),
-                (strangers, f"{', '.join(sorted(strangers))} in shared memory, expected code2 alone"),
+                (n > LATENCIES, f"{n} dependent latencies before the first store, at most {LATENCIES}"),
+                (shared, f"{', '.join(sorted(shared))} in shared memory, expected code2 alone"),
             ]
         return [text for fault, text in found if fault]
 
@@ -265,17 +250,15 @@ LARGE_NESTED = [Variant(arch, dtype) for arch in CARDS for dtype in DTYPES]
 T4 = [
     Variant(75, dtype, nested, small) for nested, small in ((False, False), (True, True)) for dtype in DTYPES
 ]
-HEAD = "variant|instructions|registers|occupancy|shared|latencies|late words|hinted loads+stores|SASS"
+HEAD = "variant|instructions|registers|occupancy|shared|spills|latencies|late words|hinted|SASS"
 
 
 def table(codes: list[Code]) -> str:
     """Return the figures of each variant as lines of text."""
     rows = [HEAD.split("|")]
     for code in codes:
-        numbers = code.figures()
-        texts = [f"{numbers[name]:{form}}" for name, form in (("instructions", ".2f"), ("registers", ""),
-                 ("occupancy", ".0%"), ("shared", ""), ("latencies", ""), ("late_words", ""))]  # fmt: skip
-        rows.append([code.name, *texts, f"{code.hinted('LDG')}+{code.hinted('STG')}", code.hash])
+        numbers = [f"{number:.4g}" for number in code.figures().values()]
+        rows.append([code.name, *numbers, f"{code.hinted('LDG')}+{code.hinted('STG')}", code.hash])
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, wide)).rstrip() for row in rows)
 

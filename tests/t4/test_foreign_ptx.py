@@ -12,31 +12,25 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 ON_HOPPER = (75, 80, 86, 89, 90)  # whose PTX a Hopper GPU runs
 
 
-def flip(around, end):
-    around.view(torch.int16)[end - 1] ^= 1
-
-
-def outside(around, end):
-    around[end] = 1.0
-
-
-def unwritten(around, end):
-    around[end - 1] = float("nan")
-
-
 @pytest.mark.parametrize(
-    "wrong, fault",
-    [(None, ""), (flip, "1 differ, 0 outside"), (outside, "0 differ, 1 outside"), (unwritten, "1 differ, 0")],
+    "position, value, fault",
+    [
+        (None, 0.0, ""),
+        (-1, 7.0, "1 differ, 0 outside"),
+        (-1, float("nan"), "1 differ, 0 outside"),
+        (0, 1.0, "0 differ, 1 outside"),
+    ],
+    ids=["right", "wrong bits", "not written", "outside"],
 )
-def test_wrong_bits_missing_elements_and_writes_outside_are_seen(monkeypatch, capsys, wrong, fault):
-    """Everything but the launch, which writes bitsandbytes' own result here."""
+def test_wrong_bits_missing_elements_and_writes_outside_are_seen(monkeypatch, position, value, fault):
+    """Everything but the launch, which writes bitsandbytes' own result here; position: from the end on."""
 
     def run_foreign(weight, state, out, arch):
         assert arch == 75 and out.isnan().all()
         out.copy_(bitsandbytes.functional.dequantize_4bit(weight, state))
-        if wrong:
+        if position is not None:
             whole = torch.as_strided(out, (out.untyped_storage().nbytes() // out.itemsize,), (1,), 0)
-            wrong(whole, out.storage_offset() + out.numel())
+            whole[out.storage_offset() + out.numel() + position] = value
 
     monkeypatch.setattr(foreign_ptx, "run_foreign", run_foreign)
     monkeypatch.setattr(environment, "has_gpu", lambda: True)
@@ -44,9 +38,9 @@ def test_wrong_bits_missing_elements_and_writes_outside_are_seen(monkeypatch, ca
     monkeypatch.setattr(environment, "gpu_name", lambda: "Some GPU")
     monkeypatch.setitem(foreign_ptx.SIZES, "random layer", (416, 100))
     passed, text = foreign_ptx.report(75, "cpu", (torch.float16,))
-    assert passed is (wrong is None) and "on Some GPU:" in text and "in 8 cases" in text
+    assert passed is (position is None) and "on Some GPU:" in text and "in 8 cases" in text
     assert (
-        text.count(fault) == 8 if wrong else f"all {2 * (2048 * 64 + 41600 + 4099 + 4095)} elements" in text
+        text.count(fault) == 8 if fault else f"all {2 * (2048 * 64 + 41600 + 4099 + 4095)} elements" in text
     )
 
 

@@ -1,11 +1,17 @@
 """The gate: budgets and order of loads of the kernel on every card; and that the gate sees each fault."""
 
-import json
+import fcntl
+import os
+import pickle
 import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from helpers import machine
 from helpers.t4 import compile, sass
 from helpers.t4.compile import Built, Variant
 from helpers.t4.sass import CARDS, Code, Instruction, Order
@@ -15,6 +21,24 @@ from helpers.t4.sass import CARDS, Code, Instruction, Order
 SIMULATED = {
     version: {"sm_75 fp16": "2c09c3d28aba", "sm_75 bf16": "549242aebdea"} for version in ("3.6.0", "3.9.0")
 }
+T4 = [("fp16",), ("bf16",), ("fp32",), ("bf16", False), ("fp16", True, True), ("bf16", True, True)]
+T4 += [("bf16", True, False, changed) for changed in ({"stage": False, "hints": False}, {"no_such": 1})]
+
+
+@pytest.fixture(scope="session")
+def codes(tmp_path_factory):
+    """{str(variant): Code} of what the gate compiles: once for all test processes."""
+    variants = [Variant(75, *kind) for kind in T4]
+    variants += [Variant(arch, "bf16") for arch in CARDS if arch != 75]
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder  # of all workers
+    with open(folder / "machine_code.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / "machine_code.pickle"
+        if not path.exists():
+            with mock.patch.dict(os.environ, TRITON_INTERPRET="1", NF4_FORCE="t4"):  # must change nothing
+                path.write_bytes(pickle.dumps(compile.build(variants)))
+    return {code.name: code for code in map(Code, pickle.loads(path.read_bytes()))}
 
 
 @pytest.mark.parametrize("arch", CARDS)
@@ -42,25 +66,47 @@ def test_the_machine_code_is_the_one_that_was_simulated(codes):
     assert {name: codes[name].hash for name in SIMULATED[version]} == SIMULATED[version]
 
 
-def test_ptx_has_the_hints_and_instructions_of_its_card(codes):
-    """Evicted first: the words, absmax, every store. What all programs share keeps its cache line."""
-    t4, h200 = codes["sm_75 bf16"].built.ptx, codes["sm_90 bf16"].built.ptx
-    loads, stores = re.findall(r"ld\.global\S*", t4), re.findall(r"st\.global\S*", t4)
-    assert sum("evict_first" in load for load in loads) == 9
-    assert len(stores) == 8 and all(".cs." in store for store in stores)
-    assert ".target sm_75" in t4 and "shfl.sync.idx" in t4 and "cvt.rn.bf16" not in t4
-    assert ".target sm_90" in h200 and "cvt.rn.bf16" in h200
-
-
 def test_changed_settings_change_the_machine_code(codes, kernel):
     """Without code2 in shared memory words wait, which the gate refuses; hints can be switched off."""
     before, wrong = codes["sm_75 bf16 stage=False hints=False"], codes["sm_75 bf16 no_such=1"]
     assert any("words are loaded behind a wait" in fault for fault in before.faults())
     assert (before.hinted("LDG"), before.hinted("STG")) == (0, 0) and "evict_first" not in before.built.ptx
+    native = {code.variant.arch: "cvt.rn.bf16" in code.built.ptx for code in codes.values()}
+    assert native == {arch: arch >= 80 for arch in CARDS}
     (fault,) = wrong.faults()
     assert fault.startswith("did not compile:") and "no_such" in fault
     with kernel.force(card="t4"):
         assert [compile.settings(arch).int_bf16 for arch in (75, 80, 120)] == [True, False, False]
+
+
+def install(version: str) -> Path:
+    """Return a folder below the system's temporary folder with this Triton, installed if necessary."""
+    name = f"{version}-python{sys.version_info[0]}.{sys.version_info[1]}"
+    folder = Path(tempfile.gettempdir(), "nf4-triton-versions", name)
+    if version == "newest" or not (folder / "complete").exists():
+        requirement = "triton" if version == "newest" else f"triton=={version}"
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--upgrade", "--no-deps", "--target", folder]
+        subprocess.run([*pip, requirement], check=True)
+        (folder / "complete").touch()
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "version", "3.3.0 3.3.1 3.4.0 3.5.0 3.5.1 3.6.0 3.7.0 3.7.1 3.8.0 3.9.0 newest".split()
+)
+def test_every_triton_compiles_within_budget(version, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(install(version)))
+    variants = [Variant(arch, dtype) for arch in (75, 80, 90) for dtype in compile.DTYPES]
+    variants += [Variant(75, dtype, nested=False) for dtype in compile.DTYPES]
+    for code in map(Code, compile.build(variants)):
+        used, ptx, faults = code.built.triton, code.built.ptx, code.faults()
+        if used.startswith("3.3."):  # its gather does not go through shared memory: code2 is loaded late
+            faults = [fault for fault in faults if "loaded behind a wait" not in fault]
+        assert not faults and (version == "newest" or used == version), code.name
+        assert "fma.rn" not in ptx and "shfl.sync.idx.b32" in ptx and "st.global.cs" in ptx
+        assert code.variant.arch > 75 or "evict_first" in ptx and ".bf16" not in ptx
+        assert SIMULATED.get(used, {}).get(code.name, code.hash) == code.hash
 
 
 def test_the_command_prints_stores_and_fails_over_budget(codes, monkeypatch, tmp_path, capsys):
@@ -71,7 +117,7 @@ def test_the_command_prints_stores_and_fails_over_budget(codes, monkeypatch, tmp
     monkeypatch.setattr(predict, "write", lambda: None)
     monkeypatch.setattr(sass, "build", lambda variants: [codes["sm_75 fp16"].built])
     assert sass.main(["--arch", "75", "--store"]) == 0
-    assert "4.83" in (text := capsys.readouterr().out) and "All within budget" in text
+    assert "4.828" in (text := capsys.readouterr().out) and "All within budget" in text
     rows = store.rows("cross-compiled")
     assert store.one(rows, "machine_code", "sm_75 fp16", "ours", "registers").median == 64
     assert sass.main(["--arch", "75", "--order"]) == 0 and "absmax@" in capsys.readouterr().out
@@ -92,33 +138,15 @@ def test_machine_code_is_compared_with_that_of_a_commit(monkeypatch, capsys, sam
     assert capsys.readouterr().out.count("equal" if same else "DIFFERS") == 6
 
 
-def test_a_compiling_process_that_fails_says_why(tmp_path, monkeypatch):
-    (tmp_path / "triton.py").write_text("raise ImportError('a broken Triton')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    try:
-        (built,) = compile.build([Variant()])
-        assert "a broken Triton" in built.error
-    except machine.ChildFailed as error:
-        assert "a broken Triton" in str(error)
-
-
-def test_without_cuobjdump_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(compile.shutil, "which", lambda name, path=None: None)
-    with pytest.raises(RuntimeError, match="install Triton's Linux wheel"):
-        compile.disassemble(b"")
-
-
 LISTING = """
 \t.headerflags\t@"EF_CUDA_SM75"
         /*0000*/                   MOV R1, c[0x0][0x28] ;         /* 0x00 */
                                                                   /* 0x01 */
         /*0010*/              @!P6 LDG.E.U8.SYS R5, [R2] ;        /* 0x00 */
-        /*0020*/                   LDG.E.128.SYS R4, [R2] ;       /* 0x00 */
-        /*0030*/               @P0 EXIT ;                         /* 0x00 */
-        /*0040*/                   STG.E.EF.128.SYS [R4], R8 ;    /* 0x00 */
-        /*0050*/                   STG.E.64.SYS [R4+0x10], R8 ;   /* 0x00 */
-        /*0060*/                   EXIT ;                         /* 0x00 */
-        /*0070*/                   BRA 0x70;                      /* 0x00 */
+        /*0020*/               @P0 EXIT ;                         /* 0x00 */
+        /*0030*/                   STG.E.EF.128.SYS [R4], R8 ;    /* 0x00 */
+        /*0040*/                   EXIT ;                         /* 0x00 */
+        /*0050*/                   BRA 0x50;                      /* 0x00 */
 """
 
 
@@ -130,10 +158,9 @@ def written(text):
 
 def test_a_listing_is_read():
     code = sass.parse(LISTING)
-    assert len(code) == 8 and code[1] == (0x10, "!P6", "LDG.E.U8.SYS", "R5, [R2]")
-    path = sass.executed(code)
-    assert [i.stem for i in path] == ["MOV", "LDG", "LDG", "EXIT", "STG", "STG", "EXIT"]
-    assert [i.bits for i in path if i.stem in ("LDG", "STG")] == [8, 128, 128, 64]
+    assert len(code) == 6 and code[1] == (0x10, "!P6", "LDG.E.U8.SYS", "R5, [R2]")
+    path = [(i.stem, i.bits) for i in sass.executed(code)]
+    assert path == [("MOV", 32), ("LDG", 8), ("EXIT", 32), ("STG", 128), ("EXIT", 32)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +234,6 @@ def test_limits_depend_on_tile_dtype_and_state():
         "3 dependent latencies" in latencies and strangers == "words in shared memory, expected code2 alone"
     )
     assert faults(MET, "fp32", nested=True, order=bad) == [latencies]
-    assert json.dumps(faults([]))  # a kernel without stores
 
 
 # sm_75: parameters from 0x160 on, 8 bytes each: words, out, absmax, table, code2, absmax2, offset.
@@ -261,6 +287,9 @@ SHUFFLED = "SHFL.IDX PT, R21, R13, RZ, 0x101f\n STS.128 [R15.X4], R20"
     "text, old, new, arch, loads, latencies, shared",
     [
         (LATE, "", "", 75, "absmax:0 code2:1 words:1", 2, ""),
+        # a store waits for every register of its vector
+        (LATE, "R15, [R4]\n    FMUL.FTZ R11, R18, R13\n    PRMT R8, R15, 0x5410, R11", "R10, [R4]", 75,
+         "absmax:0 code2:1 words:1", 2, ""),
         (STAGED, "", "", 75, "absmax:0 code2:0 words:0 words:0", 1, "code2"),
         (NEWER, "", "", 120, "absmax:0 words:0", 1, ""),
         (LATE, "FMUL.FTZ R11, R18, R13", CHAIN, 75, "absmax:0 code2:1 words:1 table:2", 3, ""),
@@ -282,9 +311,3 @@ def test_the_order_of_loads(text, old, new, arch, loads, latencies, shared):
     order = sass.read_order(written(text.replace(old, new) if old else text), arch)
     assert " ".join(f"{load.what}:{load.behind}" for load in order.loads) == loads
     assert (order.latencies, " ".join(order.shared)) == (latencies, shared)
-
-
-def test_events_and_the_registers_of_a_stored_vector():
-    code = LATE.replace("SYS R15, [R4]", "SYS R10, [R4]").replace("    PRMT R8, R15, 0x5410, R11\n", "")
-    events = "absmax@1 <wait absmax@1> code2@5 words@7 <wait code2@5> <wait words@7> STG@9"
-    assert " ".join(sass.read_order(written(code), 75).events) == events
