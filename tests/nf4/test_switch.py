@@ -11,7 +11,6 @@ import logging
 import pickle
 import sys
 import threading
-import time
 import types
 
 import pytest
@@ -112,16 +111,10 @@ def test_overlapping_switches_end_in_any_order(order):
         switches[index].off()
         assert not switches[index].on
     assert functions() == ORIGINAL
-    with quietly("bitsandbytes"):
+    with quietly("bitsandbytes") as last, quietly("peft"):
         assert functions() == replacements  # so that compiled graphs stay valid
-
-
-def test_restore_ends_all(fake_unsloth):
-    switches = [quietly("bitsandbytes"), quietly("unsloth"), quietly("bitsandbytes")]
-    restore()
-    restore()
-    assert functions() == ORIGINAL and not any(one.on for one in switches)
-    assert not switch.site_of(fake_unsloth[0][0].fast_dequantize)
+        restore()
+        assert functions() == ORIGINAL and not last.on
 
 
 def test_what_a_switch_says_once_it_is_off():
@@ -162,30 +155,28 @@ def test_references_in_other_modules(fake_module):
     )  # cannot be found, and only passes calls on
 
 
+def interrupted(_):
+    raise KeyboardInterrupt
+
+
 class Stubborn(types.ModuleType):
     def __setattr__(self, name, value):
         raise OSError("read only")
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
-def test_half_a_switch_is_undone(fake_module, before):
+def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module, before):
+    """Also if a library of several fails, and whatever the error is."""
+    original = fake_unsloth[0][1].fast_dequantize
     if before:
         quietly("bitsandbytes")
     fake_module("transformers.stubborn", Stubborn, dequantize=ORIGINAL[0])
     with pytest.raises(OSError):
-        quietly("bitsandbytes", strict=True)
-    assert functions() == ORIGINAL
-
-
-@pytest.mark.parametrize("error", [OSError("no file"), torch.OutOfMemoryError("full"), KeyboardInterrupt()])
-def test_an_error_in_the_middle_leaves_all_off(monkeypatch, fake_unsloth, error):
-    def fail(_):
-        raise error
-
-    original = fake_unsloth[0][1].fast_dequantize
-    monkeypatch.setattr(switch, "_bitsandbytes", fail)
-    with pytest.raises(type(error)):
         quietly("unsloth", "bitsandbytes", strict=True)
+    assert fake_unsloth[0][1].fast_dequantize is original and functions() == ORIGINAL
+    monkeypatch.setattr(switch, "_bitsandbytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quietly("unsloth", "bitsandbytes")
     assert fake_unsloth[0][1].fast_dequantize is original and functions() == ORIGINAL
 
 
@@ -207,24 +198,6 @@ def test_threads_switch_and_restore_at_once():
     assert len(seen) == 28
 
 
-def test_a_replacement_costs_well_under_a_microsecond(monkeypatch):
-    weight, state = torch.zeros(1), object()
-    monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda weight, state, out=None: weight)
-    library = switch.Library()
-    library.on, site = True, switch._dequantize_4bit(switch.Site(DEQUANTIZE, library))
-
-    def best(function):
-        times = []
-        for _ in range(30):
-            start = time.perf_counter()
-            for _ in range(500):
-                function(weight, state)
-            times.append((time.perf_counter() - start) / 500)
-        return min(times)
-
-    assert best(site.replacement) - best(launch._your_dequantize_nf4) < 1e-6 and site.kernel == 15000
-
-
 # What is refused, what is left
 
 
@@ -244,6 +217,7 @@ NEW_MUST = [
     (bnb.functional, "dequantize_4bit", lambda A, quant_state, absmax, out, blocksize, quant_type, x: A)
 ]
 BITS = r"torch.float16 bits differ from bitsandbytes 0\.\d+\.\d+'s"
+BITS += " .on a CPU 0.47 and 0.48 round" if launch.INTERPRETED else "$"
 REFUSED = {
     "arguments": (
         NEW_ARGUMENTS,
@@ -287,43 +261,21 @@ def test_refused(monkeypatch, capsys, case):
         assert on.on
 
 
-def test_why_bits_differ_on_a_cpu_is_said(monkeypatch):
-    monkeypatch.setattr(launch, "_your_dequantize_nf4", wrong_bits)
-    why = quietly("bitsandbytes").refused["bitsandbytes"]
-    assert ("0.47 and 0.48 round the NF4 table first" in why) == launch.INTERPRETED
-
-
-def test_names():
+def test_which_libraries(monkeypatch):
     with pytest.raises(ValueError, match="'bnb' is unknown, expected one of unsloth, bitsandbytes"):
         use_nf4_kernel("bnb")
-    if not importlib.util.find_spec("unsloth"):
-        with pytest.raises(ImportError, match="unsloth is not installed"):
-            quietly("unsloth", strict=True)
-        with quietly() as on:
-            assert on.refused == {"unsloth": "unsloth is not installed"} and not on.partial
-            assert "Not in unsloth: unsloth is not installed" in str(on)
-
-
-def test_without_bitsandbytes(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else real(name)
-    )
-    for name in switch.LIBRARIES:
+    for name in ("unsloth", "peft", "transformers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with pytest.raises(ImportError, match="bitsandbytes is not installed"):
-        quietly("bitsandbytes", strict=True)
-    assert quietly().refused["bitsandbytes"] == "bitsandbytes is not installed"
-
-
-def test_libraries_that_are_not_imported_yet(monkeypatch):
-    for name in ("peft", "transformers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # installed, not imported
     with quietly() as on:
-        assert on.routes == dict.fromkeys(("peft", "transformers"), "once it is imported")
+        assert on.routes == dict.fromkeys(("peft", "transformers"), "once it is imported") and not on.partial
         assert "Not in unsloth: not imported; import it first, then call use_nf4_kernel()" in str(on)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    with pytest.raises(ImportError, match="peft is not installed"):
+        quietly("peft", strict=True)
+    refused = quietly().refused
+    assert refused == {name: f"{name} is not installed" for name in switch.LIBRARIES}
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -509,14 +461,12 @@ def test_bitsandbytes_is_reloaded():
 # What is logged
 
 
-def test_one_process_of_a_host_speaks(monkeypatch, capsys):
+def test_one_process_of_a_host_logs_as_the_user_wants(monkeypatch, capsys):
     for rank, speaks in (("0", True), ("1", False), ("7", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with use_nf4_kernel("bitsandbytes"):
-            assert ("The NF4 kernel works here" in capsys.readouterr().err) == speaks
-
-
-def test_the_logger_is_the_users_to_set_up(monkeypatch, capsys):
+        use_nf4_kernel("bitsandbytes").off()
+        assert ("The NF4 kernel works here" in capsys.readouterr().err) == speaks
+    monkeypatch.delenv("LOCAL_RANK")
     log, records = logging.getLogger("nf4_triton"), []
     handler = logging.Handler()
     handler.emit = records.append
@@ -604,7 +554,7 @@ def callback():
     return NF4KernelCallback
 
 
-def test_the_callback(callback, capsys):
+def test_the_callback(callback, monkeypatch, capsys):
     one = pickle.loads(pickle.dumps(callback("bitsandbytes")))
     one.on_train_end(None, None, None)  # before it began
     for _ in range(2):
@@ -618,10 +568,19 @@ def test_the_callback(callback, capsys):
             printed.endswith("\n0 of 1 dequantizations went through the library\n")
             and functions() == ORIGINAL
         )
-    silent = callback("bitsandbytes", quiet=True)
-    silent.on_train_begin(None, None, None)
-    silent.on_train_end(None, None, None)
-    assert not capsys.readouterr().err
+    for change in NO_GPU:
+        monkeypatch.setattr(*change)
+    for quiet, text in (
+        (False, "The kernel was not used: the libraries dequantized everything.\n"),
+        (True, ""),
+    ):
+        one = callback(quiet=quiet)
+        one.on_train_begin(None, None, None)
+        one.on_train_end(None, None, None)
+        printed = capsys.readouterr().err
+        assert printed.endswith(text) and bool(printed) != quiet
+    with pytest.raises(RuntimeError, match="No CUDA GPU"):
+        callback("peft", strict=True).on_train_begin(None, None, None)
 
 
 @pytest.mark.parametrize("then", ["the next training ends", "it is deleted"])
@@ -635,14 +594,3 @@ def test_the_callback_of_an_interrupted_training(callback, then):
         one.on_train_begin(None, None, None)
         one.on_train_end(None, None, None)
     assert functions() == ORIGINAL
-
-
-def test_the_callback_where_the_kernel_is_not_usable(callback, monkeypatch, capsys):
-    for change in NO_GPU:
-        monkeypatch.setattr(*change)
-    one = callback("peft")
-    one.on_train_begin(None, None, None)
-    one.on_train_end(None, None, None)
-    assert "The kernel was not used: the libraries dequantized everything." in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="No CUDA GPU"):
-        callback("peft", strict=True).on_train_begin(None, None, None)

@@ -2,11 +2,9 @@
 
 import copy
 import gc
-import importlib
 import pickle
 import threading
 import time
-import types
 import warnings
 import weakref
 
@@ -382,28 +380,6 @@ def test_the_branch_inside_the_gpu_operator(monkeypatch, device, nested, as_row)
     assert call(x, packed, [48, 128], first, 64, "nf4", None, *more)[1] is packed
 
 
-def test_kernel_cells_run_again(make_layer):
-    """As in a notebook: the module is executed anew while it is switched on."""
-    layer = make_layer(128, 64, BF16)
-    x = inputs(layer, 200, 128)
-    expected, before = through(layer, x), dict(vars(launch))
-    packed, state = ODD["absmax"](*quantized((64, 256), BF16, x.device))
-    right = bnb.functional.dequantize_4bit(packed, state)
-    with on() as switched:
-        assert same(through(layer, x), expected)
-        try:
-            importlib.reload(launch)
-            assert same(through(layer, x), expected)
-            assert reference.same_bits(bnb.functional.dequantize_4bit(packed, state), right)
-            counts = switched.counts()
-            assert counts[PRODUCT]["kernel"] + counts[PRODUCT]["fused"] == 2
-            assert counts[DEQUANTIZE]["kernel"] == 2 and counts[DEQUANTIZE]["library"] == 1
-            compiled = torch.compile(lambda a: layer(a), backend="aot_eager")
-            assert all(map(reference.same_bits, through(compiled, x), expected))
-        finally:
-            launch.UnsupportedState = before["UnsupportedState"]  # which other tests hold
-
-
 # PEFT and transformers
 
 
@@ -421,29 +397,6 @@ def test_peft_and_transformers_helpers(make_layer):
     with use_nf4_kernel("peft", "transformers", quiet=True, strict=True) as switched:
         assert same([call() for call in calls], expected)
         assert switched.counts()[DEQUANTIZE]["kernel"] == 3
-
-
-@pytest.mark.parametrize("dora", [False, True])
-def test_merge_and_unmerge(make_layer, dora):
-    peft = pytest.importorskip("peft")
-
-    def run():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(make_layer(64, 32, BF16))
-        model.is_loaded_in_4bit = True
-        model.config = types.SimpleNamespace(model_type="x", to_dict=dict)
-        config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False, use_dora=dora)
-        layer = peft.get_peft_model(model, config).base_model.model[0]
-        layer.merge()
-        merged = layer.base_layer.weight.data.clone()
-        layer.unmerge()
-        return merged, layer.base_layer.weight.data.clone()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = run()
-        with use_nf4_kernel("peft", quiet=True, strict=True) as switched:
-            assert same(run(), expected) and switched.counts()[DEQUANTIZE]["kernel"] >= 2
 
 
 # On a GPU
@@ -470,43 +423,3 @@ def test_every_token_count(shape, dtype):
         assert counts[DEQUANTIZE]["kernel"] == 1
         fused += counts[PRODUCT]["fused"]
     assert fused >= 3 or shape[1] % 64  # few rows take the library's fused product, if rows are whole blocks
-
-
-@gpu
-def test_no_synchronization_and_no_extra_memory(make_layer):
-    layer = make_layer(1024, 1024, BF16)
-    x = inputs(layer, 128, 1024)
-
-    def peak():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        through(layer, x)
-        return torch.cuda.max_memory_allocated()
-
-    peak()
-    without = peak()
-    with on():
-        peak()
-        assert peak() <= without
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            layer(x.clone().requires_grad_()).backward(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-
-@gpu
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_profiler_sees_one_kernel_a_dequantization(make_layer, compiled):
-    from sameness import launches
-
-    layer = make_layer(1024, 1024, BF16)
-    x = inputs(layer, 256, 1024)
-    expected = through(layer, x)
-    if not compiled:
-        assert launches(lambda: through(layer, x)) == {"ours": 0, "bitsandbytes": 4, "unsloth": 0}
-    with on():
-        call = torch.compile(lambda a: layer(a), fullgraph=True) if compiled else layer
-        assert all(map(reference.same_bits, through(call, x), expected))
-        assert launches(lambda: through(call, x)) == {"ours": 2, "bitsandbytes": 0, "unsloth": 0}
