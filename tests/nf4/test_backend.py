@@ -78,25 +78,22 @@ def test_auto_does_not_remember_an_out_of_memory(monkeypatch, device):
 
 
 def test_auto_does_not_try_where_the_kernel_cannot_run(monkeypatch, caplog):
-    monkeypatch.setattr(reference, "cannot_run", lambda: "sm_60 is too old")
-    monkeypatch.setattr(reference, "backends", lambda: pytest.fail("tried"))
-    assert choose(torch.device("cuda:0"), torch.float16) == "torch" and "sm_60 is too old" in caplog.text
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    assert choose(torch.device("cpu"), torch.float16) == "torch" and "the weight is on the CPU" in caplog.text
-
-
-def test_the_fallback_needs_neither_gpu_nor_interpreter(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", False)
     weight, state = random_state((33, 70), torch.bfloat16, device="cpu")
-    for _ in range(2):
-        assert same_bits(dequantize_layer(weight, state), reference.dequantize(weight, state))
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "backends", lambda: pytest.fail("tried"))
+        patch.setattr(reference, "cannot_run", lambda: "sm_60 is too old")
+        assert choose(torch.device("cuda:0"), torch.float16) == "torch"
+        patch.setattr(launch, "INTERPRETED", False)
+        assert choose(weight.device, torch.bfloat16) == "torch"
+    assert "sm_60 is too old" in caplog.text and "the weight is on the CPU" in caplog.text
+    assert same_bits(dequantize_layer(weight, state), reference.dequantize(weight, state))
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_the_fallback_does_what_the_kernel_does(name):
-    """Exact, also into `out`, or refused with the kernel's own text."""
-    weight, state = ODD[name]
-    fallback = reference.dequantize_in_torch
+def test_the_fallback_does_what_the_kernel_does(monkeypatch, name):
+    """Exact, also into `out`, or refused with the kernel's own text; without a GPU or interpreter."""
+    (weight, state), fallback = ODD[name], reference.dequantize_in_torch
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     if "not contiguous" in name:
         with pytest.raises(launch.UnsupportedState, match="is not contiguous.*expected"):
             fallback(weight, state)
