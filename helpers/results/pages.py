@@ -159,24 +159,25 @@ def shares() -> str:
         )
         measured, guessed = on_gpu / (on_gpu + rest), kernels / total
         texts.append(f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and "
-                     f"{1 - measured:.0%} from the launch path (NVIDIA H200); on a T4 the prediction is "
+                     f"{1 - measured:.0%} from the launch path ({store.meta(CARD)['card']}); on a T4 the prediction is "
                      f"{guessed:.0%} and {1 - guessed:.0%}.")  # fmt: skip
     return " ".join(texts)
 
 
 def t4_claim() -> str:
     """The speedup on a T4 and the puzzle's points, predicted or, once there is a result, measured."""
-    rows, measured = store.rows(T4), select(store.rows("tesla-t4"), "score")
-    texts = []
+    rows, texts = store.rows(T4), []
+    measured = select(store.rows("tesla-t4"), "score")
+    known = len(select(measured, case="total", unit="x")) == len(BASELINES)
     for short, name in BASELINES.items():
         speed, worth = (one(rows, "t4_prediction", case, name) for case in ("speedup", "points"))
         low, high = worth.low, worth.high
-        if measured:
+        if known:
             speed = one(measured, case="total", contender=short, unit="x")
             low = high = sum(row.median for row in select(measured, contender=short, unit="points"))
         won = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
         texts.append(f"{span(speed)} times as fast as {LABELS[name]} ({won} of 14 points)")
-    return f"{'Measured' if measured else 'Predicted'} on a Tesla T4: {' and '.join(texts)}."
+    return f"{'Measured' if known else 'Predicted'} on a Tesla T4: {' and '.join(texts)}."
 
 
 def t4() -> str:

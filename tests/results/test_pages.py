@@ -119,7 +119,8 @@ def test_a_sent_result_is_filed_and_shown(copied):
     path = copied / "nf4_tesla-t4.json"
     path.write_text(json.dumps(SENT))
     assert pages.file_result(path) == store.folder("tesla-t4")
-    assert store.meta("tesla-t4")["sections"]["protocol"]["date"] == "2026-12-01"
+    section = store.meta("tesla-t4")["sections"]["protocol"]
+    assert section == {"date": "2026-12-01", "device": None, "host": None, "note": ""}, "not this kernel"
     claim = "1.17 times as fast as Unsloth today (3 of 14 points)"
     assert pages.t4_claim().startswith(f"Measured on a Tesla T4: {claim}")
     assert "| measured, s |" in pages.t4() and "| 2.90 |" in pages.t4()

@@ -48,12 +48,6 @@ def test_this_machine_is_the_default():
     assert store.rows(store.write("protocol", rows_of("protocol", 1)).name) == rows_of("protocol", 1)
 
 
-def test_the_kernel_of_a_sent_file_is_not_this_one():
-    sent = NVIDIA | {"kernel": {"device": None, "host": None}}
-    store.write("protocol", rows_of("protocol", 1), environment=sent)
-    assert store.meta("nvidia-h200")["sections"]["protocol"]["device"] is None
-
-
 @pytest.mark.parametrize(
     "change, name",
     [
