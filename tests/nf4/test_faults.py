@@ -128,19 +128,6 @@ def test_the_cache_serves_no_older_kernel(changed_kernel):
     assert same_bits(launch.your_dequantize_nf4(layer), expected)
 
 
-def test_a_dropped_layer_takes_everything_along(make_layer):
-    """No cache and no operator keeps a tensor of a layer that is gone."""
-    layer = make_layer(64, 96, torch.float16)
-    state = layer.weight.quant_state
-    launch.your_dequantize_nf4(layer), launch.your_dequantize_nf4(layer)
-    through_the_operator(layer.weight, state)
-    parts = [layer.weight, state, state.absmax, state.offset, state.state2, state.state2.absmax]
-    watched = [weakref.ref(part) for part in parts]
-    del layer, state, parts
-    gc.collect()
-    assert not any(one() is not None for one in watched)
-
-
 def test_results_are_not_kept():
     weight, state = random_state((64, 96), torch.float16)
     for _ in range(3):
