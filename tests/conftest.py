@@ -42,15 +42,14 @@ def kernel():
 
 
 @pytest.fixture
-def changed_kernel(kernel, tmp_path):
-    """changed_kernel(name, old="", new=""): the kernel with a text replaced, as a module of that name.
-
-    It is an ordinary file in a temporary folder; the kernel registers an operator of its own there.
-    """
+def changed_kernel(tmp_path):
+    """changed_kernel(name, old="", new=""): kernel and launch path as one module of that name, as the cells of
+    a notebook are, with a text replaced. It registers an operator of its own."""
 
     def load(name, old="", new=""):
-        with open(kernel.__file__, encoding="utf-8") as file:
-            text = file.read()
+        folder = machine.ROOT / "helpers" / "nf4"
+        text = (folder / "kernel.py").read_text(encoding="utf-8").partition("\n\ndef __getattr__")[0]
+        text += "".join((folder / "launch.py").read_text(encoding="utf-8").partition("# %% Checks")[1:])
         assert old in text
         path = tmp_path / f"{name}.py"
         path.write_text(text.replace(old, new), encoding="utf-8")
@@ -70,9 +69,9 @@ def device():
 
 @pytest.fixture(scope="session")
 def make_layer(device):
-    """helpers.nf4.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    """helpers.nf4.reference.quantized_layer on the test's device; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
-    from helpers.nf4.layers import quantized_layer
+    from helpers.nf4.reference import quantized_layer
 
     def make(in_features, out_features, dtype, *, device=device, **options):
         """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""

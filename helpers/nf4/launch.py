@@ -61,7 +61,7 @@ DIRECT = CHECKED and not INTERPRETED and _TensorGuards is not None  # replay lau
 IN_C = TRITON in ((3, 5), (3, 6))  # CompiledKernel.run is a Python wrapper of a C function there
 _hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel  # where profilers hook in
 _enter, _exit = _hooks.launch_enter_hook, _hooks.launch_exit_hook  # which they replace or add to
-_enter_calls, _exit_calls = getattr(_enter, "calls", ()), getattr(_exit, "calls", ())
+_enter_calls, _exit_calls = (getattr(x, "calls", [x] * (x is not None)) for x in (_enter, _exit))
 
 
 class UnsupportedState(ValueError):
@@ -181,7 +181,8 @@ def _check_tensor(name, tensor, dtypes, device, least):
 def _in_memory(tensor):
     """Whether a tensor's storage is there: FSDP frees that of a gathered weight. Fakes count."""
     fake = isinstance(tensor, FakeTensor)
-    return not tensor.numel() or fake or tensor.untyped_storage().data_ptr() != 0
+    with contextlib.suppress(RuntimeError):  # a wrapper, such as a DTensor, has no storage
+        return not tensor.numel() or fake or tensor.untyped_storage().data_ptr() != 0
 
 
 def _log2(name, size, most):
@@ -295,7 +296,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
                 q2 = q["state2"].__dict__
                 code2, absmax2, offset = q2["code"], q2["absmax"], q["offset"]
                 tensors = weight, absmax, code2, absmax2, offset
-                dtype2, blocksize2 = q2["dtype"], q2["blocksize"]
+                dtype2, blocksize2 = q2["dtype"] or 0, q2["blocksize"]  # None: a flat state's key
             else:  # a flat state has no second quantization, and the kernel reads none
                 code2 = absmax2 = offset = absmax
                 tensors, dtype2, blocksize2 = (weight, absmax), None, None
@@ -455,7 +456,7 @@ def _lower():
                       for x in tensors]
             layouts = [x.get_layout() for x in inputs]
             fixed = all(isinstance(one, ir.FixedLayout) and one.is_contiguous() for one in layouts)
-            if fixed and not graph.cpp_wrapper:
+            if fixed and lowering.config.size_asserts and not graph.cpp_wrapper:
                 whole = getattr(inputs[0], "data", None)  # saves making a view at every call
                 if (isinstance(inputs[0], ir.ReinterpretView) and whole.get_layout().is_contiguous()
                         and whole.get_numel() == inputs[0].get_numel()):

@@ -1,89 +1,141 @@
-"""Repeated launches, as the tests of plans need them.
+"""Replayed launches for the tests of the launch path.
 
-Without a GPU no plan is made, so the interpreter stands in for the repeated launch: it reads and
-writes at the addresses given, as the GPU would. A stale plan gives stale bits in both.
+Without a GPU nothing is replayed, so the interpreter stands in for the launch: it reads and writes at the
+addresses given, as the GPU would. A stale address, layout or setting gives wrong bits in both.
 """
 
+import contextlib
 import ctypes
+import sys
 import threading
 
 import pytest
 import torch
-import triton
+
+from helpers.nf4 import reference
 
 
-class Planned:
-    """The kernel with its plans in use, and how many calls went past a plan."""
+class Watched:
+    """A launch module with an empty launch cache. Counts its first calls and its eager calls out of compiled
+    code."""
 
-    def __init__(self, kernel):
-        self.kernel, self.unplanned = kernel, 0
-        self.first_call = kernel._first_call
+    def __init__(self, module, monkeypatch):
+        self.module = module
+        self.first = self.eager = 0  # calls past the cached launches; compiled calls that did not launch
+        first_call, run = module._first_call, module._run
 
-    def count(self, *arguments):
-        self.unplanned += 1
-        return self.first_call(*arguments)
+        def count_first(*arguments):
+            self.first += 1
+            return first_call(*arguments)
 
-    def __call__(self, weight, state):
-        """(result, whether a plan gave it)"""
-        before = self.unplanned
-        result = self.kernel._your_dequantize_nf4(weight, state)
-        return result, self.unplanned == before
+        def count_eager(*arguments):
+            self.eager += 1
+            return run(*arguments)
+
+        monkeypatch.setattr(module, "_first_call", count_first)
+        monkeypatch.setattr(module, "_run", count_eager)
+
+    def __call__(self, weight, state, out=None):
+        """Return (result, whether a cached launch gave it)."""
+        before = self.first
+        result = self.module._your_dequantize_nf4(weight, state, out)
+        return result, self.first == before
+
+    def warm(self, layer):
+        """Call until a cached launch is replayed, check both results, return (weight, state)."""
+        weight, state = layer.weight, layer.weight.quant_state
+        for _ in range(2):
+            result, replayed = self(weight, state)
+            assert exact(result, weight, state)
+        assert replayed
+        return weight, state
+
+
+def exact(result, weight, state):
+    return reference.same_bits(result, reference.dequantize(weight, state))
 
 
 @pytest.fixture
-def planned_kernel(device, monkeypatch):
-    """planned_kernel(module): that kernel module as Planned."""
+def watch(device, monkeypatch):
+    """watch(module): that launch module as Watched."""
 
-    def plan(module):
+    def start(module):
         if device == "cuda" and not module.DIRECT:
-            pytest.skip(f"Triton {triton.__version__} launches on its public path: no plans")
-        planned = Planned(module)
-        monkeypatch.setattr(module, "_plans", {})
-        monkeypatch.setattr(module, "_kinds", {})
-        monkeypatch.setattr(module, "_first_call", planned.count)
+            pytest.skip("this Triton launches the ordinary way: nothing is replayed")
+        for owner in (module, sys.modules[module.force.__module__]):  # whose force() empties them
+            monkeypatch.setattr(owner, "launches", launches)
+            monkeypatch.setattr(owner, "compiled_launches", compiled_launches)
+        watched = Watched(module, monkeypatch)
         if device == "cpu":
             interpret(module, monkeypatch)
-        return planned
+            forced.enter_context(
+                module.force(words_small=32)
+            )  # one program, which takes the interpreter least
+        return watched
 
-    return plan
+    launches, compiled_launches = Launches(), {}
+    with contextlib.ExitStack() as forced:
+        yield start
+
+
+class Launches(dict):
+    """Compiled code names the CPU None, a tensor there -1."""
+
+    def get(self, key, default=None):
+        return super().get((*key[:-1], -1 if key[-1] is None else key[-1]), default)
 
 
 @pytest.fixture
-def planned(kernel, planned_kernel):
-    return planned_kernel(kernel)
+def watched(watch):
+    """The launch module as Watched."""
+    from helpers.nf4 import launch
+
+    return watch(launch)
 
 
-def interpret(kernel, monkeypatch):
-    """Give the interpreter what a repeated launch takes from CUDA: an allocator, a stream, a launch."""
-    launch_once, last, one_at_a_time = kernel._launch, threading.local(), threading.Lock()
+class Interpreted:
+    """What Triton's interpreter lacks: a compiled kernel whose run(...) takes addresses."""
 
-    def empty(shape, stride, dtype):
-        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
+    global_scratch_size = profile_scratch_size = 1  # not to be launched past `run`
+    packed_metadata, function = (4, 1, 0), None
+    one_at_a_time = threading.Lock()
 
-    def memory(address, like):
-        content = (ctypes.c_uint8 * like.nbytes).from_address(address)
-        return torch.frombuffer(content, dtype=like.dtype).view(like.shape)
+    def __init__(self, module, arguments, constexprs):
+        self.kernel, self.options = module._your_dequantize_nf4_kernel, dict(num_warps=4)
+        self.dtypes = [x.dtype for x in arguments[:7]]
+        self.sizes = [x.numel() for x in arguments[:7]]
+        self.names = list(constexprs)
+        self.run = self  # as an attribute of a CompiledKernel
 
-    def launch(*arguments):
-        last.arguments = arguments
-        return launch_once(*arguments)
+    def __call__(self, grid, y, z, stream, function, metadata, launch_metadata, enter, exit_, *arguments):
+        addresses, sizes, constexprs = arguments[:7], arguments[7:9], arguments[9:]
+        tensors = map(memory, addresses, self.dtypes, self.sizes)
+        launch = self.kernel[(grid,)]
+        with self.one_at_a_time:
+            launch(*tensors, *sizes, **dict(zip(self.names, constexprs, strict=True)), **self.options)
 
-    def repeat(compiled, grid, arguments, constexprs, limit):
-        jit, _, _, _, settings = last.arguments
-        seen = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
 
-        def again(stream, *addresses):
-            table, *sizes = seen[3], *seen[7:]
-            like = [*seen[:3], *seen[4:7]]
-            weight, out, absmax, *second = map(memory, addresses, like)
-            launch = jit[(grid,)]
-            with one_at_a_time:
-                launch(weight, out, absmax, table, *second, *sizes, **constexprs, **kernel._options(settings))
+def memory(address, dtype, numel):
+    content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(content, dtype=dtype)
 
-        return again
 
-    monkeypatch.setattr(kernel, "_empty_cuda", empty)
-    monkeypatch.setattr(kernel, "_stream", lambda index: 0)
-    monkeypatch.setattr(kernel, "_launch", launch)
-    monkeypatch.setattr(kernel, "_repeat", repeat)
-    monkeypatch.setattr(kernel, "DIRECT", True)
+def interpret(module, monkeypatch):
+    """Give the interpreter what a replayed launch takes from CUDA: an allocator, a stream, a launch."""
+    launch_plain = module._launch_plain
+
+    def launch_and_compile(tensors, values, out=None):
+        with Interpreted.one_at_a_time:
+            result, _, grid, arguments, constexprs, _ = launch_plain(tensors, values, out)
+        compiled = Interpreted(module, arguments, constexprs) if grid else None
+        return result, compiled, grid, arguments, constexprs, 0
+
+    monkeypatch.setattr(module, "_launch_plain", launch_and_compile)
+    monkeypatch.setattr(module, "_empty_cuda", empty)
+    monkeypatch.setattr(module, "_stream", lambda index: 0)
+    monkeypatch.setattr(module, "_current_device", lambda: -1)  # of a tensor on the CPU
+    monkeypatch.setattr(module, "DIRECT", True)
+
+
+def empty(shape, stride, dtype):
+    return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
