@@ -149,7 +149,7 @@ def launch_forms() -> str:
 def shares() -> str:
     """How much of the time saved is GPU kernel and how much launch path; H200 measured, T4 predicted."""
     rows, predicted, texts = store.rows(CARD), store.rows(T4), []
-    ours = call_us(rows, "ours")
+    ours, card = call_us(rows, "ours"), store.meta(CARD)["card"]
     for name in BASELINES.values():
         on_gpu, rest = (a - b for a, b in zip(call_us(rows, name), ours, strict=True))
         kernels, total = (
@@ -158,9 +158,10 @@ def shares() -> str:
             for case in ("kernels", "total")
         )
         measured, guessed = on_gpu / (on_gpu + rest), kernels / total
-        texts.append(f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and "
-                     f"{1 - measured:.0%} from the launch path ({store.meta(CARD)['card']}); on a T4 the prediction is "
-                     f"{guessed:.0%} and {1 - guessed:.0%}.")  # fmt: skip
+        texts.append(
+            f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and {1 - measured:.0%} "
+            f"from the launch path ({card}); on a T4 the prediction is {guessed:.0%} and {1 - guessed:.0%}."
+        )
     return " ".join(texts)
 
 
@@ -341,6 +342,7 @@ def file_result(path: Path) -> Path:
         sent = json.loads(path.read_text(encoding="utf-8"))
         rows = [store.Row(*texts, values) for *texts, values in sent["rows"]]
         facts = sent["environment"] | {"kernel": sent["kernel"] or {"device": None, "host": None}}
+        facts["card"], facts["date"]  # what decides the folder and its stamp
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a result of the notebook: {error!r}") from error
     for section in dict.fromkeys(row.section for row in rows):
