@@ -57,8 +57,10 @@ OWN_KERNELS = (
     "unsloth_zoo.temporary_patches.gpt_oss_grouped_qlora.nf4_dequant_expert_stack",
     "unsloth_zoo.temporary_patches.moe_nf4_grouped.nf4_grouped_mm",
 )
-RELOADED = "was reloaded: call use_nf4_kernel() again"
+RELOADED, OTHER = "was reloaded: call use_nf4_kernel() again", "is another function"
+REPLACED = "was wrapped or replaced by another library"
 log = logging.getLogger("nf4_triton")
+_KINDS = {types.FunctionType, functools.partial}
 _compiling = torch.compiler.is_dynamo_compiling
 _functorch = torch._C._are_functorch_transforms_active
 _plain_tensors = torch._C.DisableTorchFunctionSubclass  # Params4bit answers every method through Python
@@ -106,13 +108,13 @@ class Site:
         return self
 
     def changed(self) -> str:
-        """Return what happened to the replacement since it was put in place, "" if it is still there."""
+        """Return what others did to the function since, "" if it is as this module left it."""
         now, original = current(self.name), self.original
-        if now is self.replacement:
+        if now is (self.replacement if self.library_switch.on else original):
             return ""
         files = [getattr(getattr(one, "__code__", None), "co_filename", None) for one in (now, original)]
         alike = files[0] == files[1] and getattr(now, "__name__", "") == self.name.rpartition(".")[2]
-        return RELOADED if alike and now is not original else "was wrapped or replaced by another library"
+        return RELOADED if alike else REPLACED if self.library_switch.on else OTHER
 
     def tally(self) -> dict:
         kinds = {kind: getattr(self, kind) for kind in ("kernel", "library", "fused")}
@@ -324,13 +326,12 @@ def _switch_on(name: str, switch: Switch, asked: bool) -> None:
 
 def _install(name: str) -> None:
     library = _libraries[name]
-    if not library.on or any(site.changed() == RELOADED for site in library.sites):
-        _remove(library)
-        sites, left = {"bitsandbytes": _bitsandbytes, "unsloth": _unsloth}[name](library)
+    if not library.sites or any(site.changed() in (RELOADED, OTHER) for site in library.sites):
+        if library.on:
+            _remove(library)
+        library.sites, library.left = {"bitsandbytes": _bitsandbytes, "unsloth": _unsloth}[name](library)
+    if not library.on:
         _self_test()
-        old, new = ([(site.original, site.watched) for site in each] for each in (library.sites, sites))
-        library.sites = library.sites if old == new else sites  # the same, so that compiled graphs stay valid
-        library.left = left
     replacements = {id(site.original): site.replacement for site in library.sites}
     try:  # also if it is on: modules imported since may hold the originals
         for module, attribute, value in _references(PACKAGES):
@@ -363,9 +364,9 @@ def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple[types.Modul
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", "")).lower()
         if isinstance(module, types.ModuleType) and name.startswith(packages):
-            for attribute, value in list(vars(module).items()):
-                if type(value) in (types.FunctionType, functools.partial):
-                    yield module, attribute, value
+            names = list(vars(module).items())
+            for attribute, value in [row for row in names if type(row[1]) in _KINDS]:
+                yield module, attribute, value
 
 
 def _not_replaced(sites: list[Site]) -> dict[str, str]:
