@@ -159,8 +159,9 @@ def shares() -> str:
         )
         measured, guessed = on_gpu / (on_gpu + rest), kernels / total
         texts.append(
-            f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and {1 - measured:.0%} "
-            f"from the launch path ({card}); on a T4 the prediction is {guessed:.0%} and {1 - guessed:.0%}."
+            f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and "
+            f"{1 - measured:.0%} from the launch path ({card}); on a T4 the prediction is {guessed:.0%} "
+            f"and {1 - guessed:.0%}."
         )
     return " ".join(texts)
 

@@ -57,6 +57,7 @@ STYLE = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 FOLLOWED = 3  # the code of the word that the idea picture follows
+BEHIND = dict(facecolor="white", edgecolor="none", pad=0.5)  # keeps a label on a line readable
 styled = matplotlib.rc_context(STYLE)
 
 
@@ -66,10 +67,10 @@ class Picture(Figure):
     alt = ""
 
     def png(self) -> bytes:
-        """Return the picture as PNG with a palette of 64 colors, at most 45 kB."""
+        """Return the picture as PNG with a palette, at most 45 kB."""
         drawn, small = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", dpi=DPI)
-        Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(
+        Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
             small, "PNG", optimize=True
         )
         return small.getvalue()
@@ -198,7 +199,10 @@ def training() -> Picture:
         at = [place + 0.4 * (index - (len(libraries) - 1) / 2) for place in range(len(tokens))]
         color = COLORS["unsloth_today" if library == "Unsloth" else "bitsandbytes"]
         panel.bar_label(
-            panel.bar(at, speeds, 0.36, yerr=errors, color=color, label=library), fmt="%.2f", padding=2
+            panel.bar(at, speeds, 0.36, yerr=errors, color=color, label=library),
+            fmt="%.2f",
+            padding=2,
+            bbox=BEHIND,
         )
         facts += [f"{library}, {text}: {speed:.2f}" for text, speed in zip(tokens, speeds, strict=True)]
     panel.axhline(1, color=INK, linewidth=0.9)
