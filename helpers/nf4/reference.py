@@ -30,9 +30,8 @@ def dequantize(weight, quant_state, flush_subnormal=None):
     flush_subnormal: treat subnormal fp32 numbers as zeros. Default: only on a GPU, as bitsandbytes does.
     Raises ValueError if a tensor is too short.
     """
-    multiply = torch.mul
-    if weight.is_cuda if flush_subnormal is None else flush_subnormal:
-        multiply = multiply_flushing
+    flush = weight.is_cuda if flush_subnormal is None else flush_subnormal
+    multiply = multiply_flushing if flush else torch.mul
     state, shape = quant_state, torch.Size(quant_state.shape)
     blocks = -(-shape.numel() // state.blocksize)
     scale = first(state.absmax, blocks, "absmax")
@@ -68,8 +67,7 @@ def by_block(multiply, values, scale, blocksize):
 
 def multiply_flushing(a, b):
     """Return a * b for |a| <= 1 as the GPU's `mul.rn.ftz.f32` does: subnormal factors and products become
-    zeros of their sign. A product counts as subnormal once rounded to 24 bits, so compare it 2**64 times as
-    large, where 24 bits fit."""
+    zeros of their sign. The GPU rounds to 24 bits before it looks; 2**64 times as large, they fit."""
     smallest = torch.finfo(torch.float32).tiny
 
     def flush(x, subnormal):
@@ -86,7 +84,7 @@ def different(x: torch.Tensor, y: torch.Tensor) -> int:
 
 
 def differences(x, y):
-    """Count them on the device, without waiting for it."""
+    """Return that count as a tensor on the device, without waiting for it."""
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
