@@ -1,6 +1,5 @@
 """Rows and meta.json: written, replaced, read, selected; the two hashes; what is stored in results/."""
 
-import csv
 import math
 
 import pytest
@@ -39,7 +38,7 @@ def test_a_section_is_replaced_and_the_others_stay():
     assert one(rows, "gpu_time").values == (1, 2.5, 123460, 16777216), "5 digits, whole numbers as they are"
     assert one(rows, "protocol").values == (0.3, 0.31) and one(rows, "gpu_time").case == kept.case
     meta = store.meta("nvidia-h200")
-    assert meta["card"] == "NVIDIA H200" and meta["versions"] == {"torch": "2.11"}
+    assert (meta["card"], meta["versions"]) == ("NVIDIA H200", {"torch": "2.11"})
     assert meta["sections"]["protocol"] == {"date": "2026-11-22", **store.hashes(), "note": ""}
     assert list(meta["sections"]) == ["gpu_time", "protocol"]
 
@@ -114,8 +113,7 @@ def test_hashes_follow_the_code_and_not_its_comments(tmp_path, monkeypatch, file
 
 @pytest.mark.parametrize("card", CARDS)
 def test_stored_rows_are_sound(card):
-    with (store.folder(card) / "rows.csv").open(newline="", encoding="utf-8") as file:
-        assert next(csv.reader(file)) == store.HEADER
+    assert (store.folder(card) / "rows.csv").read_text().startswith(",".join(store.HEADER))
     rows, meta = store.rows(card), store.meta(card)
     assert {row.section for row in rows} == set(meta["sections"])
     assert len({(row.section, row.case, row.contender, row.unit) for row in rows}) == len(rows), "a row twice"
