@@ -3,7 +3,6 @@
 import contextlib
 import getpass
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,32 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.nf4 import environment
 from helpers.nf4.environment import (  # noqa: F401
-    MIN_CAPABILITY,
-    capability,
-    colab,
-    driver,
     forced,
     gpu_name,
     has_gpu,
     interpreter,
-    kaggle,
     native_bf16,
     no_gpu,
-    nvidia_smi,
     old_gpu,
-    switch_on_gpu,
     version_of,
-    versions,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def hosted() -> bool:
-    """Return True where packages go into the running Python: Colab or Kaggle."""
-    return colab() or kaggle()
 
 
 def prepare() -> None:
@@ -86,28 +71,6 @@ def _hide_native_bf16():
     dynamo = sys.modules.get("torch._dynamo.device_interface")
     if dynamo:  # what Inductor asks: a reference taken when the module was imported
         dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version: '2.11.0+cu128' -> (2, 11, 0)."""
-    return tuple(int(part) for part in re.match(r"\d+(?:\.\d+)*", version).group().split("."))
-
-
-def describe() -> dict:
-    """Return environment.describe() with the keys of the old result files: "gpu", versions flat."""
-    facts = environment.describe()
-    return {"gpu": facts.pop("card"), **facts.pop("versions"), **facts}
-
-
-def result_folder() -> Path:
-    """Return where this machine's measurements belong: results/<gpu>/, such as results/nvidia-h200.
-
-    NF4_RESULTS replaces the `results` folder. A run with settings forced (NF4_FORCE) gets a folder of its
-    own, such as results/nvidia-h200-forced-t4, so that it is never taken for the card itself.
-    """
-    root = Path(os.environ.get("NF4_RESULTS") or ROOT / "results")
-    slug = re.sub(r"[^a-z0-9]+", "-", (gpu_name() or "cpu-interpreter").lower()).strip("-")
-    return root / (f"{slug}-forced-{forced()}" if forced() else slug)
 
 
 class ChildFailed(RuntimeError):

@@ -1,23 +1,25 @@
+"""The description of the machine, preparing a process, and child processes."""
+
 import json
 import os
-import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
 
-from helpers.__main__ import COMMANDS
 from helpers import machine
+from helpers.nf4 import environment
 
 
 @pytest.fixture
 def plain(monkeypatch):
-    """No trace of Colab, Kaggle or forced decisions in the environment."""
+    """No trace of Colab, Kaggle or forced settings, and no driver."""
     for name in list(os.environ):
         if name.startswith(("COLAB_", "KAGGLE_", "NF4_")):
             monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "google.colab", raising=False)
+    monkeypatch.setattr(environment, "driver", lambda: None)
     return monkeypatch
 
 
@@ -29,177 +31,100 @@ def card(plain):
         plain.setattr(torch.cuda, "is_available", lambda: True)
         plain.setattr(torch.cuda, "get_device_name", lambda device=None: name)
         plain.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-        plain.setattr(machine, "driver", lambda: "580.0")
+        plain.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
 
     return pretend
 
 
-def test_description_is_json_with_the_keys_of_the_contract():
-    facts = json.loads(json.dumps(machine.describe()))
-    machine = "gpu capability driver cuda date colab kaggle interpreter forced".split()
-    packages = "python torch triton bitsandbytes unsloth peft transformers".split()
-    assert {*machine, *packages} == set(facts)
-    assert facts["date"].endswith("+00:00")
+def test_description_is_json(card):
+    card("Tesla T4", (7, 5))
+    facts = json.loads(json.dumps(environment.describe()))
+    keys = "card capability driver cuda versions date colab kaggle interpreter forced"
+    assert list(facts) == keys.split() and facts["card"] == "Tesla T4" and facts["capability"] == [7, 5]
+    assert {"python", *environment.PACKAGES} == set(facts["versions"]) and facts["date"].endswith("+00:00")
 
 
 @pytest.mark.parametrize(
-    "name, expected", [("COLAB_GPU", True), ("COLAB_RELEASE_TAG", True), ("OTHER", False)]
+    "variable, hosted",
+    [("COLAB_GPU", "colab"), ("KAGGLE_URL_BASE", "kaggle"), ("KAGGLE_KEY", None), ("OTHER", None)],
 )
-def test_colab_is_known_by_its_variables(plain, name, expected):
-    plain.setenv(name, "1")
-    assert machine.colab() is expected
-
-
-def test_colab_is_known_by_its_module(plain):
-    plain.setitem(sys.modules, "google.colab", sys)
-    assert machine.colab()
-
-
-def test_kaggle_api_keys_do_not_make_a_kaggle_notebook(plain):
-    plain.setenv("KAGGLE_USERNAME", "someone")
-    plain.setenv("KAGGLE_KEY", "secret")
-    assert not machine.kaggle()
-    plain.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert machine.kaggle()
+def test_colab_and_kaggle_are_known_by_their_variables(plain, variable, hosted):
+    plain.setenv(variable, "1")
+    assert {"colab": environment.colab(), "kaggle": environment.kaggle()} == {
+        "colab": hosted == "colab",
+        "kaggle": hosted == "kaggle",
+    }
 
 
 @pytest.mark.parametrize(
-    "version, numbers", [("2.11.0+cu128", (2, 11, 0)), ("3.6.0", (3, 6, 0)), ("2.12.0a0+git1", (2, 12, 0))]
-)
-def test_release(version, numbers):
-    assert machine.release(version) == numbers
-
-
-@pytest.mark.parametrize(
-    "name, folder",
+    "variable, driver, cuda, advice",
     [
-        ("NVIDIA H200", "nvidia-h200"),
-        ("Tesla T4", "tesla-t4"),
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3"),
+        ("COLAB_GPU", None, None, "Runtime > Change runtime type > T4 GPU"),
+        ("KAGGLE_URL_BASE", None, None, "Accelerator > GPU T4 x2"),
+        ("OTHER", None, None, "nvidia-smi"),
+        ("OTHER", "580.0", None, "build without CUDA"),
+        ("OTHER", "580.0", "13.0", "driver 580.0"),
     ],
 )
-def test_each_card_has_its_result_folder(card, name, folder):
-    card(name, (9, 0))
-    assert machine.result_folder() == machine.ROOT / "results" / folder
+def test_no_gpu_says_what_to_do(plain, variable, driver, cuda, advice):
+    plain.setattr(torch.cuda, "is_available", lambda: False)
+    plain.setattr(environment, "driver", lambda: driver)
+    plain.setattr(torch.version, "cuda", cuda)
+    plain.setenv(variable, "1")
+    assert advice in environment.no_gpu()
 
 
-def test_forced_decisions_never_land_in_the_folder_of_a_card(card, plain, tmp_path):
-    card("NVIDIA H200", (9, 0))
-    assert machine.forced() is None
-    plain.setenv("NF4_FORCE", "t4")
-    plain.setenv("NF4_RESULTS", str(tmp_path))
-    assert machine.result_folder() == tmp_path / "nvidia-h200-forced-t4"
-    assert machine.describe()["forced"] == "t4"
-
-
-@pytest.fixture
-def with_bf16(card, plain):
-    """An H200 whose torch reports native bf16, wherever Inductor asks."""
-    from torch._dynamo.device_interface import CudaInterface
-
-    def is_bf16_supported(including_emulation=True):
-        return True
-
-    card("NVIDIA H200", (9, 0))
-    plain.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    plain.setattr(CudaInterface, "is_bf16_supported", staticmethod(is_bf16_supported))
-    plain.setattr(
-        CudaInterface, "get_device_properties", staticmethod(lambda device: SimpleNamespace(name="H"))
-    )
-    return plain
-
-
-def test_a_forced_t4_reports_no_native_bf16_but_emulation(with_bf16):
-    machine.prepare()
-    assert machine.native_bf16()
-    with_bf16.setenv("NF4_FORCE", "t4")
-    for _ in range(2):  # importing some of the helpers prepares again
-        machine.prepare()
-        assert not machine.native_bf16() and torch.cuda.is_bf16_supported()
-
-
-def test_a_forced_t4_survives_what_unsloth_does_to_the_question(with_bf16):
-    with_bf16.setenv("NF4_FORCE", "t4")
-    machine.prepare()
-    ours = torch.cuda.is_bf16_supported
-    torch.cuda.is_bf16_supported = lambda including_emulation=False: ours(including_emulation)
-    machine.prepare()
-    assert not machine.native_bf16() and not torch.cuda.is_bf16_supported()
+def test_an_old_gpu_is_named(card):
+    for capability, old in (((6, 0), True), ((7, 5), False), ((12, 0), False)):
+        card("Tesla P100", capability)
+        assert environment.no_gpu() is None
+        text = environment.old_gpu()
+        assert bool(text) == old and (not old or "sm_60; the kernel needs sm_75" in text)
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_inductor_refuses_bf16_graphs_on_a_forced_t4(with_bf16, forced):
-    """Inductor's own decision, taken before it generates code."""
-    from torch._dynamo.exc import SkipFrame
-    from torch._inductor import compile_fx, ir
+def test_a_forced_t4_reports_no_native_bf16_and_inductor_sees_it(card, plain, forced):
+    from torch._dynamo.device_interface import CudaInterface
 
+    card("NVIDIA H200", (9, 0))
+    plain.setattr(CudaInterface, "is_bf16_supported", staticmethod(torch.cuda.is_bf16_supported))
     if forced:
-        with_bf16.setenv("NF4_FORCE", "t4")
-    machine.prepare()
-    layouts = {
-        dtype: ir.FixedLayout(torch.device("cuda"), dtype, [4], [1])
-        for dtype in (torch.float16, torch.bfloat16)
-    }
-    graphs = {
-        dtype: SimpleNamespace(graph_inputs={}, graph_outputs=[ir.InputBuffer(name="x", layout=layout)])
-        for dtype, layout in layouts.items()
-    }
-    compile_fx._check_triton_bf16_support(graphs[torch.float16])
-    if not forced:
-        compile_fx._check_triton_bf16_support(graphs[torch.bfloat16])
-        return
-    with pytest.warns(UserWarning, match="bfloat16 compilation"), pytest.raises(SkipFrame):
-        compile_fx._check_triton_bf16_support(graphs[torch.bfloat16])
+        plain.setenv("NF4_FORCE", "t4")
+    for _ in range(2):  # the notebook and its helpers both prepare
+        machine.prepare()
+        assert environment.native_bf16() != forced and torch.cuda.is_bf16_supported()
+        assert CudaInterface.is_bf16_supported(False) != forced
+    assert environment.describe()["forced"] == ("t4" if forced else None)
 
 
-def test_a_t4_is_new_enough_and_a_p100_is_not(card):
-    card("Tesla T4", (7, 5))
-    assert machine.old_gpu() is None and machine.no_gpu() is None
-    card("Tesla P100-PCIE-16GB", (6, 0))
-    text = machine.old_gpu()
-    assert "Tesla P100" in text and "sm_60" in text and "sm_75" in text
+def test_a_process_without_a_home_or_a_name_gets_both(plain, tmp_path):
+    plain.setattr(machine, "ROOT", tmp_path)
+    plain.setenv("HOME", "/no/such/home")
+    plain.setattr(machine.getpass, "getuser", lambda: {}["uid"])
+    plain.setenv("USER", "")
+    machine.give_home()
+    assert os.environ["HOME"] == str(tmp_path / "build" / "home") and os.environ["USER"].startswith("uid")
 
 
-@pytest.mark.parametrize(
-    "variable, advice",
-    [
-        ("COLAB_GPU", "Runtime > Change runtime type > T4 GPU"),
-        ("KAGGLE_URL_BASE", "Accelerator > GPU T4 x2"),
-        ("NOTHING", "nvidia-smi"),
-    ],
-)
-def test_no_gpu_says_what_to_do(plain, variable, advice):
-    plain.setattr(torch.cuda, "is_available", lambda: False)
-    plain.setattr(machine, "driver", lambda: None)
-    plain.setenv(variable, "1")
-    assert advice in machine.no_gpu()
+def test_what_a_process_prints_and_how_it_ended(tmp_path):
+    code = "import os, sys, helpers; print(os.getcwd(), sys.stdin.read(), os.environ.get('X')); sys.exit(3)"
+    for x in ("x", None):
+        done = machine.python(["-c", code], variables={"X": x}, folder=tmp_path, stdin="in", check=False)
+        assert (done.status, done.out.split()) == (3, [str(tmp_path), "in", str(x)])
+    with pytest.raises(machine.ChildFailed, match="ended with 1(.|\n)*ZeroDivisionError"):
+        machine.python(["-c", "1 / 0"])
 
 
-def test_a_cpu_build_of_torch_beside_a_gpu_is_named(plain):
-    plain.setattr(torch.cuda, "is_available", lambda: False)
-    plain.setattr(machine, "driver", lambda: "580.0")
-    plain.setattr(torch.version, "cuda", None)
-    assert "build without CUDA" in machine.no_gpu() and "colab_setup.sh" in machine.no_gpu()
-    plain.setattr(torch.version, "cuda", "13.0")
-    assert "driver 580.0" in machine.no_gpu()
-
-
-def test_prepare_refuses_when_triton_was_imported_too_early():
-    code = (
-        "import torch; torch.cuda.is_available = lambda: False\n"
-        "import triton\n"
-        "from helpers import machine\n"
-        "machine.prepare()"
-    )
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=env, cwd=machine.ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "triton was imported before" in done.stderr
-
-
-def test_helpers_need_no_torch_to_be_imported():
-    """The set-up runs before anything is installed."""
-    names = ["helpers.__main__", *(f"helpers.{COMMANDS[name][0]}" for name in ("doctor", "run"))]
-    code = "import sys; sys.modules['torch'] = None; import helpers.install, " + ", ".join(names)
-    done = subprocess.run([sys.executable, "-c", code], cwd=machine.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_after_its_time_a_process_ends_with_those_it_started(tmp_path):
+    code = "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+    done = machine.python(["-c", code], timeout=2, check=False)
+    assert done.status is None
+    state = f"/proc/{int(done.out)}/stat"
+    for _ in range(100):  # until it has been reaped, or is a zombie
+        if not os.path.exists(state) or open(state).read().split(")")[-1].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the process it started is still there")
+    with pytest.raises(machine.ChildFailed, match="did not end within 1 s"):
+        machine.python(["-c", "import time; time.sleep(60)"], timeout=1)

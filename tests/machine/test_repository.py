@@ -1,11 +1,14 @@
-"""The whole repository: formatting, the order of the rooms, dead code."""
+"""The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
 
 import json
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
+import helpers
+from helpers import __main__ as commands
 from helpers import machine
 
 
@@ -19,19 +22,10 @@ def test_lint(command):
     run("-m", "ruff", *command, ".")
 
 
-def test_rooms_import_only_what_stands_below_them():
+def test_imports_go_down():
     """The contracts are in pyproject.toml."""
     pytest.importorskip("importlinter")
     run("-c", "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))")
-
-
-def test_every_room_says_what_it_is_for():
-    rooms = [
-        path for path in machine.ROOT.joinpath("helpers").iterdir() if (path / "__init__.py").exists()
-    ]
-    assert len(rooms) >= 10
-    for room in rooms:
-        assert (room / "__init__.py").read_text().startswith('"""'), room.name
 
 
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
@@ -48,3 +42,30 @@ def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     kinds = ("function", "method", "property", "class", "import", "unreachable_code")
     dead = [item.get_report() for item in scan.get_unused_code() if item.typ in kinds]
     assert not dead, "\n".join(dead)
+
+
+def test_each_command_has_one_line_and_an_unknown_one_is_named(capsys):
+    assert commands.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()[-len(commands.COMMANDS) :]
+    assert [line.split()[0] for line in lines] == list(commands.COMMANDS)
+    assert commands.main(["no such command"]) == 2 and "no such command" in capsys.readouterr().err
+
+
+def test_importing_a_module_changes_no_variable_and_starts_nothing():
+    """Only the command line, the notebook and the tests prepare the process; after that it is too late."""
+    modules = [module.name for module in pkgutil.walk_packages(helpers.__path__, "helpers.")]
+    code = f"""
+import importlib, os, sys, threading
+import helpers.machine
+import torch, bitsandbytes, matplotlib  # which do set variables
+before = dict(os.environ)
+for name in {[name for name in modules if "__main__" not in name]}:
+    importlib.import_module(name)
+changed = {{name: value for name, value in os.environ.items() if before.get(name) != value}}
+assert not changed and set(before) <= set(os.environ), changed
+assert threading.active_count() == 1
+torch.cuda.is_available = lambda: False
+helpers.machine.prepare()
+"""
+    with pytest.raises(machine.ChildFailed, match="RuntimeError: triton was imported before"):
+        machine.python(["-c", code], variables={"TRITON_INTERPRET": None})
