@@ -69,8 +69,8 @@ def judged_in_form(form):
     if form == "evict_last":
         return cells(('"evict_first" if s.hints', '"evict_last" if s.hints')).your_dequantize_nf4
     if form == "other assembly":
-        return cells(('ROW_FP16 = tl.constexpr("{ "', 'ROW_FP16 = tl.constexpr("{ .reg .b32 odd; mov.b32 odd, $4; "')
-                     ).your_dequantize_nf4  # fmt: skip
+        odd = ('ROW_FP16 = tl.constexpr("{ "', 'ROW_FP16 = tl.constexpr("{ .reg .b32 odd; not.b32 odd, $4; "')
+        return cells(odd).your_dequantize_nf4
     copy = cells()
     if form == "without force":
         del copy.force

@@ -1,266 +1,167 @@
 """The marking table from synthetic evidence: every line, every threshold, and what is missing."""
 
 import ast
+import hashlib
 import json
-from pathlib import Path
 
-import msgspec
 import pytest
 
-from helpers.results import store as results
-from helpers.puzzle import checks as evidence, marking, protocol, score
+from helpers.nf4.environment import describe
+from helpers.puzzle import checks, marking, notebook, protocol
 from helpers.puzzle.checks import Evidence
+from helpers.results import pages, store
 
 POINTS = {judge: won for _, judge, won, _ in marking.TABLE if isinstance(judge, str)}
 WITHOUT_POINTS = ("no_large_buffers", "no_sync", "fresh_output")
 GPU = "an NVIDIA GPU"
+FAILED = protocol.Entry("ours", failure="c: AssertionError: up_proj\nmore")
 
 
-def comparison(classic=2.0, today=1.6, **changes):
-    """Ours takes a second; the baselines as many as given, or what an Entry says."""
+def comparison(classic=2.0, today=1.6, forms=(), **changes):
+    """Ours takes a second; the others as many as given, or what an Entry says."""
     seconds = {"ours": 1.0, "unsloth_today": today, "unsloth_classic": classic, **changes}
     entries = {
         name: value if isinstance(value, protocol.Entry) else protocol.Entry(name, seconds=[value])
         for name, value in seconds.items()
     }
-    return protocol.Comparison(entries, 1000, 5, "Unsloth today", "cuda", ["a", "b", "c"])
-
-
-def everything(**changes):
-    """Evidence for all points, then `changes` (passed, or a whole Evidence) by key."""
-    seen = {key: Evidence(key, True, f"{key} seen") for key in (*POINTS, *WITHOUT_POINTS)}
-    for key, change in changes.items():
-        seen[key] = change if isinstance(change, Evidence) else Evidence(key, change, f"{key} failed")
-    return seen
+    return protocol.Comparison(entries, 1000, "Unsloth today", list(forms))
 
 
 def marked(run=None, **changes):
-    return marking.mark(run or comparison(), everything(**changes))
-
-
-def points(table, name, column="today"):
-    return next(line.points[column] for line in table.lines if line.name == name)
+    """Marked with evidence for all points, then `changes` (passed, or a whole Evidence) by key."""
+    seen = {key: Evidence(key, True, f"{key} seen") for key in (*POINTS, *WITHOUT_POINTS)}
+    for key, change in changes.items():
+        seen[key] = change if isinstance(change, Evidence) else Evidence(key, change, f"{key} failed")
+    return marking.mark(run or comparison(), seen)
 
 
 @pytest.fixture(autouse=True)
-def on_a_card(monkeypatch):
-    facts = marking.machine() | {"gpu": "a card", "capability": (9, 0), "date": "2026-11-22T10:00:00+00:00"}
-    monkeypatch.setattr(marking, "machine", lambda: facts)
-    return facts
+def card(monkeypatch):
+    facts = describe() | {"card": "Tesla T4 (a)", "capability": [7, 5], "date": "2026-11-22T10:00:00+00:00"}
+    monkeypatch.setattr(marking, "describe", lambda: facts)
+    monkeypatch.setattr(marking, "ON_GPU", True)
 
 
-def test_all_points():
+def test_all_points_and_their_weights():
     table = marked()
-    assert table.totals == {"classic": 14, "today": 14}
-    assert table.headline == (
-        "14 of 14 points on a card, 2026-11-22; against Unsloth today 14 (1.60x), Unsloth classic 14 (2.00x)."
-    )
-
-
-def test_the_weights_are_the_puzzles():
-    best = {line.name: line.best for line in marked().lines}
-    assert best == {
-        "One fused kernel": 3,
-        "Penalty: speedup at most 1.00": 0,
-        "Speedup at least 1.05": 1,
-        "Speedup at least 1.10": 2,
-        "Speedup at least 1.15": 2,
-        "Works under torch.compile": 1,
-        "Custom assembly works": 3,
-        "Uses cache eviction": 1,
-        "Tested in fp16 and bf16": 1,
-    }
-    assert sum(best.values()) == marking.MAXIMUM == 14
-    assert set(POINTS) <= {check.__name__ for check in evidence.CHECKS}
+    assert table.totals == {"today": 14, "classic": 14} and marking.MAXIMUM == 14
+    against = "against Unsloth today 14 (1.60x), Unsloth classic 14 (2.00x)."
+    assert table.headline == f"14 of 14 points on Tesla T4 (a), 2026-11-22; {against}"
+    assert [line.best for line in table.lines] == [3, 0, 1, 2, 2, 1, 3, 1, 1]
+    assert set(POINTS) <= {check.__name__ for check in checks.CHECKS}
 
 
 @pytest.mark.parametrize(
     "ratio, earned",
-    [
-        *((0.5, -3), (1.0, -3), (1.0001, 0), (1.0499, 0), (1.05, 1)),
-        *((1.0999, 1), (1.10, 3), (1.1499, 3), (1.15, 5), (3, 5)),
-    ],
-)
+    [(0.5, -3), (1.0, -3), (1.0001, 0), (1.049, 0), (1.05, 1), (1.099, 1), (1.10, 3), (1.149, 3), (1.15, 5)],
+)  # fmt: skip
 def test_speed_thresholds(ratio, earned):
     assert marked(comparison(classic=ratio)).totals == {"classic": 9 + earned, "today": 14}
 
 
-@pytest.mark.parametrize(
-    "key, lost",
-    [("single_kernel", 3), ("torch_compile", 2), ("custom_asm", 3), ("cache_eviction", 1), ("exact", 2)],
-)
-def test_a_failed_criterion(key, lost):
+@pytest.mark.parametrize("key", POINTS)
+def test_a_failed_criterion_costs_and_a_missing_one_adds_nothing(key):
+    lost = {"torch_compile": 2, "exact": 2}.get(key, POINTS[key])
     table = marked(**{key: False})
-    assert table.totals == {"classic": 14 - lost, "today": 14 - lost} and f"{key} failed" in str(table)
-
-
-@pytest.mark.parametrize("key, best", POINTS.items())
-def test_a_missing_criterion_adds_nothing(key, best):
-    for seen in (everything(**{key: Evidence(key, None, needs=GPU)}), everything()):
-        if seen[key].passed:
-            del seen[key]
-        table = marking.mark(comparison(), seen)
-        assert table.totals["today"] == 14 - best and "not measured (needs " in str(table)
-        assert f"; {best} points not measured" in table.headline
+    assert set(table.totals.values()) == {14 - lost} and f"NO: {key} failed" in str(table)
+    table = marked(**{key: Evidence(key, None, needs=GPU)})
+    assert set(table.totals.values()) == {14 - POINTS[key]} and f"not measured (needs {GPU})" in str(table)
+    assert f"; {POINTS[key]} points not measured" in table.headline
 
 
 def test_what_has_no_points_changes_none_and_is_named():
     table = marked(**dict.fromkeys(WITHOUT_POINTS, False))
     assert table.totals["today"] == 14
     assert table.headline.endswith("; FAILED without points: no_large_buffers, no_sync, fresh_output.")
-    assert str(table).count("NO; ") == 3 and "Also checked (no points):" in str(table)
-    assert "official protocol: yes; right against Unsloth today" in str(table)
 
 
-def test_the_stricter_column_comes_first():
-    assert "14 of 14" not in marked(comparison(1.04, 1.3)).headline
-    first = "; against Unsloth classic 9 (1.04x), Unsloth today 14 (1.30x)"
-    assert "9 of 14 points" in marked(comparison(1.04, 1.3)).headline
-    assert first in marked(comparison(1.04, 1.3)).headline
-    assert "against Unsloth today 14 (1.20x), Unsloth classic" in marked(comparison(1.3, 1.2)).headline
+def test_the_stricter_column_comes_first_in_headline_and_table():
+    table = marked(comparison(1.04, 1.3))
+    assert table.headline.startswith("9 of 14 points")
+    assert "; against Unsloth classic 9 (1.04x), Unsloth today 14 (1.30x)" in table.headline
+    assert table.table()[0] == ["Criterion", "vs Unsloth classic", "vs Unsloth today", "Measured"]
+    rows = {cells[0]: cells[1:3] for cells in marked(comparison(0.9, 1.02), exact=False).table()}
+    assert rows["Penalty: speedup at most 1.00"] == ["-3", "0"]
+    assert rows["Tested in fp16 and bf16"] == ["-1", "-1"] and rows["Sum"] == ["4 of 14", "7 of 14"]
 
 
-def test_one_column_not_measured():
-    for entry in (protocol.Entry("x", reason="not there"), protocol.Entry("x", failure="not there\nmore")):
+def test_what_was_not_timed_scores_nothing_and_says_why():
+    for entry in (protocol.Entry("x", "unsloth: gone"), protocol.Entry("x", failure="unsloth: gone\nmore")):
         table = marked(comparison(classic=entry))
         assert table.totals == {"classic": 9, "today": 14}
-        assert points(table, "Speedup at least 1.15", "classic") is None
-        assert "not measured (needs a time of unsloth_classic: not there" in " ".join(str(table).split())
+        assert "not measured (needs unsloth: gone" in " ".join(str(table).split())
         assert "5 points not measured" in table.headline and "classic" not in table.headline
-
-
-def test_nothing_measured():
-    run = comparison(ours=protocol.Entry("ours"))
-    table = marking.mark(run, {})
-    assert table.totals == {"classic": 0, "today": 0}
-    assert table.headline == "0 of 14 points on a card, 2026-11-22; 14 points not measured."
-    assert all(set(cells[1:3]) == {"-"} for cells in list(table.rows())[1:-1])
-
-
-def test_a_candidate_that_is_wrong_loses_the_speed_points():
-    table = marked(comparison(ours=protocol.Entry("ours", failure="c: AssertionError: up_proj\nmore")))
-    assert table.totals == {"classic": 6, "today": 6}
-    assert points(table, "Penalty: speedup at most 1.00") == -3
+    table = marking.mark(comparison(ours=protocol.Entry("ours")), {})
+    assert table.headline == "0 of 14 points on Tesla T4 (a), 2026-11-22; 14 points not measured."
+    table = marked(comparison(ours=FAILED))
+    assert table.totals == {"today": 6, "classic": 6}
     assert "no time: c: AssertionError: up_proj" in " ".join(str(table).split())
-    assert "(wrong)" in table.headline and "official protocol" in table.headline
+    assert "(wrong)" in table.headline and "Official protocol" in table.headline
 
 
 def test_the_ratio_is_of_medians_and_said_once():
-    run = comparison(unsloth_today=protocol.Entry("x", seconds=[3.0, 3.0, 1.0]))
+    run = comparison(today=protocol.Entry("x", seconds=[3.0, 3.0, 1.0]))
     run.entries["ours"].seconds = [1.0, 2.0, 9.0]
-    table = marking.mark(run, everything())
     assert marking.speed(run, "ours", "unsloth_today")[0] == 1.5 == run.speedup("ours", "unsloth_today")
-    assert str(table).count("2.0000 s instead of 3.0000 s") == 1
+    assert " ".join(str(marked(run)).split()).count("2.0000 s instead of 3.0000 s") == 1
 
 
-def test_the_text_fits_and_says_everything():
-    text = str(marked(custom_asm=Evidence("asm", True, "many words of evidence " * 12)))
-    assert max(map(len, text.splitlines())) <= 110
-    assert text.count("many") == 12 and "+3" in text and "14 of 14" in text
-    rows = {cells[0]: cells[1:3] for cells in marked(comparison(0.9, 1.02), exact=False).rows()}
-    assert rows["Penalty: speedup at most 1.00"] == ["-3", "0"]
-    assert rows["Tested in fp16 and bf16"] == ["-1", "-1"]
-    assert rows["Sum"] == ["4 of 14", "7 of 14"]
+def test_tables_are_text_and_html():
+    table = marked(custom_asm=Evidence("asm", False, "<many> words of evidence " * 12))
+    assert max(map(len, str(table).splitlines())) <= 110 and str(table).count("many") == 12
+    html = table._repr_html_()
+    assert html.count("<tr>") == 11 and "&lt;many&gt;" in html and "<b>11 of 14 points" in html
 
 
-def test_a_score_is_read_back_as_it_was_stored(tmp_path):
-    score = marked(exact=None)
-    results.write("score", score, tmp_path, marking.Score)
-    stored = results.read("score", tmp_path, marking.Score).data
-    assert stored == score and stored.totals["today"] == 13 and len(stored.lines) == 9
-    assert stored.evidence["exact"].passed is None and stored.evidence["official"].passed
+FORMS = {"kernel[grid]": 2.0, "compiled[grid]": protocol.Entry("x", failure="wrong\nmore")}
 
 
-@pytest.mark.parametrize("capability, asked", [((9, 0), False), ((7, 5), True)])
-def test_a_run_alone_keeps_its_result(on_a_card, tmp_path, capsys, capability, asked):
-    on_a_card |= {"gpu": "Tesla T4 (a)", "capability": capability}
-    run = comparison()
-    path = marking.keep_result(marked(run), run, tmp_path, kernel={"label": "abc"})
-    assert path.name == "nf4_tesla-t4-a.json"
-    content = json.loads(path.read_text())
-    assert set(content) == {"environment", "kernel", "data"} and set(content["data"]) == {"score", "protocol"}
-    msgspec.convert(content["environment"], results.Environment)
-    msgspec.convert(content["data"]["score"], marking.Score)
-    assert msgspec.convert(content["data"]["protocol"], results.Protocol).speedup("ours", "unsloth_today")
-    assert ("please attach this file" in capsys.readouterr().out) is asked
-
-
-def test_the_environment_is_that_of_every_result_file(monkeypatch):
-    from helpers import machine
-
-    monkeypatch.undo()
-    facts, described = marking.machine(), machine.describe()
-    assert set(facts) == set(described)
-    volatile = ("date", "interpreter")
-    assert {k: v for k, v in json.loads(json.dumps(facts)).items() if k not in volatile} == {
-        k: v for k, v in described.items() if k not in volatile
-    }
-
-
-def test_the_command_prints_the_table(monkeypatch, capsys):
-    runs = []
-
-    def compare(candidates, **how):
-        runs.append(how)
-        return comparison()
-
-    monkeypatch.setattr(protocol, "compare", compare)
-    monkeypatch.setattr(evidence, "examine", lambda candidate: everything())
-    assert score.main(["--quick"]) == 0
-    assert "14 of 14" in capsys.readouterr().out and runs == [{"rounds": 200, "repeats": 3}]
-    monkeypatch.setattr(evidence, "examine", lambda candidate: everything(no_sync=False))
-    assert score.main([]) == 1 and runs[1] == {}
-    monkeypatch.setattr(evidence, "examine", lambda candidate: everything())
-    monkeypatch.setattr(protocol, "compare", lambda candidates: comparison(today=0.9))
-    assert score.main([]) == 1, "slower than a baseline"
-
-
-def test_the_pytorch_backend_scores_nothing(monkeypatch):
-    """Exact, but not the kernel: NF4_BACKEND=torch earns no point, and costs the one for fp16 and bf16."""
-    pytest.importorskip("bitsandbytes")
-    from helpers.nf4 import backend
-
-    monkeypatch.setenv("NF4_BACKEND", "torch")
-    checks = (evidence.exact, evidence.fresh_output)
-    seen = evidence.examine(backend.dequantize, checks, tick=lambda line: None)
-    assert seen["fresh_output"].passed and seen["exact"].passed is False
-    assert max(marking.mark(comparison(ours=protocol.Entry("ours")), seen).totals.values()) < 0
-
-
-# --- one namespace ---
-
-
-def names_of(path):
-    """What a file's own code binds at its top level, imports of modules left out."""
-    bound = []
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            bound.append(node.name)
-        elif isinstance(node, ast.Assign):
-            bound += [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-    return bound
-
-
-def test_no_name_of_a_section_hides_another():
-    """In the notebook the kernel and the three modules share one namespace."""
-    root = Path(marking.__file__).parents[1]
-    files = [
-        root / "nf4" / "kernel.py",
-        *(root / "submission" / f"{n}.py" for n in ("protocol", "evidence", "marking")),
+def test_launch_forms_beside_the_score():
+    table = marking.forms_table(comparison(**FORMS, forms=FORMS))
+    assert table[1:] == [
+        ["plain wrapper, kernel[grid]", "2.0000", "0.80x", "1.00x"],
+        ["plain wrapper, compiled[grid]", "not measured (needs wrong)", "", ""],
+        ["direct launch (your_dequantize_nf4)", "1.0000", "1.60x", "2.00x"],
     ]
+
+
+def test_a_run_leaves_a_file_that_draw_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NF4_BUILD", str(tmp_path))
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path / "results"))
+    run = comparison(**FORMS, forms=FORMS)
+    run.entries["ours"].per_config = {"2048x8192 fp16": [1.0]}
+    cells, kernel = ["def f(): pass", "x = 1"], {"device": "abc", "host": "def"}
+    stamp = {"kernel": kernel, "cells": [hashlib.sha256(text.encode()).hexdigest()[:8] for text in cells]}
+    monkeypatch.setattr(marking, "STAMP", stamp)
+    for inputs, known in ((["", *cells, "y"], kernel), (cells[:1], {})):
+        monkeypatch.setattr(marking, "In", inputs, raising=False)
+        path = marking.save_result(marked(run), run)
+        assert path.name == "nf4_tesla-t4-a.json" and json.loads(path.read_text())["kernel"] == known
+        shown = capsys.readouterr().out
+        assert f"Kernel {'abc.def' if known else '(edited)'}; results" in shown and "please attach" in shown
+    pages.file_result(path)
+    rows = store.rows("tesla-t4-a")
+    assert store.one(rows, "protocol", "2048x8192 fp16", "ours", "s").values == (1.0,)
+    assert store.one(rows, "protocol", "total", "unsloth_today").values == (1.6,)
+    forms = {row.contender: row.median for row in store.select(rows, "launch_forms")}
+    assert forms == {"direct": 1.0, "ordinary": 2.0, "unsloth_today": 1.6, "unsloth_classic": 2.0}
+    assert sum(row.median for row in store.select(rows, "score", contender="today", unit="points")) == 14
+    assert store.one(rows, "score", "total", "classic", "x").values == (2.0,)
+    monkeypatch.setattr(marking, "ON_GPU", False)
+    assert marking.save_result(marked(run), run) is None, "times of Triton's interpreter mean nothing"
+    assert "on this CPU (Triton's interpreter)" in marked(run).headline
+
+
+def test_no_name_of_a_cell_hides_another():
+    """In the notebook all modules share one namespace."""
     owners, imported = {}, set()
-    for file in files:
-        for name in set(names_of(file)):
-            assert owners.setdefault(name, file.name) == file.name, (name, owners[name], file.name)
-        for node in ast.walk(ast.parse(file.read_text())):
+    for name, path in notebook.MODULES.items():
+        for node in ast.parse("\n".join(c.source for c in notebook.cells_of_module(name, path))).body:
+            bound = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                bound = [n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)]
             if isinstance(node, ast.Import):
                 imported |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+            for one in bound:
+                assert owners.setdefault(one, name) == name, (one, owners[one], name)
     assert not imported & set(owners), "an import would hide a name, or be hidden"
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_score_on_the_gpu(kernel):
-    run = protocol.compare({"ours": kernel.your_dequantize_nf4}, rounds=200, repeats=3)
-    table = marking.mark(run, evidence.examine(kernel.your_dequantize_nf4))
-    assert table.totals == {"classic": 14, "today": 14}, str(table)

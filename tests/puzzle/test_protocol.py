@@ -1,58 +1,63 @@
 """The protocol: its shapes and checks, what is timed and watched, and that no wrong candidate gets a time."""
 
-import inspect
-import json
 import statistics
-import subprocess
-import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers import machine
 from helpers.nf4 import reference
-from helpers.results import store as results
 from helpers.puzzle import protocol
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
 ONE = protocol.SMALL[1:2]
+GONE = {"bitsandbytes": protocol.Baseline("b", "b", None, "bitsandbytes: gone")}
 
 
 def exact(layer):
     return reference.dequantize(layer.weight, layer.weight.quant_state)
 
 
-def entry_of(candidate, configs=ONE, **options):
-    return protocol.compare({"it": candidate}, 4, 1, configs, {}, **options).entries["it"]
+def compare(candidate, configs=ONE):
+    return protocol.compare({"it": candidate}, 4, 1, configs, {}).entries["it"]
 
 
 def test_official_configurations():
-    """Sizes, seeds, dtypes and order as the puzzle states them."""
+    """Sizes, seeds, dtypes and order as the puzzle states them; small ones for the interpreter."""
     assert [tuple(config) for config in protocol.OFFICIAL] == [
         (2, 3333, 2048, 8192, 3407, FP16),
         (5, 777, 1024, 4096, 3409, BF16),
         (3, 2048, 4096, 14336, 3408, BF16),
     ]
-    assert {config.dtype for config in protocol.SMALL} == {FP16, BF16}
-    assert all(config.hidden % 64 == config.intermediate % 64 == 0 for config in protocol.SMALL)
-    assert inspect.signature(protocol.compare).parameters["rounds"].default == 1000
+    assert protocol.ROUNDS == 1000 and {config.dtype for config in protocol.SMALL} == {FP16, BF16}
 
 
-def test_the_puzzles_names_are_there():
-    names = "unsloth_dequantize bnb_Linear4bit assert_same MLP mlp_forward mlp_dequantize assert_correct_bnb"
-    assert all(callable(getattr(protocol, name)) for name in [*names.split(), "test_dequantize"])
-
-
-def test_the_official_run_of_an_exact_candidate():
+def test_the_puzzles_test_returns_seconds_or_what_it_needs(monkeypatch):
     seconds = protocol.test_dequantize(exact)
-    assert seconds is None if not protocol.ON_GPU else seconds > 0
-
-
-def test_a_wrong_candidate_raises_from_the_official_run():
-    with pytest.raises(AssertionError, match="(?s)128x448 float16.*MLP output|2048x8192 float16.*MLP output"):
+    if protocol.ON_GPU:
+        assert seconds > 0
+    else:
+        assert repr(seconds) == "not measured (needs an NVIDIA GPU); all weights are correct"
+    with pytest.raises(AssertionError, match="MLP output"):
         protocol.test_dequantize(lambda layer: exact(layer) * 1.01)
+    absent = protocol.NotMeasured("unsloth: gone")
+    missing = {repr(protocol.test_dequantize(absent)), repr(absent / 2.0), repr(2.0 / absent)}
+    assert missing == {"not measured (needs unsloth: gone)"}
+    known = protocol.baselines() | GONE
+    monkeypatch.setattr(protocol, "baselines", lambda: known)
+    assert repr(protocol.test_dequantize(exact)) == "not measured (needs bitsandbytes: gone)"
+
+
+def test_the_puzzles_test_checks_each_mlp_and_times_1000_rounds(monkeypatch):
+    log = []
+    monkeypatch.setattr(protocol, "ON_GPU", True)
+    monkeypatch.setattr(protocol, "build", lambda config: (config, "X"))
+    monkeypatch.setattr(protocol, "warm_up", lambda fx, X, mlp, dtype: log.append(("check", mlp, dtype)))
+    monkeypatch.setattr(protocol, "mlp_dequantize", lambda X, mlp, fx: log.append(mlp))
+    assert protocol.test_dequantize(exact) >= 0
+    assert log == sum(([("check", c, c.dtype), *[c] * 1000] for c in protocol.OFFICIAL), [])
 
 
 def wrong_code(layer):
@@ -72,27 +77,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_candidate_is_caught(name):
+def test_a_wrong_candidate_gets_no_time(name):
     candidate, message = WRONG[name]
-    entry = entry_of(candidate)
-    assert entry.failure and pytest.raises(AssertionError, protocol.must, False, entry.failure).match(
-        f"(?s){message}"
-    )
-    assert entry.seconds == [] and entry.per_config == {} and entry.identical is None
+    entry = compare(candidate)
+    with pytest.raises(AssertionError, match=f"(?s){message}"):
+        protocol.must(not entry.failure, entry.failure)
+    assert entry.seconds == [] and entry.per_config == {}
 
 
-def test_tolerances_are_the_defaults(monkeypatch):
-    """Off by 3 in the tenth bit: inside loosened tolerances, outside of fp16's default 1e-3."""
+def test_tolerances_are_the_defaults_and_each_weight_is_compared(monkeypatch):
+    """Off by 3 in the tenth bit is outside fp16's 1e-3; a weight wrong when asked for alone is seen."""
     seen, original = [], torch.testing.assert_close
-    monkeypatch.setattr(
-        torch.testing, "assert_close", lambda *a, **k: (seen.append(set(k) | {len(a)}), original(*a, **k))
-    )
-    assert entry_of(lambda layer: exact(layer) * (1 + 3 / 1024), protocol.SMALL[:1]).failure
-    assert seen and all(keywords == {2, "check_stride", "msg"} for keywords in seen)
-
-
-def test_each_weight_is_compared():
-    """Right inside the MLP and wrong when asked for the weight alone: caught in each of the three places."""
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.testing, "assert_close", lambda *a, **k: (seen.append(set(k)), original(*a, **k)))
+        assert compare(lambda layer: exact(layer) * (1 + 3 / 1024), protocol.SMALL[:1]).failure
+    assert seen and all(keywords == {"check_stride", "msg"} for keywords in seen)
     for position, name in ((4, "up"), (5, "gate"), (6, "down")):
         calls = []
 
@@ -100,36 +99,15 @@ def test_each_weight_is_compared():
             calls.append(layer)
             return exact(layer) * (2 if len(calls) == position else 1)
 
-        assert f"AssertionError: {name}_proj" in entry_of(candidate).failure
+        assert f"AssertionError: {name}_proj" in compare(candidate).failure
 
 
-def test_order_and_synchronizes(monkeypatch):
-    """Checks and timed rounds call up, gate, down; a round synchronizes after each one of them."""
-    log, names = [], {}
+def test_a_round_synchronizes_after_each_of_up_gate_down(monkeypatch):
+    log = []
+    mlp = SimpleNamespace(**{name: name for name in protocol.WEIGHTS})
     monkeypatch.setattr(protocol, "synchronize", lambda: log.append("sync"))
-    original = protocol.build
-
-    def build(config):
-        mlp, X = original(config)
-        names.update({id(getattr(mlp, name)): name.split("_")[0] for name in protocol.WEIGHTS})
-        return mlp, X
-
-    def candidate(layer):
-        log.append(names[id(layer)])
-        return exact(layer)
-
-    monkeypatch.setattr(protocol, "build", build)
-    monkeypatch.setattr(protocol, "uncounted", lambda: 0)
-    monkeypatch.setattr(protocol, "unsloth_dequantize", exact)
-    monkeypatch.setattr(protocol, "STOPS", 1)
-    entry_of(candidate)
-    one_round = ["up", "sync", "gate", "sync", "down", "sync"]
-    warm_up = ["up", "gate", "down", *one_round, *["sync"] * 3]
-    assert log[: 2 * len(warm_up)] == warm_up * 2
-    timed = log[2 * len(warm_up) :]
-    assert len(timed) == 4 * 6 + 2, "four rounds in two parts, each after a synchronize"
-    cut = next(i for i in range(6, 25, 6) if timed[1 + i] == "sync")
-    assert timed == ["sync", *one_round * (cut // 6), "sync", *one_round * (4 - cut // 6)]
+    protocol.mlp_dequantize(None, mlp, lambda layer: log.append(layer) or torch.zeros(1, 2))
+    assert log == ["up_proj", "sync", "gate_proj", "sync", "down_proj", "sync"]
 
 
 def test_layers_are_reproducible_from_the_seed():
@@ -140,10 +118,8 @@ def test_layers_are_reproducible_from_the_seed():
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(x, y) and x.shape == (2, 33, 128) and x.dtype == FP16
-    for name in protocol.WEIGHTS:
-        assert torch.equal(getattr(a, name).weight.data, getattr(b, name).weight.data)
+    assert all(torch.equal(getattr(a, n).weight.data, getattr(b, n).weight.data) for n in protocol.WEIGHTS)
     assert not torch.equal(a.gate_proj.weight.data, a.up_proj.weight.data)
-    assert a.down_proj.weight.quant_state.shape == (128, 448)
     assert a.training, "an evaluation forward on the CPU may repack the weights"
 
 
@@ -169,88 +145,92 @@ def test_quant_state_checks(make_layer, change):
 # --- the watch ---
 
 
-@pytest.mark.parametrize("count", range(4))
-def test_a_change_makes_every_earlier_result_wrong_and_leaves_no_trace(count):
-    """Other values in each layer, at the same addresses, and no version counter moves."""
-    mlp, _ = protocol.build(ONE[0])
+def tensors(layer):
+    state = layer.weight.quant_state
+    return layer.weight, state.absmax, state.state2.absmax, state.offset
+
+
+@pytest.mark.parametrize("how, kinds", [("values", {0, 1, 2, 3}), ("byte", {0, 1}), ("nothing", set())])
+def test_a_change_leaves_no_trace_but_in_the_values(how, kinds):
+    """One tensor of each layer changes, at the same address, and no version counter moves."""
+    mlp, touched = protocol.build(ONE[0])[0], set()
     layers = [getattr(mlp, name) for name in protocol.WEIGHTS]
-
-    def tensors(layer):
-        state = layer.weight.quant_state
-        return layer.weight, state.absmax, state.state2.absmax, state.offset
-
-    before = [exact(layer).clone() for layer in layers]
-    marks = [(x.data_ptr(), x._version) for layer in layers for x in tensors(layer)]
-    values = [[x.data.clone() for x in tensors(layer)] for layer in layers]
-    protocol.change(mlp, count)
-    assert [(x.data_ptr(), x._version) for layer in layers for x in tensors(layer)] == marks
-    for i, layer in enumerate(layers):
-        assert not protocol.same_bits(before[i], exact(layer))
-        touched = [not torch.equal(a, b.data) for a, b in zip(values[i], tensors(layer), strict=True)]
-        assert touched == [kind == (count + i) % 4 for kind in range(4)]
+    for _ in range(12):
+        before = [exact(layer).clone() for layer in layers]
+        marks = [(x.data_ptr(), x._version) for layer in layers for x in tensors(layer)]
+        values = [[x.data.clone() for x in tensors(layer)] for layer in layers]
+        protocol.change(mlp, how)
+        assert [(x.data_ptr(), x._version) for layer in layers for x in tensors(layer)] == marks
+        for i, layer in enumerate(layers):
+            differ = [int((a != b.data).sum()) for a, b in zip(values[i], tensors(layer), strict=True)]
+            touched |= {kind for kind in range(4) if differ[kind]}
+            assert sum(map(bool, differ)) == (how != "nothing") and (how != "byte" or sum(differ) == 1)
+            assert how == "nothing" or not reference.same_bits(before[i], exact(layer))
+    assert touched == kinds
 
 
-def test_results_are_overwritten_once_compared():
+def test_results_are_plain_exact_and_overwritten_once_compared():
     mlp, X = protocol.build(ONE[0])
     results = protocol.mlp_dequantize(X, mlp, exact)
-    protocol.assert_right_now(results, mlp)
+    protocol.assert_exact(results, mlp)
     assert all(result.isnan().all() for result in results)
-    with pytest.raises(AssertionError, match="up_proj while timed"):
-        protocol.assert_right_now(results, mlp)
+    with pytest.raises(AssertionError, match="up_proj, watched: .* elements differ"):
+        protocol.assert_exact(results, mlp)
+    results = [torch.nn.Parameter(result) for result in protocol.mlp_dequantize(X, mlp, exact)]
+    with pytest.raises(AssertionError, match="up_proj: the result is a Parameter, not a Tensor"):
+        protocol.assert_exact(results, mlp)
 
 
 def test_the_clock_stops_at_other_rounds_each_time(monkeypatch):
-    """The rounds add up, stops alternate, and what happens at a stop is not on the clock."""
+    """The rounds add up; changes (or none) and comparisons alternate and are not on the clock."""
     now, log = [0.0], []
 
-    def round_of_one_second(X, mlp, fx):
-        now[0] += 1
-        log.append("round")
+    def step(name, seconds):
+        now[0] += seconds
+        log.append(name)
         return ()
 
-    def stop(name):
-        def run(*_):
-            now[0] += 100
-            log.append(name)
-
-        return run
-
     monkeypatch.setattr(protocol, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(protocol, "mlp_dequantize", round_of_one_second)
-    monkeypatch.setattr(protocol, "change", stop("change"))
-    monkeypatch.setattr(protocol, "assert_right_now", stop("compare"))
-    places = set()
+    monkeypatch.setattr(protocol, "mlp_dequantize", lambda X, mlp, fx: step("round", 1))
+    monkeypatch.setattr(protocol, "change", lambda mlp, how: step(how, 100))
+    monkeypatch.setattr(protocol, "assert_exact", lambda results, mlp: step("compare", 100))
+    places, orders = set(), set()
     for _ in range(5):
         log.clear()
-        assert protocol.timed(None, None, None, 1000) == 1000
-        assert log.count("round") == 1000
+        assert protocol.timed(None, None, None, 1000) == 1000 == log.count("round")
         stops = [name for name in log if name != "round"]
-        assert stops == ["change", "compare"] * 10 and log[-1] == "compare"
+        assert stops[1::2] == ["compare"] * 10 and log[-1] == "compare"
+        assert stops[0] == "values" and sorted(stops[::2]) == ["byte"] * 3 + ["nothing"] * 3 + ["values"] * 4
         places.add(tuple(i for i, name in enumerate(log) if name != "round"))
-    assert len(places) == 5
+        orders.add(tuple(stops))
+    assert len(places) == 5 and len(orders) > 1
+    log.clear()
+    protocol.timed(None, None, None, 6)
+    assert {"values", "byte", "nothing"} <= set(log), "all three on a CPU, too"
 
 
-def test_memory_past_torch_fails_only_where_each_configuration_grows(monkeypatch):
-    """In each of three tries: other processes share the card."""
-    limit = protocol.LEFT_BEHIND
-    for grown, failed in (([limit + 1] * 3, True), ([limit + 1, 0, limit + 1], False)):
-        state = SimpleNamespace(total=0, calls=0)
+def test_after_the_timed_rounds_the_gpu_runs_what_it_ran_before(monkeypatch):
+    import triton.testing
 
-        def candidate(layer, state=state, grown=grown):
-            state.calls += 1
-            state.total += grown[state.config] if state.first else 0
-            state.first = False
-            return exact(layer)
+    mlp, X = protocol.build(ONE[0])
+    card, good = SimpleNamespace(L2_cache_size=1 << 10), [("kernel", 1e-3, 1 << 10)] * 3
+    monkeypatch.setattr(triton.testing, "get_dram_gbps", lambda: 4800.0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
 
-        def build(config, state=state, original=protocol.build):
-            state.config, state.first = protocol.SMALL.index(config), True
-            return original(config)
+    def profiled(events, before=None):
+        monkeypatch.setattr(protocol, "gpu_events", lambda call, count: events)
+        return protocol.profiled(exact, X, mlp, before)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(protocol, "build", build)
-            patch.setattr(protocol, "uncounted", lambda state=state: state.total)
-            failure = entry_of(candidate, protocol.SMALL).failure
-        assert ("past torch in each configuration" in failure) is failed
+    assert profiled(good) == ["kernel"] * 3 == profiled(good, ["kernel"] * 3)
+    for events, why in (
+        (good + good[:1], "after the timed rounds"),
+        ([("kernel", 1e-3, 16)] * 3, "48 threads cannot"),
+        ([("kernel", 1e-9, 1 << 20)] * 3, "its bytes take"),
+        ([], "0 threads cannot"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            profiled(events, ["kernel"] * 3)
 
 
 # --- several in turns ---
@@ -265,46 +245,41 @@ def late(layer):
     return exact(layer) * (2 if layer.weight.quant_state.dtype == BF16 else 1)
 
 
-def scripted(monkeypatch, seconds):
-    """Lets the CPU pass for a GPU, with `seconds` of a timed part by the function's name."""
-    order = []
+def test_turns_medians_and_failures(monkeypatch):
+    order, profiles, ticks = [], [], []
+    seconds = {"exact": 1.0, "slow": 1.5, "late": 0.1}
 
     def timed(fx, X, mlp, rounds):
         order.append(fx.__name__)
-        if isinstance(seconds[fx.__name__], Exception):
-            raise seconds[fx.__name__]
-        return seconds[fx.__name__]
+        return seconds[fx.__name__] / (fx.__name__ != "late" or len(order) < 9)  # out of memory, say
+
+    def profiled(fx, X, mlp, before=None):
+        profiles.append((fx.__name__, before))
+        return ["kernel"]
 
     monkeypatch.setattr(protocol, "ON_GPU", True)
     monkeypatch.setattr(protocol, "synchronize", lambda: None)
-    monkeypatch.setattr(protocol, "uncounted", lambda: 0)
+    monkeypatch.setattr(protocol, "profiled", profiled)
     monkeypatch.setattr(protocol, "timed", timed)
-    return order
-
-
-def test_turns_and_medians(monkeypatch):
-    order = scripted(monkeypatch, {"exact": 1.0, "slow": 1.5, "late": 0.1})
-    candidates = {"ours": exact, "slow": slow, "late": late}
-    ticks = []
-    comparison = protocol.compare(candidates, 9, 3, protocol.SMALL[:2], {}, lambda: ticks.append(1))
+    candidates, configs = {"ours": exact, "slow": slow, "late": late}, protocol.SMALL[:2]
+    comparison = protocol.compare(candidates, 9, 3, configs, {}, lambda: ticks.append(1))
     assert order[:9] == ["exact", "slow", "late", "slow", "late", "exact", "late", "exact", "slow"]
     assert order[9:] == ["exact", "slow", "slow", "exact", "exact", "slow"]
-    assert len(ticks) == 2 * 3 * 3
+    assert profiles[:6] == [(n, before) for before in (None, ["kernel"]) for n in ("exact", "slow", "late")]
+    assert len(ticks) == 2 * 3 * 3 and comparison.forms == ["slow", "late"]
     ours, other, failed = comparison.entries.values()
     assert ours.seconds == [2.0, 2.0, 2.0] and comparison.speedup("ours", "slow") == 1.5
-    assert "bfloat16" in failed.failure and failed.seconds == [] and failed.per_config == {}
+    assert "bf16: AssertionError" in failed.failure and failed.seconds == [] and failed.per_config == {}
     assert comparison.speedup("late", "slow") is None and comparison.speedup("ours", "nobody") is None
-    other.seconds = [4.0, 2.0, 3.0]
+    other.seconds, comparison.forms = [4.0, 2.0, 3.0], []
     text = str(comparison)
-    assert "3.0000 s  1.500x  of 4.0000 2.0000 3.0000" in text, "every repeat is shown"
-    assert comparison.speedup("ours", "slow") == statistics.median(other.seconds) / 2.0
-
-
-def test_a_contender_that_breaks_while_timed_is_recorded(monkeypatch):
-    order = scripted(monkeypatch, {"exact": 1.0, "slow": RuntimeError("out of memory")})
-    entries = protocol.compare({"ours": exact, "slow": slow}, 9, 3, ONE, {}).entries
-    assert "out of memory" in entries["slow"].failure and entries["slow"].seconds == []
-    assert entries["ours"].seconds == [1.0, 1.0, 1.0] and order.count("slow") == 1
+    assert (
+        "median s   ours is faster by   each turn" in text and "late                 FAILED: 64x128" in text
+    )
+    assert "3.0000   1.500x              4.0000 2.0000 3.0000" in text, "every turn is shown"
+    monkeypatch.setattr(protocol, "timed", lambda *arguments: 1 / 0)
+    failed = protocol.compare({"ours": exact}, 9, 3, ONE, {}).entries["ours"]
+    assert "ZeroDivisionError" in failed.failure and failed.seconds == []
 
 
 @pytest.mark.parametrize(
@@ -315,45 +290,58 @@ def test_a_t4_has_time_for_fewer_turns(monkeypatch, capability, forced, wanted):
     monkeypatch.setattr(protocol, "ON_GPU", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setenv("NF4_FORCE", forced)
-    names = ("ours", "unsloth_today", "unsloth_classic", "peft")
-    assert tuple(protocol.turns_of(name, name != "ours") for name in names) == wanted
+    names = ("ours", "unsloth_today", "unsloth_classic", "kernel[grid]")
+    assert tuple(protocol.turns_of(name, "ours") for name in names) == wanted
 
 
-def test_absent_baselines_say_why_and_the_result_has_the_form_of_a_result_file():
-    against = {
-        "bitsandbytes": protocol.baselines()["bitsandbytes"],
-        "peft": protocol.Baseline("peft", "PEFT", reason="not installed"),
-    }
-    comparison = protocol.compare({"ours": exact}, 4, 1, ONE, against)
-    assert comparison.entries["peft"].reason == "not installed" and "not installed" in str(comparison)
-    assert comparison.entries["ours"].identical and comparison.entries["bitsandbytes"].identical
-    import msgspec
+CELLS = """
+def your_dequantize_nf4(layer): return "direct"
+def plain_dequantize_nf4(weight, quant_state): return inner(quant_state)
+def inner(state): _your_dequantize_nf4_kernel[(3,)](state, B=2, A=1, num_warps=4)
+"""
 
-    json.dumps(comparison.to_dict())
-    stored = msgspec.convert(comparison.to_dict(), results.Protocol)
-    assert stored.entries["ours"].identical
-    if not protocol.ON_GPU:
-        assert "not timed (needs an NVIDIA GPU)" in str(comparison) and stored.entries["ours"].p50 is None
+
+def test_launch_forms_launch_the_same_kernel(monkeypatch):
+    """Both public forms; compiled[grid] reuses what a first launch compiled, in the kernel's order."""
+    calls = []
+
+    class Binary:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append((grid, arguments))
+
+    class Kernel(Binary):
+        arg_names = ["x", "A", "B"]
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: calls.append((grid, arguments, options)) or binary
+
+    binary, names = Binary(), {"_your_dequantize_nf4_kernel": Kernel()}
+    exec(CELLS, names)
+    layer = SimpleNamespace(weight=SimpleNamespace(quant_state="state"))
+    monkeypatch.setattr(protocol, "ON_GPU", True)
+    forms = protocol.launch_forms(names["your_dequantize_nf4"])
+    assert list(forms) == ["your_dequantize_nf4", "kernel[grid]", "compiled[grid]"]
+    for name in ("kernel[grid]", "compiled[grid]", "compiled[grid]"):
+        forms[name](layer)
+    ordinary = ((3,), ("state",), {"B": 2, "A": 1, "num_warps": 4})
+    assert calls == [ordinary, ordinary, ((3, 1, 1), ("state", 1, 2))]
+    monkeypatch.setattr(protocol, "ON_GPU", False)
+    assert list(protocol.launch_forms(names["your_dequantize_nf4"])) == ["your_dequantize_nf4"]
 
 
 # --- the libraries ---
 
 
-def test_importing_the_protocol_loads_no_library_and_no_triton():
-    libraries = "('unsloth', 'bitsandbytes', 'peft', 'transformers', 'triton')"
-    code = f"import sys, helpers.puzzle.protocol; print([m for m in {libraries} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=machine.ROOT)
-    assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_each_baseline_is_exact_or_says_why_it_is_absent(make_layer):
+def test_each_baseline_is_exact_or_says_what_it_needs(make_layer):
     known = protocol.baselines()
     assert list(known) == ["unsloth_today", "unsloth_classic", "bitsandbytes", "peft"]
     for baseline in known.values():
         assert (baseline.fn is None) == bool(baseline.reason)
         for dtype in (FP16, BF16) if baseline.fn else ():
             layer = make_layer(128, 192, dtype)
-            assert protocol.same_bits(baseline.fn(layer).detach(), exact(layer)), (baseline.name, dtype)
+            assert reference.same_bits(baseline.fn(layer).detach(), exact(layer)), (baseline.name, dtype)
+    if not protocol.ON_GPU:
+        assert {known[name].reason for name in ("unsloth_today", "unsloth_classic")} == {"an NVIDIA GPU"}
 
 
 @pytest.fixture
@@ -364,121 +352,98 @@ def fresh():
     protocol.baselines.cache_clear()
 
 
-def test_a_broken_installation_says_so(fresh, monkeypatch):
-    def broken(name):
-        raise RuntimeError("libcudart is missing")
+@pytest.mark.parametrize(
+    "reason", ["not installed", "pip could not install it", "RuntimeError: no libcudart"]
+)
+def test_an_absent_or_broken_library_is_named_with_the_reason(fresh, monkeypatch, reason):
+    """The second reason is the notebook's, whose install cell has tried. No entry has a traceback."""
 
-    monkeypatch.setattr(protocol.importlib, "import_module", broken)
-    assert protocol.baselines()["bitsandbytes"].reason == "RuntimeError: libcudart is missing"
+    def absent(package):
+        if "RuntimeError" in reason:
+            raise RuntimeError("no libcudart")
+        raise protocol.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(protocol.importlib.metadata, "version", absent)
+    monkeypatch.setattr(protocol, "NOT_INSTALLED", reason)
+    assert repr(protocol.baseline("bitsandbytes")) == f"not measured (needs bitsandbytes: {reason})"
+    assert str(protocol.compare({"ours": exact})).count(f"(needs bitsandbytes: {reason})") == 5
 
 
-def test_without_a_gpu_unsloth_is_not_imported(fresh, monkeypatch):
-    monkeypatch.setattr(protocol, "ON_GPU", False)
-    monkeypatch.setitem(sys.modules, "unsloth", None)  # importing it would raise
-    known = protocol.baselines()
-    assert known["unsloth_today"].fn is None and known["unsloth_classic"].fn is None
-
-
-def test_both_paths_of_unsloth(fresh, monkeypatch):
+def test_both_paths_of_unsloth():
     layer = SimpleNamespace(weight=SimpleNamespace(quant_state="state"))
     utils = SimpleNamespace(
         fast_dequantize=lambda w, state: ("fast", w, state),
         _fast_dequantize_ctypes=lambda w, state, out, use_global_buffer: ("ctypes", out, use_global_buffer),
     )
-    assert protocol.layer_to_weight("unsloth_today", utils)(layer) == ("fast", layer.weight, "state")
+    today = protocol.layer_to_weight("unsloth_today", utils)
+    utils.fast_dequantize = None
+    assert today(layer) == ("fast", layer.weight, "state"), "looked up once"
     assert protocol.layer_to_weight("unsloth_classic", utils)(layer) == ("ctypes", None, False)
-    del utils._fast_dequantize_ctypes
-    with pytest.raises(AttributeError, match="_fast_dequantize_ctypes"):
-        protocol.layer_to_weight("unsloth_classic", utils)
-
-
-def wrapped_as_unsloth_zoo_does(original):
-    def dequantize_4bit(A, *args, **kwargs):
-        raise AssertionError("the wrapper was called")
-
-    dequantize_4bit.__wrapped__ = original
-    return dequantize_4bit
 
 
 def test_bitsandbytes_is_its_own_function_whatever_stands_in_its_place(fresh, monkeypatch, make_layer):
-    """Item 12: importing Unsloth replaces it. The same for PEFT, which looks it up there."""
+    """Importing Unsloth wraps it, also for PEFT; replaced for good, it is refused."""
     from bitsandbytes import functional
 
     own, layer = protocol.own_dequantize_4bit(functional), make_layer(64, 64, FP16)
-    monkeypatch.setattr(functional, "dequantize_4bit", wrapped_as_unsloth_zoo_does(own))
-    replaced = functional.dequantize_4bit
+
+    def wrapper(A, *args, **kwargs):
+        raise AssertionError("the wrapper was called")
+
+    wrapper.__wrapped__ = own
+    monkeypatch.setattr(functional, "dequantize_4bit", wrapper)
     assert protocol.own_dequantize_4bit(functional) is own
     known = protocol.baselines()
-    assert protocol.same_bits(known["bitsandbytes"].fn(layer), exact(layer))
+    assert reference.same_bits(known["bitsandbytes"].fn(layer), exact(layer))
     with pytest.raises(AssertionError, match="the wrapper was called"):
         known["peft"].fn(layer)
     with protocol.own_libraries():
-        assert protocol.same_bits(known["peft"].fn(layer), exact(layer))
-    assert functional.dequantize_4bit is replaced, "and users keep what they had"
-    assert not protocol.compare({"ours": exact}, 4, 1, ONE).entries["peft"].failure
-
-
-def test_a_function_replaced_for_good_is_not_called_bitsandbytes(fresh, monkeypatch):
-    from bitsandbytes import functional
-
+        assert reference.same_bits(known["peft"].fn(layer), exact(layer))
+    assert functional.dequantize_4bit is wrapper, "and users keep what they had"
+    protocol.baselines.cache_clear()
     monkeypatch.setattr(functional, "dequantize_4bit", exact)
-    baseline = protocol.baselines()["bitsandbytes"]
-    assert baseline.fn is None and "replaced bitsandbytes.functional.dequantize_4bit" in baseline.reason
+    assert "replaced bitsandbytes.functional.dequantize_4bit" in protocol.baselines()["bitsandbytes"].reason
 
 
 @pytest.mark.parametrize("size", [(128, 64), (70, 33), (129, 1), (1, 1), (2, 1)])
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_expected_is_bitsandbytes_for_all_sizes(make_layer, size, dtype):
+def test_expected_is_bitsandbytes_for_all_sizes(make_layer, size):
     """Also where its CPU code would take wrong blocks (rows of 70): the oracle agrees."""
-    layer = make_layer(*size, dtype)
-    assert protocol.same_bits(protocol.expected(layer), exact(layer))
+    for dtype in reference.DTYPES:
+        layer = make_layer(*size, dtype)
+        assert reference.same_bits(protocol.expected(layer), exact(layer))
 
 
-def test_bits_are_compared_and_counted():
-    zeros = torch.tensor([0.0, 1.0, float("nan")])
-    assert protocol.different(zeros, torch.tensor([-0.0, 1.0, -float("nan")])) == 1
-    assert not protocol.same_bits(zeros, zeros.half()) and not protocol.same_bits(zeros, zeros[:2])
-    assert protocol.different(
-        torch.tensor([1, 2], dtype=torch.uint8), torch.tensor([1, 3], dtype=torch.uint8)
-    )
-    with pytest.raises(ValueError, match="cannot compare"):
-        protocol.different(zeros, zeros[:2])
+# --- on a GPU ---
 
 
 @pytest.mark.gpu
-def test_both_unsloths_and_bitsandbytes_are_reached_on_the_gpu(make_layer):
+def test_both_unsloths_are_reached_on_the_gpu(make_layer):
     """One launch against three: the two names stand for different code."""
     pytest.importorskip("unsloth")
-    from helpers.puzzle import checks as evidence
-
-    known = protocol.baselines()
     layer = make_layer(1024, 1024, FP16)
-    names = ("unsloth_today", "unsloth_classic")
-    launches = [len(evidence.gpu_events(lambda fn=known[name].fn: fn(layer), 1)) for name in names]
-    assert launches == [1, 3]
-    own = known["bitsandbytes"].fn.__closure__[0].cell_contents
-    assert own.__module__ == "bitsandbytes.functional"
+    functions = [protocol.baseline(name) for name in ("unsloth_today", "unsloth_classic")]
+    assert [len(protocol.gpu_events(lambda fn=fn: fn(layer), 1)) for fn in functions] == [1, 3]
 
 
 @pytest.mark.gpu
-def test_official_protocol_on_the_gpu(kernel):
-    comparison = protocol.compare({"ours": kernel.your_dequantize_nf4}, rounds=100, repeats=2)
+def test_official_protocol_on_the_gpu(candidate):
+    """Also in its three launch forms, of which the direct one is the fastest."""
+    comparison = protocol.compare(protocol.launch_forms(candidate), rounds=100, repeats=2)
     failures = {name: entry.failure for name, entry in comparison.entries.items() if entry.failure}
-    assert not failures and comparison.speedup("ours", "unsloth_today") > 1
-    assert all(len(entry.seconds) == 2 for entry in comparison.entries.values() if not entry.reason)
+    assert not failures and all(len(x.seconds) == 2 for x in comparison.entries.values() if not x.reason)
+    for name in ("compiled[grid]", "kernel[grid]", "unsloth_today"):
+        assert (comparison.speedup("your_dequantize_nf4", name) or 2) > 1, comparison
 
 
 @pytest.mark.gpu
-def test_watching_costs_the_clock_little(kernel):
+def test_watching_costs_the_clock_little(candidate):
     """The timed part with stops against the same rounds without."""
-    import time
-
     mlp, X = protocol.build(protocol.OFFICIAL[1])
-    fx, ratios = kernel.your_dequantize_nf4, []
+    ratios = []
     for _ in range(5):
-        watched = protocol.timed(fx, X, mlp, 1000)
+        watched = protocol.timed(candidate, X, mlp, 1000)
         start = time.perf_counter()
         for _ in range(1000):
-            protocol.mlp_dequantize(X, mlp, fx)
+            protocol.mlp_dequantize(X, mlp, candidate)
         ratios.append(watched / (time.perf_counter() - start))
     assert statistics.median(ratios) < 1.05, ratios

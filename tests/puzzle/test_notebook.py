@@ -1,0 +1,352 @@
+"""The notebook: cells in step with the modules, execution, and the file alone as the submission."""
+
+import base64
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import nbformat
+import pytest
+
+from helpers import machine
+from helpers.puzzle import notebook as book
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+MODULE = '''"""What the module is for."""
+
+# %% tags=["module-only"]
+from somewhere import name
+
+# %% id="first"
+x = 1
+
+
+def f():
+    return x
+
+
+# %% The details id="second" folded=true
+y = 2
+'''
+FORM = '#@title The details { display-mode: "form" }\n'
+
+
+def ids(notebook):
+    return [cell.id for cell in notebook.cells]
+
+
+def cell(notebook, name):
+    return next(cell for cell in notebook.cells if cell.id == name)
+
+
+def printed(notebook, name):
+    outputs = [
+        (out.get("text"), out.get("data", {}).get("text/plain")) for out in cell(notebook, name).outputs
+    ]
+    return "".join(text or plain or "" for text, plain in outputs)
+
+
+@pytest.fixture
+def notebook():
+    return nbformat.read(book.NOTEBOOK, as_version=4)
+
+
+# --- what is stored ---
+
+
+def test_the_notebook_has_the_modules_sections(notebook):
+    assert book.sync(notebook) == [], "python -m helpers sync"
+
+
+def test_size_and_order(notebook):
+    """As issue 27 has them: at most 36 cells, pictures that Colab shows, little folded around the kernel."""
+    assert len(notebook.cells) <= 36
+    names = ids(notebook)
+    order = "title idea-text install kernel-settings kernel-kernel launch-checks launch-plain same-bits "
+    order += (
+        "launch-call launch-operator protocol-test test ratio watched score time-text t4-text limits-text"
+    )
+    assert [name for name in names if name in order.split()] == order.split()
+    text = nbformat.writes(notebook)
+    assert "attachment:" not in text and "attachments" not in text
+    for picture in re.findall(r"data:image/png;base64,([\w+/=]+)", text):
+        assert len(base64.b64decode(picture)) <= 45_000
+    tags = [(one, {"kernel", "launch"} & {*one.metadata.get("tags", ())}) for one in notebook.cells]
+    folded = [one for one, ours in tags if ours and one.metadata.get("cellView") == "form"]
+    assert sum(len(one.source.splitlines()) for one in folded) <= 620
+    shown = [
+        one.source for one in notebook.cells if one.cell_type == "code" and "cellView" not in one.metadata
+    ]
+    assert not re.search("NF4_QUICK|NF4_BUILD|list\\(In\\)", "\n".join(shown))
+
+
+# --- sync ---
+
+
+@pytest.fixture
+def module(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text(MODULE)
+    return path
+
+
+@pytest.fixture
+def small():
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    first = code("", id="first", metadata={"tags": ["some"]})
+    first.outputs = [nbformat.v4.new_output("stream", text="kept")]
+    return nbformat.v4.new_notebook(cells=[text("Some", id="text"), first, code("own", id="own")])
+
+
+def test_sections_become_cells_where_these_stand(module, small):
+    assert book.sync(small, {"some": module}) == ["first", "second"]
+    assert ids(small) == ["text", "first", "second", "own"]
+    first, second = cell(small, "first"), cell(small, "second")
+    assert first.source == "x = 1\n\n\ndef f():\n    return x" and first.outputs[0].text == "kept"
+    assert second.source == FORM + "y = 2" and second.metadata.cellView == "form"
+    assert second.metadata.tags == ["some"] and book.sync(small, {"some": module}) == []
+    nbformat.validate(small)
+    small.cells.insert(2, small.cells.pop())  # the notebook's own cells may stand anywhere
+    module.write_text(MODULE.replace("x = 1", "x = 1\n# more", 1))
+    assert book.sync(small, {"some": module}) == ["first"]
+    assert ids(small) == ["text", "first", "own", "second"]
+    module.write_text(MODULE.split("# %% The details")[0])
+    assert book.sync(small, {"some": module}) == ["second", "first"]
+    assert ids(small) == ["text", "first", "own"]
+
+
+def test_what_cannot_be_placed_is_refused(module, small):
+    module.write_text(MODULE + "\n# %%\nz = 3\n")
+    with pytest.raises(book.SyncError, match='section "z = 3" has no id'):
+        book.sync(small, {"some": module})
+    module.write_text(MODULE)
+    book.sync(small, {"some": module})
+    small.cells.insert(1, small.cells.pop(2))
+    with pytest.raises(book.SyncError, match="second after a section that follows it"):
+        book.sync(small, {"some": module})
+    del small.cells[1:3]
+    with pytest.raises(book.SyncError, match="no cell first"):
+        book.sync(small, {"some": module})
+
+
+def test_the_command_writes_or_checks(module, small, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "book.ipynb"
+    nbformat.write(small, path)
+    monkeypatch.setattr(book, "NOTEBOOK", path)
+    monkeypatch.setattr(book.sync, "__defaults__", ({"some": module},))
+    assert book.write(["--check"]) == 1 and "differs in first, second" in capsys.readouterr().out
+    assert book.write([]) == 0 and "wrote first, second" in capsys.readouterr().out
+    assert book.write(["--check"]) == book.write([]) == 0 and capsys.readouterr().out == ""
+
+
+# --- run ---
+
+FACTS = (
+    "import os, pathlib, sys\nprint(sys.executable, pathlib.Path.home(), os.environ['NF4_BUILD'], sep='|')"
+)
+SCORE = "print('sum 14')"
+
+
+@pytest.fixture
+def execute(tmp_path, monkeypatch):
+    """execute({id: source}, *options) -> (exit status, executed copy, the notebook's path)."""
+    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: print(*command[1:]))
+    for name in ("NF4_BUILD", "NF4_QUICK", "NF4_FORCE"):  # run() sets some: undone after each test
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def run(sources, *options):
+        cells = [nbformat.v4.new_code_cell(source, id=name) for name, source in sources.items()]
+        path = tmp_path / "some.ipynb"
+        kernelspec = {"name": "not-registered", "display_name": "gone", "language": "python"}
+        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec}), path)
+        status = book.run(["--notebook", str(path), "--out", str(tmp_path / "out"), *options])
+        return status, nbformat.read(tmp_path / "out" / f"{book.NOTEBOOK.stem}.executed.ipynb", 4), path
+
+    return run
+
+
+def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, monkeypatch):
+    """This very Python runs it; no folder of this machine is in the outputs; in place only if asked."""
+    same = f"import sys\nassert sys.executable == {sys.executable!r}"
+    status, copy, path = execute({"facts": FACTS, "same": same, "score": SCORE})
+    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
+    shown = capsys.readouterr().out
+    assert shown.endswith("sum 14\n") and "s  facts" in shown
+    text = printed(copy, "facts")
+    assert str(Path.home()) not in text and sys.prefix not in text and text.endswith("|out\n")
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    kept = "import os, pathlib\npathlib.Path(os.environ['NF4_BUILD'], 'nf4_card.json').write_text('{}')"
+    status, copy, path = execute({"kept": kept, "score": SCORE}, "--in-place")
+    written = nbformat.read(path, 4)
+    assert status == 0 and written.cells[1].outputs == copy.cells[1].outputs != []
+    assert written.metadata.kernelspec.name == "not-registered"
+    assert f"-m helpers draw {tmp_path / 'out' / 'nf4_card.json'}" in capsys.readouterr().out
+
+
+def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys):
+    status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place")
+    assert status == 1 and "ZeroDivisionError" in capsys.readouterr().err
+    assert copy.cells[0].outputs and not copy.cells[2].outputs
+    assert not nbformat.read(path, 4).cells[0].outputs
+    assert execute({"a": "1", "score": "x = 1"})[0] == 1
+    assert "no score" in capsys.readouterr().err
+
+
+def test_a_forced_run_leaves_the_notebook_alone(execute, monkeypatch):
+    monkeypatch.setenv("NF4_FORCE", "t4")
+    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT))  # the repository's notebook runs in its folder
+    status, copy, path = execute({"score": SCORE}, "--in-place")
+    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
+    assert "prepare()" in copy.cells[0].source
+
+
+# --- alone ---
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """alone(notebook): execute it in an empty folder; no repository, nothing prepared in the environment."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("NF4_QUICK", "1")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    packages = [path for path in paths if path and not (Path(path) / "helpers").exists()]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(packages))
+
+    def run(notebook):
+        nbformat.write(notebook, tmp_path / book.NOTEBOOK.name)
+        check = (
+            "import importlib.util, os\nassert importlib.util.find_spec('helpers') is None, os.listdir('.')"
+        )
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(check, id="check"))
+        book.execute(notebook, tmp_path)
+        return list(tmp_path.glob("nf4_*.json"))
+
+    return run
+
+
+def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone, monkeypatch):
+    """On a CPU, in the puzzle's namespace: its names are defined before, and its own test passes, too."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    new = nbformat.v4.new_code_cell
+    keep = f"{STAND_IN.read_text()}\nthe_puzzles_test = test_dequantize"
+    fx = "lambda weight: _your_dequantize_nf4(weight.weight.data, weight.weight.quant_state)"
+    calls = f"print(the_puzzles_test(your_dequantize_nf4), the_puzzles_test({fx}))\n"
+    calls += "try:\n    the_puzzles_test(lambda layer: -your_dequantize_nf4(layer))\n"
+    calls += "except AssertionError as error:\n    print('not close' in str(error))"
+    at = ids(notebook).index("protocol-names")
+    notebook.cells.insert(at, new(calls, id="calls"))
+    notebook.cells.insert(ids(notebook).index("install") + 1, new(keep, id="stand-in"))
+    assert alone(notebook) == []
+    assert printed(notebook, "calls") == "passed passed\nTrue\n"
+    assert printed(notebook, "same-bits").count(": 0 of 61,440 elements differ") == 4
+    assert printed(notebook, "test") == "not measured (needs an NVIDIA GPU); all weights are correct"
+    assert printed(notebook, "ratio") == "not measured (needs an NVIDIA GPU)"
+    assert "1 of 14 points on this CPU (Triton's interpreter)" in book.score_text(notebook)
+    assert "while timed" not in nbformat.writes(notebook)
+
+
+ABSENT = """
+import importlib.machinery, sys
+class Absent(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.split(".")[0] == "bitsandbytes":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Absent)
+import importlib.metadata
+version = importlib.metadata.version
+def absent(name):
+    if name == "bitsandbytes":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = absent
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name == "bitsandbytes" else find(name, package)
+"""
+
+
+@pytest.mark.long  # in the gate: test_an_absent_or_broken_library_is_named_with_the_reason
+def test_without_bitsandbytes_and_network_every_entry_says_so(notebook, alone, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("PIP_INDEX_URL", "PIP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(ABSENT, id="absent"))
+    alone(notebook)
+    missing = "not measured (needs bitsandbytes: pip could not install it)"
+    assert printed(notebook, "test") == printed(notebook, "ratio") == missing
+    assert printed(notebook, "watched").count(missing) == 5 + 8
+    assert "0 of 14 points" in book.score_text(notebook) and "Traceback" not in nbformat.writes(notebook)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_a_gpu_run_alone_leaves_its_result_file(notebook, alone):
+    (path,) = alone(notebook)
+    content = json.loads(path.read_text())
+    assert content["environment"]["card"] and set(content["kernel"]) == {"device", "host"}
+    assert {row[0] for row in content["rows"]} == {"protocol", "launch_forms", "score"}
+
+
+# --- the install cell, with a stand-in for pip ---
+
+
+@pytest.fixture
+def install(monkeypatch, notebook):
+    """install(absent, gpu, status) -> the pip commands it ran, with the text of the file of kept versions."""
+
+    def run(absent=(), gpu=True, status=0):
+        commands, real = [], subprocess.run
+
+        def answer(command, **options):
+            if "pip" not in command:
+                return (
+                    SimpleNamespace(returncode=0, stdout="")
+                    if command[0] == "nvidia-smi"
+                    else real(command, **options)
+                )
+            commands.append((command, open(command[command.index("-c") + 1]).read()))
+            errors = "WARNING: Retrying (Retry(total=4))\nERROR: no network\n"
+            return SimpleNamespace(returncode=status, stderr=errors)
+
+        def find_spec(name, package=None):
+            return None if name in absent else importlib.machinery.ModuleSpec(name, None)
+
+        monkeypatch.setattr(subprocess, "run", answer)
+        monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        names = {"__name__": "__main__"}
+        with mock.patch.dict(os.environ):
+            for one in ("environment", "install"):
+                exec(compile(cell(notebook, one).source, one, "exec"), names)
+        monkeypatch.undo()
+        return commands
+
+    return run
+
+
+def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(install, capsys):
+    assert install() == install(gpu=False) == []
+    absent = ("bitsandbytes", "trl", "unsloth", "unsloth_zoo", "cut_cross_entropy")
+    plain, for_unsloth, unsloth = install(absent)
+    for command, kept in (plain, for_unsloth, unsloth):
+        assert command[:4] == [sys.executable, "-m", "pip", "install"]
+        assert "torch==" in kept and "triton==" in kept and "bitsandbytes" not in kept
+    assert plain[0][-1].startswith("bitsandbytes>=") and "--no-deps" not in plain[0] + for_unsloth[0]
+    assert for_unsloth[0][-1].startswith("trl>=")
+    assert "--no-deps" in unsloth[0] and [text.split(">")[0] for text in unsloth[0][-3:]] == list(absent[2:])
+    assert [command[-1].split(">")[0] for command, _ in install(absent, gpu=False)] == ["bitsandbytes"]
+    capsys.readouterr()
+    assert len(install(absent, status=1)) == 3
+    shown = capsys.readouterr().out
+    assert shown.count("ERROR: no network") == 3 and "WARNING" not in shown and "run this cell again" in shown
