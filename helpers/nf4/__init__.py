@@ -37,7 +37,6 @@ __all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "rest
 
 if TYPE_CHECKING:
     from .callback import NF4KernelCallback as NF4KernelCallback
-    from .callback import trainer_callback as trainer_callback
     from .launch import UnsupportedState
     from .reference import dequantize_layer as dequantize
     from .switch import Switch, UnknownInternals, restore, use_nf4_kernel
@@ -49,7 +48,6 @@ else:
         "UnsupportedState": "launch.UnsupportedState",
         "dequantize": "reference.dequantize_layer",
         "restore": "switch.restore",
-        "trainer_callback": "callback.trainer_callback",
         "use_nf4_kernel": "switch.use_nf4_kernel",
     }
 

@@ -39,6 +39,3 @@ class NF4KernelCallback(TrainerCallback):
         if self.switch:
             self.switch.off()
         self.switch = None
-
-
-trainer_callback = NF4KernelCallback

@@ -23,7 +23,7 @@ from helpers.nf4 import autoload, launch, reference, switch  # noqa: E402
 from helpers.nf4.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 
 AUTOGRAD, DEQUANTIZE, PRODUCT, UNSLOTH = switch.AUTOGRAD, switch.DEQUANTIZE, switch.PRODUCT, switch.UNSLOTH
-BF16 = torch.bfloat16
+BF16, DEVICE = torch.bfloat16, reference.default_device()
 quietly = functools.partial(use_nf4_kernel, quiet=True)
 
 
@@ -75,7 +75,7 @@ def fake_unsloth(fake_module):
 @functools.cache
 def example(shape=(16, 64)):
     """(packed, state, the library's result) of a nested NF4 weight in bf16."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(BF16)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
     packed, state = bnb.functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
     return packed, state, ORIGINAL[0](packed, state)
 
@@ -216,31 +216,25 @@ def full(*_):
 
 
 NO_GPU = [(torch.cuda, "is_available", lambda: False), (launch, "INTERPRETED", False)]
-OLD = [(torch.cuda, "is_available", lambda: True), (torch.cuda, "get_device_capability", lambda *_: (6, 0)),
-       (torch.cuda, "get_device_name", lambda *_: "Tesla P100"), (launch, "INTERPRETED", False)]  # fmt: skip
-NEW_ARGUMENTS = [(bnb.functional, "dequantize_4bit", lambda A, state: A)]
-NEW_MUST = [
-    (bnb.functional, "dequantize_4bit", lambda A, quant_state, absmax, out, blocksize, quant_type, x: A)
+OLD_GPU = [
+    (torch.cuda, "is_available", lambda: True),
+    (torch.cuda, "get_device_name", lambda *_: "Tesla P100"),
 ]
+OLD_GPU += [(torch.cuda, "get_device_capability", lambda *_: (6, 0)), (launch, "INTERPRETED", False)]
+LAMBDAS = (lambda A, state: A, lambda A, quant_state, absmax, out, blocksize, quant_type, more: A, None)
+NEW, NEW_MUST, MISSING = [[(bnb.functional, "dequantize_4bit", function)] for function in LAMBDAS]
+WRONG, FULL = [[(launch, "_your_dequantize_nf4", function)] for function in (wrong_bits, full)]
 BITS = r"torch.float16 bits differ from bitsandbytes 0\.\d+\.\d+'s"
 BITS += " .on a CPU 0.47 and 0.48 round" if launch.INTERPRETED else "$"
 REFUSED = {
-    "arguments": (
-        NEW_ARGUMENTS,
-        UnknownInternals,
-        "bitsandbytes 0.* unknown.*unchanged.*dequantize_4bit takes",
-    ),
+    "arguments": (NEW, UnknownInternals, "bitsandbytes 0.* unknown.*unchanged.*dequantize_4bit takes"),
     "needed argument": (NEW_MUST, UnknownInternals, "dequantize_4bit takes"),
-    "missing": ([(bnb.functional, "dequantize_4bit", None)], UnknownInternals, "dequantize_4bit is missing"),
+    "missing": (MISSING, UnknownInternals, "dequantize_4bit is missing"),
     "no GPU": (NO_GPU, RuntimeError, "No CUDA GPU"),
     "AMD": ([(torch.version, "hip", "6.4")], RuntimeError, "AMD GPU .ROCm 6.4.*NVIDIA"),
-    "old GPU": (OLD, RuntimeError, "Tesla P100 is sm_60.*sm_75"),
-    "wrong bits": ([(launch, "_your_dequantize_nf4", wrong_bits)], RuntimeError, BITS),
-    "full GPU": (
-        [(launch, "_your_dequantize_nf4", full)],
-        RuntimeError,
-        "kernel does not run.*OutOfMemoryError",
-    ),
+    "old GPU": (OLD_GPU, RuntimeError, "Tesla P100 is sm_60.*sm_75"),
+    "wrong bits": (WRONG, RuntimeError, BITS),
+    "full GPU": (FULL, RuntimeError, "kernel does not run.*OutOfMemoryError"),
 }
 
 
@@ -297,7 +291,7 @@ def test_how_peft_dequantizes(monkeypatch, known):
 
 def train_a_layer(*names):
     packed, state, _ = example((64, 128))
-    x = torch.randn(200, 128, dtype=BF16, requires_grad=True)
+    x = torch.randn(200, 128, dtype=BF16, device=DEVICE, requires_grad=True)
     with quietly(*names) as on:
         _functions.matmul_4bit(x, packed, state).sum().backward()
         on.text = str(on)
@@ -363,11 +357,10 @@ def test_a_newer_argument_goes_to_the_library(monkeypatch):
         assert seen == [True] and by_kernel(on) == 1
 
 
-def test_unsloth(fake_unsloth, device):
+def test_unsloth(fake_unsloth):
     (kernels, utils, fast_lora), calls = fake_unsloth
     original, (packed, state, expected) = utils.fast_dequantize, example((48, 64))
-    packed, state, expected = packed.to(device), copy.deepcopy(state), expected.to(device)
-    state.to(device)
+    state = copy.deepcopy(state)
     with quietly("unsloth", strict=True) as on:
         function = fast_lora.fast_dequantize
         assert (
@@ -555,9 +548,8 @@ def test_the_variable_fails_no_import_and_no_layer(variable, capsys):
 @pytest.fixture
 def callback():
     pytest.importorskip("transformers")
-    from helpers.nf4 import NF4KernelCallback, trainer_callback
+    from helpers.integrate import NF4KernelCallback
 
-    assert NF4KernelCallback is trainer_callback
     return NF4KernelCallback
 
 
