@@ -41,8 +41,9 @@ def seeded(bug):
 
 @pytest.mark.parametrize("name", BUGS)
 def test_every_row_still_applies(name):
-    """Its fragment occurs once, and what comes of it is Python."""
+    """Its fragment occurs once, what comes of it is Python, and its tests are there."""
     ast.parse(seeded(BUGS[name]))
+    assert all((machine.ROOT / "tests" / test).exists() for test in BUGS[name].tests)
 
 
 @pytest.mark.parametrize("text", ["y = f(a, b) + g[1]", "y = f(\n    a,  # a comment\n    b,\n) + g[1]"])
