@@ -1,4 +1,4 @@
-"""`pip install -e .`: link helpers/nf4 under its installed name, which hatchling's editable mode cannot do."""
+"""Link helpers/nf4 as nf4_triton for `pip install -e .`: hatchling's editable mode cannot rename it."""
 
 from pathlib import Path
 

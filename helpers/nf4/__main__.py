@@ -125,7 +125,7 @@ def _step(device) -> tuple:
 
 
 def _speed() -> dict[str, float]:
-    """Return the median seconds of a call and a synchronize, of this kernel and of the libraries, in turns."""
+    """Return the median seconds of a call and a synchronize, for this kernel and for the libraries."""
     import torch
     from bitsandbytes import functional
 
