@@ -43,8 +43,8 @@ def kernel():
 
 @pytest.fixture
 def changed_kernel(tmp_path):
-    """changed_kernel(name, old="", new=""): kernel and launch path as one module of that name, as the cells of
-    a notebook are, with a text replaced. It registers an operator of its own."""
+    """changed_kernel(name, old="", new=""): kernel.py and launch.py as one module of that name, as in a
+    notebook, with a text replaced. It registers an operator of its own."""
 
     def load(name, old="", new=""):
         folder = machine.ROOT / "helpers" / "nf4"

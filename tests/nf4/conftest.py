@@ -62,7 +62,8 @@ def watch(device, monkeypatch):
     def start(module):
         if device == "cuda" and not module.DIRECT:
             pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-        for owner in (module, sys.modules[module.force.__module__]):  # whose force() empties them
+        settings = sys.modules[module.settings.__module__]  # kernel.py, whose force() empties them
+        for owner in (module, settings):
             monkeypatch.setattr(owner, "launches", launches)
             monkeypatch.setattr(owner, "compiled_launches", compiled_launches)
         watched = Watched(module, monkeypatch)

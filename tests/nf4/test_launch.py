@@ -1,7 +1,6 @@
 """Replayed launches: whatever changes between two calls is honored, and what does not fit is checked anew."""
 
 import contextlib
-import copy
 import gc
 import re
 import threading
