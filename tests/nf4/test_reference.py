@@ -57,7 +57,7 @@ def test_odd_states(device):
     no = {"blocksize 2**13", "blocksize 2**40", "blocksize2 2**31", "blocksize2 2**40", "special scales"}
     no |= {"weight not contiguous"}
     if device == "cuda":
-        no |= {f"blocksize2 2**{k}" for k in (0, 6, 7, 9)}
+        no |= {"blocksize2 2**0"}  # wrong in bitsandbytes 0.50.2
     states = reference.odd_states(device)
     assert no < states.keys()
     assert not [name for name in states.keys() - no if not agrees(*states[name])]
