@@ -63,9 +63,10 @@ def execute(until=None):
     try:
         client.execute()
     except CellExecutionError as error:
-        ran = print(re.sub(r"\x1b\[[0-9;]*m", "", str(error))[-3000:])
+        ran = False
+        print(re.sub(r"\x1b\[[0-9;]*m", "", str(error))[-3000:])
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    return time.monotonic() - start, "".join(str(output.get("text", "")) for output in outputs), bool(ran)
+    return time.monotonic() - start, "".join(str(output.get("text", "")) for output in outputs), ran
 
 
 def changes(old, new):

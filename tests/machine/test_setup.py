@@ -34,36 +34,32 @@ SMI = '#!/bin/sh\ncase "$1" in *name) echo "$GPU" ;; *compute_cap) echo "$CAPABI
 TOOLS = "bash env dirname grep mkdir cp touch rm sed head cat flock mktemp uname sort tail paste".split()
 
 
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.fixture
 def setup(tmp_path):
     """setup(*arguments, **variables) -> (CompletedProcess, calls), in a copy with only stand-ins on PATH."""
-    folder, tools = tmp_path / "a checkout", tmp_path / "bin"
+    folder, tools, log = tmp_path / "a checkout", tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
-    tools.mkdir()
     for name in ("colab_setup.sh", "requirements.txt"):
         shutil.copy(machine.ROOT / name, folder)
     for name in ("python3.13", "python3.10"):
-        (tools / name).write_text(FAKE_PYTHON)
-        (tools / name).chmod(0o755)
+        script(tools / name, FAKE_PYTHON)
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
 
     def run(*arguments, gpu="", interrupt=None, **variables):
         if gpu:
-            (tools / "nvidia-smi").write_text(SMI)
-            (tools / "nvidia-smi").chmod(0o755)
-            variables |= {"GPU": gpu, "CAPABILITY": variables.get("CAPABILITY", "7.5")}
-        log = tmp_path / "calls"
+            script(tools / "nvidia-smi", SMI)
+        variables = {"PATH": str(tools), "CALLS": str(log), "GPU": gpu, "CAPABILITY": "7.5"} | variables
         log.write_text("")
-        process = subprocess.Popen(
-            ["bash", "colab_setup.sh", *arguments],
-            cwd=folder,
-            env={"PATH": str(tools), "CALLS": str(log), **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        command, pipe = ["bash", "colab_setup.sh", *arguments], subprocess.PIPE
+        how = dict(cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        process = subprocess.Popen(command, **how)
         while interrupt and interrupt not in log.read_text():
             time.sleep(0.02)
         if interrupt:
@@ -96,19 +92,10 @@ def test_the_newest_python_makes_the_environment_once(setup):
     assert calls[-1] == "python -m helpers run --quick"
 
 
-def test_a_gpu_brings_unsloth_without_its_dependencies(setup):
-    done, calls = setup("test", "-k", "one two", gpu="Tesla T4")
-    installs = [call for call in calls if "pip" in call and "install" in call]
-    assert done.returncode == 0 and len(installs) == 3 and "--no-deps -r" in installs[1]
-    assert calls[-1] == "python -m pytest -n auto --dist worksteal -k one two"
-
-
 @pytest.mark.parametrize("content", ["", "echo Python 3.8.1; exit 1"])
 def test_an_environment_that_cannot_be_used_stays_as_it_is(setup, content):
-    (setup.folder / ".venv" / "bin").mkdir(parents=True)
     mine = setup.folder / ".venv" / "bin" / "python"
-    mine.write_text(f"#!/bin/sh\n{content}\nexit 1\n")
-    mine.chmod(0o755)
+    script(mine, f"#!/bin/sh\n{content}\nexit 1\n")
     done, calls = setup()
     assert done.returncode == 0 and ".venv stays as it is" in done.stdout and content in mine.read_text()
     assert "ready: " in done.stdout and ".venv-py3.12/bin/python" in done.stdout
@@ -129,8 +116,11 @@ def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
     assert done.returncode == 1 and "Runtime > Change runtime type > T4 GPU" in done.stderr
     done, calls = setup("run", **colab, LACKS="torch>=2.7 (installed: 2.6.0+cu124)", gpu="Tesla T4")
     assert done.returncode == 1 and "installed: 2.6.0+cu124" in done.stderr and "new runtime" in done.stderr
-    done, calls = setup("run", **colab, LACKS="bitsandbytes>=0.50 (installed: none)", gpu="Tesla T4")
+    done, calls = setup("test", "-k", "a b", **colab, LACKS="peft>=0.18 (installed: none)", gpu="Tesla T4")
     assert done.returncode == 0 and not setup.folder.joinpath(".venv").exists(), done.stderr
+    first, unsloth, own = [call for call in calls if " install " in call]
+    assert "-r " in first and "-c " in first and "--no-deps -r" in unsloth and own.endswith("-e .")
+    assert calls[-1] == "python3.10 -m pytest -n auto --dist worksteal -k a b"
     assert any(call.startswith("python3.10 - ") and call.endswith(" all") for call in calls)  # what is kept
 
 
@@ -149,13 +139,9 @@ def test_a_failure_says_why(setup, variables, message):
     assert done.returncode == 1 and f"SET-UP FAILED: {message}" in done.stderr
 
 
-def test_ctrl_c_ends_in_one_line(setup):
+def test_ctrl_c_ends_in_one_line_and_an_unknown_word_shows_how_to_use_it(setup):
     done, _ = setup(PIP="echo Traceback; sleep 30", interrupt="install")
-    assert done.returncode == 130
-    assert done.stderr == "\nInterrupted. Run the same command again to go on.\n"
-
-
-def test_an_unknown_word_shows_how_to_use_it(setup):
+    assert done.returncode == 130 and done.stderr == "\nInterrupted. Run the same command again to go on.\n"
     done, calls = setup("tset")
     assert done.returncode == 2 and "bash colab_setup.sh test" in done.stdout and not calls
 
@@ -174,10 +160,9 @@ def test_the_real_python_is_asked_what_it_lacks(tmp_path):
     shutil.copy(machine.ROOT / "colab_setup.sh", tmp_path)
     (tmp_path / "helpers").symlink_to(machine.ROOT / "helpers")
     (tmp_path / "requirements.txt").write_text('packaging>=20\nPytest_timeout>=2 ; extra == "test"\n')
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "helpers.py").write_text("raise SystemExit('the wrong helpers')")
+    script(tmp_path / "foreign" / "helpers.py", "raise SystemExit('the wrong helpers')")
     for name in ("torch", "triton", "bitsandbytes"):
-        (tmp_path / "foreign" / f"{name}.py").write_text("__version__ = '1'")
+        script(tmp_path / "foreign" / f"{name}.py", "__version__ = '1'")
     hostile = {"PYTHONPATH": str(tmp_path / "foreign"), "PYTHONSAFEPATH": "1", "PYTHON": sys.executable}
     command = ["bash", str(tmp_path / "colab_setup.sh")]
     done = subprocess.run(command, cwd="/", env=os.environ | hostile, capture_output=True, text=True)
