@@ -42,7 +42,7 @@ def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
     order = list(names)
     for _ in range(rounds):
         yield from order
-        order.append(order.pop(0))
+        order = order[1:] + order[:1]
 
 
 def host_seconds(calls: dict[str, Callable], rounds: int, inner: int, wait: bool = False) -> dict[str, list]:

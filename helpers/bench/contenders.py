@@ -64,22 +64,20 @@ class CompiledGrid:
 
 
 def allocate_and_launch(layer) -> Callable:
-    """Return () -> weight that only allocates and launches: no checks, all addresses known beforehand.
-
-    Raises TypeError with a Triton whose launcher takes other arguments.
-    """
-    compiled, grid, arguments = first_launch(layer)
-    state, stream = layer.weight.quant_state, torch.cuda.current_stream().cuda_stream
-    shape, stride, dtype = tuple(state.shape), (state.shape[1], 1), state.dtype
-    run, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
-    weight, _, *rest = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+    """Return () -> weight that replays a launch without checks: what no call can cost less than."""
+    tensors, values = launch._fields(layer.weight, layer.weight.quant_state)
+    one = launch._make_launch(tensors, *launch._launch_plain(tensors, values))
+    weight, absmax, *second = [x.data_ptr() for x in tensors]
+    empty, run, stream = launch._empty_cuda, one.run, torch.cuda.current_stream().cuda_stream
+    size, stride, dtype, grid, before = one.size, one.stride, one.dtype, one.grid, one.before
+    after = absmax, one.table, *second, *one.after
 
     def call():
-        out = torch.empty_strided(shape, stride, dtype=dtype, device="cuda")
-        run(*grid, stream, *before, weight, out.data_ptr(), *rest)
+        out = empty(size, stride, dtype)
+        run(grid, 1, 1, stream, *before, weight, out.data_ptr(), *after)
         return out
 
-    call.keep = compiled, arguments  # addresses keep nothing alive
+    call.keep = one, layer  # addresses keep nothing alive
     return call
 
 

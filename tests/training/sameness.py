@@ -4,10 +4,8 @@
 libraries for good. Run as a file it is that process.
 """
 
-import contextlib
 import gc
 import json
-import struct
 import sys
 import tempfile
 import traceback
@@ -15,16 +13,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from helpers import machine
-from helpers.training import runs
+from helpers.bench import training
+from helpers.bench.training import digest
 
 TEXT = Path(__file__).read_text(encoding="utf-8")  # what the models learn
 # Unsloth cuts its loss into as many chunks as the memory that is free allows: one, so that runs compare.
 ONE_LOSS = {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
+KERNELS = {  # what the profiler calls the kernels that dequantize, by who launches them
+    "ours": "_your_dequantize_nf4_kernel",
+    "bitsandbytes": "kDequantizeBlockwise",
+    "unsloth": "_nf4_dequant_kernel",
+}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run of a model; the fields up to `rank` are those of helpers.training.runs.adapted."""
+    """A run of a model; the fields up to `rank` are those of training.adapted."""
 
     folder: str
     library: str = "peft"
@@ -45,7 +49,7 @@ class Setup:
 class Record:
     """What a run produced. The fields up to `dequantized` must not depend on the kernel."""
 
-    losses: list[str] = field(default_factory=list)  # fp32 bits of each step's loss, in hex
+    losses: list[float] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)  # digest of all LoRA gradients of each step
     adapters: str = ""  # digest of the LoRA weights after the last step
     tokens: list[int] = field(default_factory=list)
@@ -56,17 +60,11 @@ class Record:
     launches: dict = field(default_factory=dict)  # of dequantizing kernels in one more step, on a GPU
     error: str = ""  # why there is no run
 
-    def losses_as_floats(self) -> list[float]:
-        return [struct.unpack(">f", bytes.fromhex(bits))[0] for bits in self.losses]
-
-
-SAME = ("losses", "gradients", "adapters", "tokens", "merged", "dequantized")
-
 
 def differences(a: Record, b: Record) -> list[str]:
     """Names of what differs between two runs, with the first step at which it does."""
     names = []
-    for name in SAME:
+    for name in ("losses", "gradients", "adapters", "tokens", "merged", "dequantized"):
         x, y = getattr(a, name), getattr(b, name)
         if x != y:
             steps = [i for i, pair in enumerate(zip(x, y, strict=False)) if pair[0] != pair[1]]
@@ -74,24 +72,13 @@ def differences(a: Record, b: Record) -> list[str]:
     return names
 
 
-def launches(step) -> dict[str, int]:
-    """How many dequantizing kernels one call of `step` launches, by who launches them."""
-    from helpers.puzzle.checks import gpu_events
-
-    names = [name for name, _, _ in gpu_events(step, 1)]
-    return {library: sum(kernel in name for name in names) for library, kernel in runs.DEQUANTIZERS.items()}
-
-
 def train(setup: Setup, kernel: bool) -> Record:
     """Run a setup once, with the kernel or without."""
     import torch
 
-    from helpers.nf4.integrate import use_nf4_kernel
-
-    switch = use_nf4_kernel(setup.library, "bitsandbytes", quiet=True) if kernel else contextlib.nullcontext()
     try:
-        with switch as switched, runs.deterministic():
-            return _train(setup, switched)
+        with training.arm(setup.library, training.ARMS[kernel]) as switch, training.deterministic():
+            return _train(setup, switch)
     finally:
         gc.collect()
         if torch.cuda.is_available():
@@ -113,17 +100,16 @@ def windows(setup: Setup) -> list:
 def _train(setup: Setup, switch) -> Record:
     import torch
 
+    from helpers.puzzle.protocol import gpu_events
+
     record, gpu = Record(), torch.cuda.is_available()
     how = dict(autocast=setup.autocast is not None, checkpointing=setup.checkpointing)
-    if setup.dora:
-        how["use_dora"] = True
-    model = runs.adapted(setup.folder, setup.library, setup.dtype, setup.rank, **how)
+    how |= {"use_dora": True} if setup.dora else {}
+    model = training.adapted(setup.folder, setup.library, setup.dtype, setup.rank, **how)
     adapters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(adapters, lr=1e-3)
-    call = torch.compile(model) if setup.compiled else model
-    device = adapters[0].device
-    batches = windows(setup)
-    amp = getattr(torch, setup.autocast or setup.dtype)
+    call, device = torch.compile(model) if setup.compiled else model, adapters[0].device
+    batches, amp = windows(setup), getattr(torch, setup.autocast or setup.dtype)
 
     def step(ids):
         ids = ids.to(device)
@@ -136,17 +122,16 @@ def _train(setup: Setup, switch) -> Record:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     for ids in batches:
-        record.losses.append(struct.pack(">f", step(ids).item()).hex())
-        record.gradients.append(runs.digest(p.grad for p in adapters))
+        record.losses.append(step(ids).item())
+        record.gradients.append(digest(p.grad for p in adapters))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+    record.peak_bytes = torch.cuda.max_memory_allocated() if gpu else None
+    record.counts = switch.counts() if switch else {}
+    record.adapters = digest(adapters)
     if gpu:
-        record.peak_bytes = torch.cuda.max_memory_allocated()
-    if switch:
-        record.counts = switch.counts()
-    record.adapters = runs.digest(adapters)
-    if gpu:
-        record.launches = launches(lambda: step(batches[0]))
+        names = [name for name, *_ in gpu_events(lambda: step(batches[0]), 1)]
+        record.launches = {library: sum(one in name for name in names) for library, one in KERNELS.items()}
         optimizer.zero_grad(set_to_none=True)
     _use(setup, model, batches[0][:1, :7].to(device), record)
     return record
@@ -156,30 +141,23 @@ def _use(setup: Setup, model, prompt, record: Record) -> None:
     """Generate, merge and dequantize with what was trained."""
     import torch
 
-    on_cpu = prompt.device.type == "cpu"  # eval mode there may repack weights for bitsandbytes' CPU product
     if setup.new_tokens:
         if setup.library == "unsloth":
             from unsloth import FastLanguageModel
 
             FastLanguageModel.for_inference(model)
-        model.train(on_cpu)
+        model.train(prompt.device.type == "cpu")  # eval mode there may repack weights
+        how = dict(max_new_tokens=setup.new_tokens, do_sample=False, use_cache=True)
         with torch.no_grad():
-            ids = model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=setup.new_tokens,
-                do_sample=False,
-                use_cache=True,
-            )
+            ids = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **how)
         record.tokens = ids[0].tolist()
     if setup.merge and setup.library == "peft":
         merged = model.merge_and_unload()
         weights = [m.weight for m in merged.modules() if hasattr(getattr(m, "weight", None), "quant_state")]
         states = [w.quant_state for w in weights]
-        record.merged = runs.digest(
-            t for w, s in zip(weights, states, strict=True) for t in (w, s.absmax, s.state2.absmax)
-        )
-        record.dequantized = runs.digest(merged.dequantize().parameters())
+        parts = [t for w, s in zip(weights, states, strict=True) for t in (w, s.absmax, s.state2.absmax)]
+        record.merged = digest(parts)
+        record.dequantized = digest(merged.dequantize().parameters())
 
 
 def compare(setup: Setup) -> dict[str, Record]:
@@ -194,7 +172,7 @@ def in_new_process(setups: list[Setup]) -> list[dict[str, Record]]:
     """`compare` for each setup, all in one new process without network. Raises ChildFailed with its text."""
     with tempfile.TemporaryDirectory() as folder:  # Unsloth writes generated modules where it runs
         Path(folder, "setups.json").write_text(json.dumps([asdict(one) for one in setups]), encoding="utf-8")
-        machine.python([__file__], folder=folder, variables=runs.VARIABLES | ONE_LOSS, timeout=900)
+        machine.python([__file__], folder=folder, variables=training.VARIABLES | ONE_LOSS, timeout=900)
         rows = json.loads(Path(folder, "records.json").read_text(encoding="utf-8"))
     return [{name: Record(**record) for name, record in records.items()} for records in rows]
 
