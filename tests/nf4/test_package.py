@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def printed(alone):
 
 
 def test_examples_train_and_merge_with_the_kernel(alone, printed):
-    assert "dequantize_4bit" in printed and "0 of 14 dequantizations went through the library" in printed
+    assert re.search(r"\n0 of [1-9]\d* dequantizations went through the library", printed), printed
     for file in ("one/adapter_model.safetensors", "many/adapter_model.safetensors", "merged/tokenizer.json"):
         assert (alone.folder / file).exists()
     assert "quantization_config" not in (alone.folder / "merged" / "config.json").read_text()
