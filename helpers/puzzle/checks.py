@@ -201,7 +201,7 @@ def hints_in(ptx):
 
 def on_and_off(candidate, field, find):
     """Run with a setting on and off: exact both times. Return what only the PTX with it on has, by size."""
-    cells, texts = candidate.__globals__, {}
+    cells, texts = getattr(candidate, "__globals__", {}), {}
     settings_of = cells.get("settings", dict)
     need("force" in cells and hasattr(settings_of(), field), f"force({field}=False) beside the candidate")
     chosen = vars(settings_of())

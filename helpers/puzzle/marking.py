@@ -140,8 +140,8 @@ def forms_table(comparison: Comparison) -> Table:
     """Return the protocol by launch form: the same kernel, launched in three ways."""
     ours = next(iter(comparison.entries))
     table = Table([["Launch of the same kernel", "median s", "vs Unsloth today", "vs Unsloth classic"]])
-    names = {"kernel[grid]": "plain wrapper, kernel[grid]", "compiled[grid]": "plain wrapper, compiled[grid]",
-             ours: "direct launch (your_dequantize_nf4)"}  # fmt: skip
+    names = {"kernel[grid]": "kernel[grid], no checks", "compiled[grid]": "compiled[grid], no checks",
+             ours: "direct launch, all checks (your_dequantize_nf4)"}  # fmt: skip
     for name, label in names.items():
         entry = comparison.entries.get(name)
         if entry and entry.seconds:
@@ -178,10 +178,10 @@ def rows_of(score: Score, comparison: Comparison) -> list:
     return rows + [["score", "total", column, "x", [ratio]] for column, ratio in ratios.items() if ratio]
 
 
-def save_result(score: Score, comparison: Comparison) -> pathlib.Path | None:
+def save_result(score: Score, comparison: Comparison) -> None:
     """Write a GPU run to nf4_<card>.json in $NF4_BUILD: environment, kernel, rows. Print its name."""
     if not ON_GPU:
-        return None
+        return
     facts, kernel = describe(), kernel_of(globals().get("In", ()))
     card = re.sub(r"[^a-z0-9]+", "-", (facts["card"]).lower()).strip("-")
     path = pathlib.Path(os.environ.get("NF4_BUILD") or ".", f"nf4_{card}.json")
@@ -190,4 +190,3 @@ def save_result(score: Score, comparison: Comparison) -> pathlib.Path | None:
     print(f"Kernel {'.'.join(kernel.values()) or '(edited)'}; results written to {path.name}.")
     if facts["capability"] == [7, 5]:
         print("Few T4 results are known: please attach this file to an issue of the repository.")
-    return path

@@ -486,46 +486,32 @@ def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None,
 
 
 def launch_forms(candidate):
-    """Return {name: contender}: the candidate, and its kernel launched by Triton's two public forms.
+    """Return {name: contender}: the candidate, and its kernel under Triton's two public launches.
 
-    kernel[grid] is plain_dequantize_nf4; compiled[grid] is the same wrapper around the launch of Triton's
-    fused-softmax tutorial. Without a GPU, or without that wrapper, the candidate alone.
+    kernel[grid] is the ordinary one, compiled[grid] that of Triton's fused-softmax tutorial. Both allocate
+    and launch on the layer's tensors and check nothing. Without a GPU or our wrapper: the candidate alone.
     """
-    cells = getattr(candidate, "__globals__", {})
-    plain, kernel = cells.get("plain_dequantize_nf4"), cells.get("_your_dequantize_nf4_kernel")
-    if not ON_GPU or plain is None:
-        return {candidate.__name__: candidate}
-    known = {}
+    cells, forms = getattr(candidate, "__globals__", {}), {candidate.__name__: candidate}
+    if not ON_GPU or "_launch_plain" not in cells:
+        return forms
+    launches = {}
 
-    class Compiled:
-        """Launches the binary that Triton compiled for arguments of the same types and settings."""
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                key = *(getattr(x, "dtype", None) for x in arguments), *options.values()
-                if key not in known:
-                    known[key] = kernel[grid](*arguments, **options), kernel.arg_names[len(arguments) :]
-                    return
-                compiled, names = known[key]
-                compiled[(*grid, 1, 1)[:3]](*arguments, *(options[name] for name in names))
-
-            return launch
-
-    again = relinked(plain, _your_dequantize_nf4_kernel=Compiled())
-    forms = {candidate.__name__: candidate}
-    for name, form in (("kernel[grid]", plain), ("compiled[grid]", again)):
-        forms[name] = lambda layer, form=form: form(layer.weight, layer.weight.quant_state)
-    return forms
-
-
-def relinked(function, **names):
-    """Return a copy of a function, and of all functions beside it, that sees other values under `names`."""
-    cells, old = dict(function.__globals__), function.__globals__
-    for name, value in old.items():
-        if isinstance(value, types.FunctionType) and value.__globals__ is old:
-            cells[name] = types.FunctionType(
-                value.__code__, cells, name, value.__defaults__, value.__closure__
+    def form(layer, public):
+        weight, state = layer.weight.data, layer.weight.quant_state
+        key = state.shape, state.dtype, public
+        if key not in launches:
+            _, compiled, grid, arguments, constexprs, _ = cells["_launch_plain"](
+                *cells["_fields"](weight, state)
             )
-            cells[name].__kwdefaults__ = value.__kwdefaults__
-    cells |= names
-    return cells[function.__name__]
+            options = constexprs | cells["_options"](cells["settings"](weight.device))
+            launch = functools.partial(cells["_your_dequantize_nf4_kernel"][(grid,)], **options)
+            launch, last = (
+                (launch, ()) if public == "kernel[grid]" else (compiled[(grid, 1, 1)], constexprs.values())
+            )
+            launches[key] = launch, arguments[3], (*arguments[7:], *last)
+        launch, table, rest = launches[key]
+        out, inner = torch.empty(state.shape, dtype=state.dtype, device=weight.device), state.state2
+        launch(weight, out, state.absmax, table, inner.code, inner.absmax, state.offset, *rest)
+        return out
+
+    return forms | {name: functools.partial(form, public=name) for name in ("kernel[grid]", "compiled[grid]")}

@@ -119,9 +119,9 @@ FORMS = {"kernel[grid]": 2.0, "compiled[grid]": protocol.Entry("x", failure="wro
 def test_launch_forms_beside_the_score():
     table = marking.forms_table(comparison(**FORMS, forms=FORMS))
     assert table[1:] == [
-        ["plain wrapper, kernel[grid]", "2.0000", "0.80x", "1.00x"],
-        ["plain wrapper, compiled[grid]", "not measured (needs wrong)", "", ""],
-        ["direct launch (your_dequantize_nf4)", "1.0000", "1.60x", "2.00x"],
+        ["kernel[grid], no checks", "2.0000", "0.80x", "1.00x"],
+        ["compiled[grid], no checks", "not measured (needs wrong)", "", ""],
+        ["direct launch, all checks (your_dequantize_nf4)", "1.0000", "1.60x", "2.00x"],
     ]
 
 
@@ -135,8 +135,9 @@ def test_a_run_leaves_a_file_that_draw_files(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(marking, "STAMP", stamp)
     for inputs, known in ((["", *cells, "y"], kernel), (cells[:1], {})):
         monkeypatch.setattr(marking, "In", inputs, raising=False)
-        path = marking.save_result(marked(run), run)
-        assert path.name == "nf4_tesla-t4-a.json" and json.loads(path.read_text())["kernel"] == known
+        marking.save_result(marked(run), run)
+        path = tmp_path / "nf4_tesla-t4-a.json"
+        assert json.loads(path.read_text())["kernel"] == known
         shown = capsys.readouterr().out
         assert f"Kernel {'abc.def' if known else '(edited)'}; results" in shown and "please attach" in shown
     pages.file_result(path)
@@ -148,7 +149,9 @@ def test_a_run_leaves_a_file_that_draw_files(tmp_path, monkeypatch, capsys):
     assert sum(row.median for row in store.select(rows, "score", contender="today", unit="points")) == 14
     assert store.one(rows, "score", "total", "classic", "x").values == (2.0,)
     monkeypatch.setattr(marking, "ON_GPU", False)
-    assert marking.save_result(marked(run), run) is None, "times of Triton's interpreter mean nothing"
+    path.unlink()
+    marking.save_result(marked(run), run)
+    assert not path.exists(), "times of Triton's interpreter mean nothing"
     assert "on this CPU (Triton's interpreter)" in marked(run).headline
 
 

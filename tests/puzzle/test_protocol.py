@@ -2,6 +2,7 @@
 
 import statistics
 import time
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -294,39 +295,41 @@ def test_a_t4_has_time_for_fewer_turns(monkeypatch, capability, forced, wanted):
     assert tuple(protocol.turns_of(name, "ours") for name in names) == wanted
 
 
-CELLS = """
-def your_dequantize_nf4(layer): return "direct"
-def plain_dequantize_nf4(weight, quant_state): return inner(quant_state)
-def inner(state): _your_dequantize_nf4_kernel[(3,)](state, B=2, A=1, num_warps=4)
-"""
-
-
-def test_launch_forms_launch_the_same_kernel(monkeypatch):
-    """Both public forms; compiled[grid] reuses what a first launch compiled, in the kernel's order."""
+def test_launch_forms_launch_the_same_kernel(monkeypatch, candidate, make_layer):
+    """Both public forms launch on the tensors of the layer passed, with what a first call compiled."""
     calls = []
 
     class Binary:
         def __getitem__(self, grid):
             return lambda *arguments: calls.append((grid, arguments))
 
-    class Kernel(Binary):
-        arg_names = ["x", "A", "B"]
-
+    class Kernel:
         def __getitem__(self, grid):
-            return lambda *arguments, **options: calls.append((grid, arguments, options)) or binary
+            return lambda *arguments, **options: calls.append((grid, arguments, options))
 
-    binary, names = Binary(), {"_your_dequantize_nf4_kernel": Kernel()}
-    exec(CELLS, names)
-    layer = SimpleNamespace(weight=SimpleNamespace(quant_state="state"))
+    names = dict(candidate.__globals__)
+    launched = (None, Binary(), 7, ["w", "o", "a", "table", "c", "m", "f", 8, 9], {"ASM": True, "B": 2}, 0)
+    names |= {"_your_dequantize_nf4_kernel": Kernel(), "_launch_plain": lambda tensors, values: launched}
+    fake = types.FunctionType(candidate.__code__, names, "ours")
+    assert protocol.ON_GPU or list(protocol.launch_forms(fake)) == ["ours"]
     monkeypatch.setattr(protocol, "ON_GPU", True)
-    forms = protocol.launch_forms(names["your_dequantize_nf4"])
-    assert list(forms) == ["your_dequantize_nf4", "kernel[grid]", "compiled[grid]"]
-    for name in ("kernel[grid]", "compiled[grid]", "compiled[grid]"):
-        forms[name](layer)
-    ordinary = ((3,), ("state",), {"B": 2, "A": 1, "num_warps": 4})
-    assert calls == [ordinary, ordinary, ((3, 1, 1), ("state", 1, 2))]
-    monkeypatch.setattr(protocol, "ON_GPU", False)
-    assert list(protocol.launch_forms(names["your_dequantize_nf4"])) == ["your_dequantize_nf4"]
+    forms = protocol.launch_forms(fake)
+    assert list(forms) == ["ours", "kernel[grid]", "compiled[grid]"]
+    for name in ("kernel[grid]", "compiled[grid]"):
+        for layer in (make_layer(64, 64, FP16), make_layer(64, 64, FP16)):
+            calls.clear()
+            out = forms[name](layer)
+            ((grid, arguments, *options),), state = calls, layer.weight.quant_state
+            used = arguments[1:3] + arguments[4:7]
+            wanted = (out, state.absmax, state.state2.code, state.state2.absmax, state.offset)
+            assert all(x is y for x, y in zip(used, wanted, strict=True))
+            assert arguments[0].data_ptr() == layer.weight.data_ptr() and arguments[3] == "table"
+            if name == "kernel[grid]":
+                assert (
+                    grid == (7,) and arguments[7:] == (8, 9) and options[0]["num_warps"] and options[0]["ASM"]
+                )
+            else:
+                assert grid == (7, 1, 1) and arguments[7:] == (8, 9, True, 2)
 
 
 # --- the libraries ---
