@@ -206,17 +206,6 @@ def test_a_tensor_on_the_cpu(watched, make_layer, name):
         launch.your_dequantize_nf4(layer)
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0,)])
-@pytest.mark.parametrize("dtype", reference.DTYPES)
-def test_no_elements(watched, make_layer, shape, dtype):
-    layer = make_layer(64, 64, dtype)
-    state = layer.weight.quant_state
-    state.shape = torch.Size(shape)
-    for weight in (layer.weight, layer.weight.data[:0]):
-        result = launch._your_dequantize_nf4(weight, state)
-        assert result.shape == shape and result.dtype == dtype
-
-
 def longer(x):
     return torch.cat([x, torch.full_like(x, 200)])
 

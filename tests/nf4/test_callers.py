@@ -101,15 +101,6 @@ def test_a_use_changes_nothing_of_what_is_saved(watched, make_layer, part):
         assert right(launch.your_dequantize_nf4(twin), twin) and right(launch.your_dequantize_nf4(used), used)
 
 
-def test_autograd_gives_no_gradient(make_layer, device):
-    """The result takes part in a graph as a constant."""
-    layer = make_layer(64, 96, torch.float32)
-    x = torch.ones(4, 64, device=device, requires_grad=True)
-    weight = launch.your_dequantize_nf4(layer)
-    (x @ weight.t()).sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 64))
-
-
 # Processes and threads
 def run(code, **variables):
     """Run `code` with `make` and `same` at hand; return what it printed."""
@@ -193,18 +184,6 @@ def test_a_fork_after_cuda_was_used_is_an_error(make_layer):
     assert right(launch.your_dequantize_nf4(layer), layer), "the parent goes on"
 
 
-def cache_key(module):
-    return module._your_dequantize_nf4_kernel.cache_key
-
-
-@pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter has no cache")
-def test_the_triton_cache_knows_the_assembly(changed_kernel):
-    """A change of the assembly, a global of the kernel, changes the cache key: no older kernel is served."""
-    text = "mul.rn.ftz.f32 a, a, $6;"
-    modules = [changed_kernel(f"version{i}", text, text + " " * (i == 2)) for i in range(3)]
-    assert cache_key(modules[0]) == cache_key(modules[1]) != cache_key(modules[2])
-
-
 # CUDA graphs, streams, GPUs
 @ON_GPU
 @pytest.mark.parametrize("warm", [1, 3])
@@ -239,31 +218,6 @@ def test_the_first_call_of_a_process_inside_a_capture():
             print("refused:", error)
     """
     assert "refused: the first call on a GPU came inside a graph capture" in run(code)
-
-
-@ON_GPU
-def test_blocking_launches():
-    assert "exact True" in run("print('exact', same(make()))", CUDA_LAUNCH_BLOCKING="1")
-
-
-@ON_GPU
-def test_the_codebook_of_a_busy_stream(make_layer):
-    """It is there for every stream, however busy the stream of its first use is."""
-    layers = [make_layer(64, 96, torch.float16, seed=i) for i in range(2)]
-    expected = [reference.dequantize(layer.weight, layer.weight.quant_state) for layer in layers]
-    launch.your_dequantize_nf4(layers[0])
-    torch.cuda.synchronize()
-    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(busy):
-        torch.cuda._sleep(1_000_000_000)
-        launch.codebooks.cache_clear()
-        launch.launches.clear()
-        first = launch.your_dequantize_nf4(layers[0])
-    with torch.cuda.stream(free):
-        second = launch.your_dequantize_nf4(layers[1])
-        free.synchronize()
-    torch.cuda.synchronize()
-    assert all(map(same_bits, (first, second), expected))
 
 
 @ON_GPU

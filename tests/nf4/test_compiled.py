@@ -80,9 +80,11 @@ def warm(watched, layer):
 
 
 # The code that Inductor writes
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_it_only_launches_without_a_copy(watched, make_layer, nested):
-    layers = [make_layer(64, 96, torch.float16, nested=nested, seed=seed) for seed in range(3)]
+def test_it_only_launches_without_a_copy(watched, make_layer, nested, quant_type):
+    how = dict(nested=nested, quant_type=quant_type)
+    layers = [make_layer(63, size, torch.float16, **how) for size in (5, 64, 5)]
     compiled = torch.compile(lambda layers: [launch.your_dequantize_nf4(x) for x in layers], **STATIC)
     results, code = code_of(compiled, layers)
     assert code.count("torch.ops.nf4_triton.dequantize.default.run(arg") == 3  # the weight, not a view of it
@@ -90,25 +92,6 @@ def test_it_only_launches_without_a_copy(watched, make_layer, nested):
     assert all(map(right, results, layers))
     watched.eager = 0
     assert all(map(right, compiled(layers), layers)) and watched.eager == 0
-
-
-@pytest.mark.parametrize(
-    "sizes, dtype, options",
-    [
-        ((3, 7), torch.float32, {}),
-        ((320, 1), torch.float16, dict(quant_type="fp4")),
-        ((63, 5), torch.float16, dict(nested=False, quant_type="fp4")),
-        ((64, 320), torch.float32, dict(nested=False, blocksize=32)),
-    ],
-    ids=str,
-)
-def test_other_states(watched, make_layer, sizes, dtype, options):
-    layer = make_layer(*sizes, dtype, **options)
-    compiled = torch.compile(call, **STATIC)
-    for _ in range(3):
-        assert right(compiled(layer.weight, layer.weight.quant_state), layer)
-        assert right(launch.your_dequantize_nf4(layer), layer)
-        layer.weight.data.bitwise_xor_(255)
 
 
 def other_data(x):
@@ -168,14 +151,15 @@ def test_a_state_gone_bad_is_refused(warm, name):
 
 
 @contextlib.contextmanager
-def hooked(which):
+def hooked(which, added):
+    """Add a launch hook to Triton's chain, or assign one in its place."""
     hooks = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
-    before = getattr(hooks, which)
-    setattr(hooks, which, lambda metadata: None)
+    chain = getattr(hooks, which)
+    chain.add(print) if added else setattr(hooks, which, print)
     try:
         yield
     finally:
-        setattr(hooks, which, before)
+        chain.remove(print) if added else setattr(hooks, which, chain)
 
 
 def test_what_makes_a_compiled_call_eager(watched, warm, monkeypatch):
@@ -195,9 +179,10 @@ def test_what_makes_a_compiled_call_eager(watched, warm, monkeypatch):
         assert watched.eager == expect_eager
 
     for which in ("launch_enter_hook", "launch_exit_hook"):
-        with hooked(which):
-            check(1), check(1)
-        check(0)
+        for added in (False, hasattr(triton, "knobs")):
+            with hooked(which, added):
+                check(1), check(1)
+            check(0)
     with kernel.force(card="t4"):
         check(1), check(0)
     check(1), check(0)
@@ -267,10 +252,9 @@ def test_a_weight_of_a_dynamic_length(watched, layer):
         compiled(weight[:5000], state)
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-def test_states_of_other_blocksizes_and_shapes_as_arguments(watched, make_layer, dynamic):
+def test_states_of_other_blocksizes_and_shapes_as_arguments(watched, make_layer):
     """Dynamo then makes a symbol of what differs."""
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(call, fullgraph=True)
     for sizes, blocksize in (((64, 320), 64), ((64, 640), 128), ((96, 128), 256)):
         layer = make_layer(*sizes, torch.float16, blocksize=blocksize)
         for _ in range(2):
@@ -491,18 +475,3 @@ def test_aot_inductor(device, tmp_path, plain):
         loaded = torch._inductor.aoti_load_package(path)
         for _ in range(2):
             torch.testing.assert_close(loaded(x), module(x))
-
-
-@ON_GPU
-def test_on_a_side_stream(make_layer):
-    layer = make_layer(2048, 2048, torch.float16)
-    compiled = torch.compile(launch.your_dequantize_nf4, fullgraph=True)
-    compiled(layer), compiled(layer)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        layer.weight.data.bitwise_xor_(255)
-        result = compiled(layer)
-    stream.synchronize()
-    assert right(result, layer)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import re
 import threading
-import types
 import weakref
 from pathlib import Path
 
@@ -168,37 +167,20 @@ def test_a_new_layer_of_a_known_key_is_replayed_and_no_other(watched, make_layer
 
 
 def test_every_layout_of_a_weight(watched, layer):
-    """Transposed, plain, longer, in another storage dtype, from the middle of a storage: each is replayed."""
+    """Transposed, plain, longer, in another storage dtype, from the middle of a storage: each is replayed,
+    but for those that are not aligned to 4 bytes."""
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
     memory = torch.cat([packed[:64], packed, packed[:64]])
     views = [layer.weight, packed, packed.t(), packed.view(-1), memory, memory[64:]]
     views += [packed.view(-1).view(dtype) for dtype in reference.DTYPES]
     views += [torch.nn.Parameter(views[-1]), memory[64:][: len(packed)]]
+    views += [memory[start:] for start in (1, 2, 3, 4)]
     for turn in range(3):
         for i, weight in enumerate(views):
             result, replayed = watched(weight, state)
-            assert replayed >= (turn > 0), f"view {i}"
+            assert replayed >= (turn > 0 and weight.data_ptr() % 4 == 0), f"view {i}"
             assert exact(result, weight, state), f"view {i}"
             assert result.shape == (state.shape[::-1] if weight.shape[0] == 1 else state.shape)
-
-
-@pytest.mark.parametrize("start", [1, 2, 3])
-def test_a_misaligned_weight(watched, layer, start):
-    weight, state = watched.warm(layer)
-    packed = weight.data.as_subclass(torch.Tensor)
-    memory = torch.cat([packed[:start], noise(packed)])
-    for _ in range(2):
-        for given in (memory[start:], weight, packed):
-            assert exact(watched(given, state)[0], given, state)
-
-
-def test_a_weight_that_moves(watched, layer):
-    """FSDP gathers a weight into other memory for each use; the state stays."""
-    weight, state = watched.warm(layer)
-    for _ in range(4):
-        weight.data = noise(weight.data)
-        result, replayed = watched(weight, state)
-        assert replayed and exact(result, weight, state)
 
 
 def test_the_shard_of_a_freed_flat_parameter(watched, layer):
@@ -340,15 +322,6 @@ def test_out_of_any_alignment(watched, layer, before):
         assert memory[:before].isnan().all() and memory[before + n :].isnan().all()
 
 
-def test_out_of_a_transposed_weight(watched, layer):
-    state = layer.weight.quant_state
-    out = new_out(state, layer.weight)
-    for _ in range(2):
-        result, _ = watched(layer.weight.data.t(), state, out.fill_(0))
-        assert result.data_ptr() == out.data_ptr() and result.shape == (64, 320)
-        assert exact(out, layer.weight, state)
-
-
 BAD_OUT = {
     "transposed": lambda good: good.t(),
     "of another shape": lambda good: good[:-1],
@@ -406,12 +379,6 @@ def test_strides_of_out_are_not_kept(watched, make_layer):
     watched(weight, state, out)
     result, replayed = watched(weight, state)
     assert replayed and result.stride() == (320, 1) and exact(result, weight, state)
-
-
-def test_every_call_returns_memory_of_its_own(watched, layer):
-    weight, state = watched.warm(layer)
-    results = [watched(weight, state)[0] for _ in range(4)]
-    assert len({result.data_ptr() for result in results}) == 4
 
 
 # What wants to see a launch
@@ -635,15 +602,6 @@ def test_without_a_private_name_of_torch(watch, changed_kernel, layer, monkeypat
         call(torch.cat([weight.data, weight.data], 1)[:, :1], state)
 
 
-def test_the_public_allocator_takes_what_the_private_one_takes(changed_kernel, device, monkeypatch):
-    allocate = torch.empty_strided
-    with monkeypatch.context() as patched:
-        patched.delattr(torch._C._dynamo.guards, "_empty_strided_cuda", raising=False)
-        patched.setattr(torch, "empty_strided", lambda *a, **k: allocate(*a, **{**k, "device": device}))
-        out = changed_kernel("allocating")._empty_cuda((2, 3), (3, 1), torch.float16)
-    assert (out.shape, out.stride(), out.dtype) == ((2, 3), (3, 1), torch.float16)
-
-
 # The cache itself
 def test_a_key_keeps_32_launches_and_the_cache_1024_keys(watched, layer):
     weight, state = layer.weight, layer.weight.quant_state
@@ -677,14 +635,6 @@ def test_nothing_about_a_layer_is_kept(watched, make_layer):
         assert launch.launches and not any(tensor() is not None for tensor in tensors)
     finally:
         gc.enable()
-
-
-def test_a_state_that_is_not_a_quant_state(watched, layer):
-    loose = types.SimpleNamespace(**vars(layer.weight.quant_state))
-    for _ in range(3):
-        result, replayed = watched(layer.weight, loose)
-        assert exact(result, layer.weight, loose)
-    assert replayed
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one layer", "many layers"])
