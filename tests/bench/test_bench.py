@@ -74,15 +74,15 @@ def test_host_time():
 
 def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
     counters.clear()
-    cases, problems = run("compiled", dataclasses.replace(TINY, tokens=(8, 16, 24)))
+    cases, problems = run("compiled", dataclasses.replace(TINY, tokens=(8, 16)))
     assert not problems and counters["stats"]["unique_graphs"] == len(cases["forward 8 tokens"]) // 2
     names = {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"}
-    for tokens in (8, 16, 24):
+    for tokens in (8, 16):
         assert cases[f"forward {tokens} tokens"].keys() == names | {f"{name}_eager" for name in names}
     ratios = [
         statistics.median(cases[f"forward {tokens} tokens"]["bitsandbytes"])
         / statistics.median(cases[f"forward {tokens} tokens"]["ours"])
-        for tokens in (8, 16, 24)
+        for tokens in (8, 16)
     ]
     [ratio] = cases["geometric mean"]["bitsandbytes"]
     assert ratio == pytest.approx(statistics.geometric_mean(ratios))

@@ -161,9 +161,9 @@ def _use(setup: Setup, model, prompt, record: Record) -> None:
 
 
 def compare(setup: Setup) -> dict[str, Record]:
-    """The same run with the kernel, without, and without once more (which shows that it repeats at all)."""
+    """The same run with the kernel, without, and on a GPU once more without: does it repeat at all?"""
     records = {"with": train(setup, True), "without": train(setup, False)}
-    if not setup.compiled:
+    if machine.has_gpu() and not setup.compiled:
         records["again"] = train(setup, False)
     return records
 
