@@ -140,6 +140,7 @@ def forms_table(comparison: Comparison) -> Table:
     """Return the protocol by launch form: the same kernel, launched in three ways."""
     ours = next(iter(comparison.entries))
     table = Table([["Launch of the same kernel", "median s", "vs Unsloth today", "vs Unsloth classic"]])
+    table.note = "The official protocol, with the same kernel launched in three ways"
     names = {"kernel[grid]": "kernel[grid], no checks", "compiled[grid]": "compiled[grid], no checks",
              ours: "direct launch, all checks (your_dequantize_nf4)"}  # fmt: skip
     for name, label in names.items():
