@@ -51,6 +51,8 @@ PORTABLE = {
     "one codebook value a digit short": ("0.7229568362236023, 1.0)", "0.7229568, 1.0)"),
     "fp4's code 8 without its sign": ("FP4 += tuple(-value for value in FP4)", "FP4 += tuple(0.0 - value for value in FP4)"),
     "flushed on the CPU too": ("FLUSH=not INTERPRETED", "FLUSH=True"),
+}  # fmt: skip
+FORCED = {
     "settings forced for good": ("finally: apply(before)", "finally: pass"),
     "another card forced": ('if card not in (None, "t4"):', "if False:"),
 }  # fmt: skip
@@ -59,7 +61,6 @@ LAUNCHED = {
     "nf4's codebook for fp4": ('table[16:] if values[2] == "fp4" else table', "table"),
     "a constant for state2.blocksize": ("log2_block, log2_block2, n % 8 != 0", "log2_block, 8, n % 8 != 0"),
     "W.t() not transposed": ("launches[key] = (new, *known)[:32] return result.t() if weight.shape[0] == 1 else result", "launches[key] = (new, *known)[:32]\n    return result"),
-    "empty weights launched": ("**_options(s)) if grid else None", "**_options(s))"),
 }  # fmt: skip
 CHECKED = {
     "absmax length unchecked": ("second else fp32, weight.device, blocks)", "second else fp32, weight.device, 0)"),
@@ -321,6 +322,7 @@ AUTOLOAD = {
 }  # fmt: skip
 BUGS = {
     **bugs(KERNEL, BITS, PORTABLE),
+    **bugs(KERNEL, BITS[:1], FORCED),
     **bugs(LAUNCH, BITS, LAUNCHED),
     **bugs(LAUNCH, CHECKS, CHECKED),
     **bugs(LAUNCH, CALLS, CACHED),

@@ -127,6 +127,17 @@ def test_unaligned_tensors(way, dtype):
         assert not wrong(weight, state), f"scales + {skip} elements"
 
 
+def test_force_is_released_and_checked():
+    own = kernel.settings()
+    with kernel.force(card="t4"):
+        assert kernel.settings().capability == (7, 5) and kernel.settings().int_bf16
+    with pytest.raises(ValueError, match="the only card that can be forced"):
+        kernel.force(card="t5")
+    with pytest.raises(TypeError):
+        kernel.force(no_such_setting=1)
+    assert kernel.settings() == own
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", [OWN, on_gpu(asm=False), T4], indirect=True)
