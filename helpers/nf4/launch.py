@@ -180,9 +180,12 @@ def _check_tensor(name, tensor, dtypes, device, least):
 
 def _in_memory(tensor):
     """Whether a tensor's storage is there: FSDP frees that of a gathered weight. Fakes count."""
-    fake = isinstance(tensor, FakeTensor)
-    with contextlib.suppress(RuntimeError):  # a wrapper, such as a DTensor, has no storage
-        return not tensor.numel() or fake or tensor.untyped_storage().data_ptr() != 0
+    if isinstance(tensor, FakeTensor) or not tensor.numel():
+        return True
+    try:  # without a storage the address is the offset
+        return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
+    except RuntimeError:  # a wrapper, such as a DTensor
+        return False
 
 
 def _log2(name, size, most):
