@@ -261,6 +261,7 @@ def test_states_of_other_blocksizes_and_shapes_as_arguments(watched, make_layer)
             assert right(compiled(layer.weight, layer.weight.quant_state), layer)
 
 
+@ON_GPU  # on a CPU a C++ compiler runs for half a minute
 def test_a_state_that_the_graph_changes(watched, layer):
     """Each dequantization in one graph sees the contents of its moment."""
     weight, state = layer.weight.data, layer.weight.quant_state
@@ -334,7 +335,15 @@ class Adapted(torch.nn.Module):
         return x @ launch.your_dequantize_nf4(layer).t()
 
 
-@pytest.mark.parametrize("options", [*BACKENDS, pytest.param({**AOT_EAGER, "dynamic": True}, id="dynamic")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(AOT_EAGER, id="aot_eager"),
+        pytest.param({**AOT_EAGER, "dynamic": True}, id="dynamic"),
+        pytest.param({}, id="inductor", marks=ON_GPU),  # on a CPU a C++ compiler runs
+        BACKENDS[2],
+    ],
+)
 def test_a_training_step(make_layer, options):
     model = Adapted(make_layer)
     compiled = torch.compile(model, fullgraph=True, **options)
