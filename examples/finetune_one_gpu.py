@@ -1,7 +1,7 @@
 """Train a QLoRA adapter on one GPU with the NF4 kernel.
 
 pip install "nf4-triton[train]"
-python finetune_one_gpu.py MODEL TEXT_FILE OUT [STEPS]
+CUDA_VISIBLE_DEVICES=0 python finetune_one_gpu.py MODEL TEXT_FILE OUT [STEPS]
 """
 
 import sys

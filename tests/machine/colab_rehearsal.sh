@@ -71,6 +71,7 @@ def execute(until=None):
 def changes(old, new):
     return {name: (version, new.get(name)) for name, version in old.items() if new.get(name) != version}
 
+
 before = versions()
 seconds, shown, ran = execute("install")
 after = versions()
