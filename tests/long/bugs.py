@@ -120,7 +120,7 @@ CACHED = {
     "first call: meta tensors launched": ("if traced or weight.is_meta or", "if traced or"),
     "first call: fake tensors launched": ("if traced or weight.is_meta or isinstance(weight, FakeTensor):", "if traced or weight.is_meta:"),
     "first call: writes into out not counted": ("else: _count_write(out)", "else: pass"),
-    "fake tensors have memory": ("or fake or", "or"),
+    "fake tensors have memory": ("if isinstance(tensor, FakeTensor) or not tensor.numel():", "if not tensor.numel():"),
 }  # fmt: skip
 OPERATOR = {
     "operator: fake of the wrong dtype": ("return torch.empty(shape, dtype=dtype, device=weight.device)", "return torch.empty(shape, dtype=torch.float64, device=weight.device)"),
