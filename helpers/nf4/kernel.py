@@ -1,7 +1,4 @@
-"""NF4 and FP4 weights of bitsandbytes to fp16, bf16, or fp32 in one Triton kernel: device code.
-
-Every `# %%` section is a cell of the notebook; `python -m helpers sync` writes them there.
-"""
+"""Dequantize bitsandbytes' NF4 and FP4 weights in one Triton kernel. `# %%`: notebook cells."""
 # %% Settings for each GPU id="kernel-settings" part="settings" folded=true tags=["kernel"]
 import contextlib
 import dataclasses

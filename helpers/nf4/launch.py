@@ -4,7 +4,7 @@ A call reads a state's fields into `tensors` (weight, absmax, code2, absmax2, of
 has the first two) and `values` (shape, dtype, quant_type, blocksize, dtype2, blocksize2), which
 with the device are the key of a launch. Nothing about a layer is kept. `# %%`: notebook cells.
 """
-# ruff: noqa: E402, I001
+# ruff: noqa: E402, F401, I001
 # %% tags=["module-only"]
 from .kernel import (
     ALL, CHECKED, FP4, INTERPRETED, NF4, TRITON, _constexprs, _knobs, _options,
@@ -98,8 +98,8 @@ def _fields(weight, q):
 
 
 def check_state(weight, quant_state, any_device=False):
-    """Check everything the kernel relies on; return (number of elements, log2 of blocksize, log2 of
-    state2.blocksize or 0). Reads metadata only, no value on the GPU. Raises UnsupportedState."""
+    """Check everything the kernel relies on, from metadata; return (number of elements, log2 of
+    blocksize, log2 of state2.blocksize or 0). Raises UnsupportedState."""
     return _check(*_fields(weight, quant_state), any_device)
 
 
@@ -111,7 +111,7 @@ def _check(tensors, values, any_device=False):
                                "or set TRITON_INTERPRET=1 before Python starts")
     if hasattr(weight, "ds_id") and not weight.numel():
         raise UnsupportedState("the weight is partitioned (DeepSpeed ZeRO-3), expected all of it: "
-                               "gather it first, in deepspeed.zero.GatheredParameters")
+                               "gather it first (deepspeed.zero.GatheredParameters)")
     _check_tensor("weight", weight, (weight.dtype,), weight.device, 0)
     if weight.nbytes * 2 < sizes[0]:
         raise UnsupportedState(f"the weight holds {weight.nbytes} bytes, expected "
@@ -157,8 +157,8 @@ def _check_values(tensors, values):
                                f"{STORAGES}: quantize the layer again")
     for name, tensor in zip(NAMES, tensors, strict=False):
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedState(f"{name} is {type(tensor).__name__}, expected a tensor: the "
-                                   "quant_state is incomplete; reload the layer")
+            raise UnsupportedState(f"{name} is {type(tensor).__name__}, expected a tensor: reload "
+                                   "the layer")
     return n, log2_block, log2_block2
 
 
@@ -201,14 +201,13 @@ def _out_problem(out, weight, shape, dtype, traced=False):
     if not isinstance(out, torch.Tensor):
         return f"out is {type(out).__name__}, expected a tensor, or None for a new one"
     expected = (tuple(shape), dtype, weight.device, True)
-    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous())
+    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous() and not out.is_neg())
     if given != expected:
         return (f"out has (shape, dtype, device, contiguous) {given}, expected {expected}: pass "
                 "such a tensor, or None for a new one")
     if not traced:
         start, first = out.data_ptr(), weight.data_ptr()
-        shared = start < first + weight.nbytes and first < start + out.nbytes
-        if shared or not _in_memory(out):
+        if (start < first + weight.nbytes and first < start + out.nbytes) or not _in_memory(out):
             return "out has no memory, or the weight's, expected its own: pass another, or None"
 
 
@@ -225,8 +224,7 @@ def codebooks(device):
 
 # %% id="launch-plain" part="host" tags=["launch"]
 def plain_dequantize_nf4(weight, quant_state, out=None):
-    """Check, allocate, launch, by Triton's ordinary launch: what your_dequantize_nf4 returns, with
-    about 15 us more overhead. Arguments and errors as _your_dequantize_nf4."""
+    """Check, allocate, and launch the ordinary way; arguments, result as _your_dequantize_nf4."""
     with _plain_tensors():
         out, *_ = _launch_plain(*_fields(weight, quant_state), out)
         return out.t() if weight.shape[0] == 1 else out
@@ -252,8 +250,8 @@ def _launch_plain(tensors, values, out=None):
 
 def _configure(tensors, values, sizes, out, s):
     """Return one launch: (grid, runtime arguments, constexprs, limit of programs per SM or 0)."""
-    n, log2_block, log2_block2 = sizes
-    (weight, absmax, *second), table = tensors, codebooks(tensors[0].device)
+    (n, log2_block, log2_block2), (weight, absmax, *second) = sizes, tensors
+    table = codebooks(weight.device)
     constexprs = _constexprs(out.dtype, bool(second), log2_block, log2_block2, n % 8 != 0,
                              n <= s.small_up_to, n <= s.hint_loads_up_to, s)
     grid = -(-n // (constexprs["THREADS"] * constexprs["WORDS"] * 8))
@@ -350,18 +348,16 @@ def _make_launch(tensors, out, compiled, grid, arguments, constexprs, limit):
         kernel=_your_dequantize_nf4_kernel, size=tuple(out.shape),
         stride=torch.empty(out.shape, device="meta").stride(),  # `out` may have others
         dtype=out.dtype, transposed=weight.shape[0] == 1, itemsize=weight.itemsize, device=index,
-        run=run, grid=grid, before=(compiled.function, *before),
-        after=(*arguments[7:], *constexprs.values()),
-        table=table.data_ptr(), keep=(compiled, table))
+        run=run, grid=grid, before=(compiled.function, *before), table=table.data_ptr(),
+        after=(*arguments[7:], *constexprs.values()), keep=(compiled, table))
 
 
 def _first_call(weight, quant_state, out):
     """Check everything, launch the ordinary way, and keep the launch."""
     tensors, values = _fields(weight, quant_state)
-    traced = _modes() or torch.jit.is_tracing() or _transforms() is not None
-    if traced or weight.is_meta or isinstance(weight, FakeTensor):
-        if not isinstance(quant_state, _OperatorState):
-            return _call_operator(tensors, values, out)
+    traced = _modes() or torch.jit.is_tracing() or _transforms() is not None or weight.is_meta
+    if (traced or isinstance(weight, FakeTensor)) and not isinstance(quant_state, _OperatorState):
+        return _call_operator(tensors, values, out)
     if weight.is_cuda and weight.get_device() != _current_device():
         with torch.cuda.device(weight.device):
             return _your_dequantize_nf4(weight, quant_state, out)
@@ -399,8 +395,7 @@ def _call_operator(tensors, values, out):
 
 
 @_undisturbed  # where Inductor refused a graph, Dynamo goes on to trace what is called from it
-def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize,
-         blocksize2=None):
+def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2):
     """The operator: the eager call, guard included."""
     state2 = _OperatorState(code=code2, absmax=absmax2, dtype=torch.float32, blocksize=blocksize2)
     result = _your_dequantize_nf4(weight, _OperatorState(
@@ -413,7 +408,8 @@ def _run_compiled(weight, absmax, code2, absmax2, offset, key):
     """Allocate and launch, for code that Inductor wrote: its guards have compared the tensors, and
     _lower their layouts. Anything unusual makes the eager call. key: its key, and offset.dtype."""
     launch, address = compiled_launches.get(key), weight.data_ptr()
-    if (launch and launch.kernel is _your_dequantize_nf4_kernel and address and not address & 3
+    if (launch and launch.kernel is _your_dequantize_nf4_kernel and not address & 3
+            and address != weight.storage_offset() * launch.itemsize
             and not (_enter_calls or _exit_calls) and launch.device == _current_device()
             and _hooks.launch_enter_hook is _enter and _hooks.launch_exit_hook is _exit):
         result = _empty_cuda(launch.size, launch.stride, launch.dtype)
@@ -449,8 +445,7 @@ def _lower():
     dispatched = lowering.fallback_handler(_operator, add_to_fallback_set=False)
 
     def lower(*arguments):
-        # Without a second level the dispatcher leaves out the last argument, its default.
-        *tensors, shape, dtype, quant_type, blocksize, blocksize2 = (*arguments, None)[:10]
+        *tensors, shape, dtype, quant_type, blocksize, blocksize2 = arguments
         try:
             ir, graph, shape = lowering.ir, lowering.V.graph, tuple(map(int, shape))
             values = shape, dtype, quant_type, blocksize, blocksize2 and torch.float32, blocksize2
@@ -485,16 +480,15 @@ def _register():
         copies += 1
         name = f"{first}_{copies}"
     library = torch.library.Library(name, "FRAGMENT")
-    # Not torch.library.custom_op, whose wrappers take longer than the launch.
-    library.define("dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, "
-                   "Tensor? offset, SymInt[] shape, ScalarType dtype, str quant_type, "
-                   "int blocksize, int? blocksize2=None) -> Tensor",
-                   tags=(torch.Tag.pt2_compliant_tag,))
+    library.define(  # torch.library.custom_op has wrappers that take longer than the launch
+        "dequantize(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, "
+        "SymInt[] shape, ScalarType dtype, str quant_type, int blocksize, int? blocksize2) -> "
+        "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("dequantize", _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{name}::dequantize", _fake, lib=library)
-    namespace = getattr(torch.ops, name)
-    namespace.library = library  # for as long as torch.ops: a freed one crashes compiled code
-    return namespace.dequantize.default
+    operators = getattr(torch.ops, name)
+    operators.library = library  # kept for good: code compiled with a freed one crashes
+    return operators.dequantize.default
 
 
 _operator = _register()
