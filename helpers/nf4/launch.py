@@ -157,8 +157,8 @@ def _check_values(tensors, values):
                                f"{STORAGES}: quantize the layer again")
     for name, tensor in zip(NAMES, tensors, strict=False):
         if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedState(f"{name} is {type(tensor).__name__}, expected a tensor: reload "
-                                   "the layer")
+            raise UnsupportedState(f"{name} is {type(tensor).__name__}, expected a tensor: the "
+                                   "quant_state is incomplete; reload the layer")
     return n, log2_block, log2_block2
 
 
