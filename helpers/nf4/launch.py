@@ -201,14 +201,15 @@ def _out_problem(out, weight, shape, dtype, traced=False):
     if not isinstance(out, torch.Tensor):
         return f"out is {type(out).__name__}, expected a tensor, or None for a new one"
     expected = (tuple(shape), dtype, weight.device, True)
-    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous() and not out.is_neg())
+    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous())
     if given != expected:
         return (f"out has (shape, dtype, device, contiguous) {given}, expected {expected}: pass "
                 "such a tensor, or None for a new one")
     if not traced:
         start, first = out.data_ptr(), weight.data_ptr()
-        if (start < first + weight.nbytes and first < start + out.nbytes) or not _in_memory(out):
-            return "out has no memory, or the weight's, expected its own: pass another, or None"
+        overlap = start < first + weight.nbytes and first < start + out.nbytes
+        if overlap or out.is_neg() or not _in_memory(out):
+            return "out has no memory of its own, expected a plain tensor: pass another, or None"
 
 
 @functools.lru_cache(None)
