@@ -4,11 +4,11 @@ import importlib
 import sys
 
 COMMANDS = {  # module and function, what it does
-    "doctor": ("__main__", "doctor", "check this machine: versions, packages, correctness; what to fix"),
+    "doctor": ("__main__", "doctor", "check this machine: versions, correctness; what to fix"),
     "run": ("puzzle.notebook", "run", "run the notebook, print the score and where the files are"),
-    "bench": ("bench.bench", "main", "time the kernel against the baselines, and training with and without it"),
-    "t4": ("t4.sass", "main", "cross-compile for the cards people own; check budgets and the order of loads"),
-    "draw": ("results.pages", "main", "fill README, docs, and the notebook from the results, or file a sent result"),
+    "bench": ("bench.bench", "main", "time the kernel against the baselines; training with and without it"),
+    "t4": ("t4.sass", "main", "cross-compile for the cards people own; check budgets and loads"),
+    "draw": ("results.pages", "main", "fill README, docs, and notebook from the results; file a sent result"),
     "sync": ("puzzle.notebook", "write", "write the modules' sections into the notebook's cells"),
 }
 
@@ -17,6 +17,8 @@ def doctor(argv: list[str]) -> int:
     """Run the package's doctor, told about the checkout."""
     from helpers.nf4 import __main__ as package
 
+    if argv:
+        return package.main(argv)
     return package.doctor("bash colab_setup.sh", "Next: bash colab_setup.sh run")
 
 
@@ -38,9 +40,11 @@ def main(argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "helpers").split(".")[0] == "helpers":
             raise
-        print(f"{error.name} is not installed, expected what requirements.txt names: run "
-              "`bash colab_setup.sh`", file=sys.stderr)  # fmt: skip
+        print(f"{error.name} is not installed: bash colab_setup.sh installs it", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
