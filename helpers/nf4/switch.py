@@ -508,16 +508,15 @@ class State(types.SimpleNamespace):
 
 
 def _covered(weight, state) -> bool:
-    """Return whether the kernel accepts a state, from metadata that torch.compile guards: compiled code can
-    catch no UnsupportedState."""
-    n, fp32, sizes = math.prod(state.shape), (torch.float32,), [state.blocksize]
+    """Return whether the kernel accepts these tensors, from metadata that torch.compile guards: compiled code
+    cannot catch UnsupportedState. A value that it refuses ends the trace, and the call runs eagerly."""
+    n, fp32 = math.prod(state.shape), (torch.float32,)
     blocks = -(-n // state.blocksize)
     needed = [(state.absmax, (torch.uint8,) if state.nested else fp32, blocks)]
     if state.nested:
         second, offset = state.state2, state.offset
         if second is None or second.dtype is not torch.float32 or offset is None or offset.numel() != 1:
             return False
-        sizes.append(second.blocksize)
         needed += [(second.absmax, fp32, -(-blocks // second.blocksize)), (second.code, fp32, 256)]
         needed += [(offset, (torch.float32, torch.bfloat16, torch.float16), 1)]
     for tensor, dtypes, count in needed:
@@ -527,14 +526,11 @@ def _covered(weight, state) -> bool:
             return False
     return not (
         not (weight.is_cuda or launch.INTERPRETED)
-        or state.dtype not in launch.DTYPES
-        or state.quant_type not in ("nf4", "fp4")
         or getattr(state, "packing_format_for_cpu", False)
         or weight.dtype not in launch.STORAGES
         or not weight.is_contiguous()
         or weight.numel() * weight.element_size() * 2 < n
         or (weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(state.shape))
-        or any([size & (size - 1) for size in sizes])
     )
 
 

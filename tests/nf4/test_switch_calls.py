@@ -138,7 +138,8 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, odd, compil
         torch._dynamo.reset()
         function = lambda: bnb.functional.dequantize_4bit(packed, state) + 0  # noqa: E731
         try:
-            return torch.compile(function, backend="eager")() if compiled else function()
+            whole = odd not in ("dtype", "quant_type")  # which the library refuses, too
+            return torch.compile(function, backend="eager", fullgraph=whole)() if compiled else function()
         except launch.UnsupportedState:
             raise
         except Exception as error:
@@ -230,23 +231,30 @@ def test_other_calls_of_the_product_are_the_librarys(device):
         "vmap": lambda: torch.func.vmap(lambda a: bnb.matmul_4bit(a, packed, state))(x[:, None]),
     }
 
-    def results():
-        found = {}
+    def results(switched=None):
+        found, by_kernel = {}, set()
         for name, call in calls.items():
+            before = switched and switched.counts()[PRODUCT]["kernel"]
             try:
                 found[name] = call()
             except Exception as error:
                 found[name] = f"{type(error)} {error}"
-        return found
+            if switched and switched.counts()[PRODUCT]["kernel"] > before:
+                by_kernel.add(name)
+        return found, by_kernel
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = results()
-        with on():
-            found = results()
-    assert [type(expected[name]) for name in calls].count(str) == 4
+        expected, _ = results()
+        with on() as switched:
+            found, by_kernel = results(switched)
+            late = bnb.matmul_4bit
+    assert [type(expected[name]) for name in calls].count(str) == 4 and by_kernel == {"transposed"}
     for name in calls:
         assert same(found[name], expected[name]), name
+    before = switched.counts()
+    late(x, packed, state)  # a copy of the replacement only passes calls on
+    assert switched.counts() == before
 
 
 def test_ways_to_train(make_layer):
