@@ -2,7 +2,6 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import dataclasses
 import functools
 import itertools
 import math
@@ -23,7 +22,8 @@ from helpers.puzzle.protocol import (
 # %% One fused kernel; fp16 and bf16; custom assembly; cache eviction id="checks-kernel" folded=true
 import contextlib
 import re
-import traceback
+import typing
+import unittest
 
 HALF = (torch.float16, torch.bfloat16)
 LARGE = {torch.float16: (2048, 8192), torch.bfloat16: (4096, 14336)}  # (in, out), of the protocol
@@ -31,28 +31,17 @@ HUGE = (8192, 14336)  # larger than any L2
 CALLS = 3  # profiled in a row: sees what only some calls launch
 
 
-@dataclasses.dataclass(frozen=True)
-class Evidence:
-    """What a check found; `passed` is None where it `needs` something to tell."""
+class Evidence(typing.NamedTuple):
+    """What a check found; `passed` is None where it could not tell."""
 
     criterion: str
     passed: bool | None
-    text: str = ""
-    needs: str = ""
-    details: dict = dataclasses.field(default_factory=dict)  # the traceback of a failure
-
-    def __str__(self):
-        missing = f"not measured (needs {self.needs})" if self.passed is None else ""
-        return "; ".join(filter(None, (missing, self.text)))
+    text: str
 
 
-class Missing(Exception):
-    """What a check needs to tell: it is skipped, not failed."""
-
-
-def need(true, what):
+def need(true, what, note=""):
     if not true:
-        raise Missing(what)
+        raise unittest.SkipTest(f"not measured (needs {what}){note}")
 
 
 def check(criterion, needs_gpu=False):
@@ -64,15 +53,12 @@ def check(criterion, needs_gpu=False):
             try:
                 need(baselines()["bitsandbytes"].fn, baselines()["bitsandbytes"].reason)
                 need(ON_GPU or not needs_gpu, NEEDS_GPU)
-                text = function(candidate)
-            except Missing as missing:
-                return Evidence(criterion, None, needs=str(missing))
+                return Evidence(criterion, True, function(candidate))
+            except unittest.SkipTest as missing:
+                return Evidence(criterion, None, str(missing))
             except Exception as error:
                 kind = "" if type(error) is AssertionError else f"{type(error).__name__}: "
-                details = {"traceback": traceback.format_exc()[-3000:]}
-                text = kind + (str(error).strip().splitlines() or [""])[0][:300]
-                return Evidence(criterion, False, text, details=details)
-            return text if isinstance(text, Evidence) else Evidence(criterion, True, text)
+                return Evidence(criterion, False, kind + str(error).strip().partition("\n")[0][:300])
 
         return run
 
@@ -102,11 +88,10 @@ def launched(candidate):
     if not ON_GPU:
         from triton.runtime.interpreter import GridExecutor
 
-        names = [(kernel.fn.__name__, kernel.fn.__globals__) for kernel in ours]
-
         def execute(self, *args, original=GridExecutor.__call__, **kwargs):
-            same = (self.fn.__name__ == name and self.fn.__globals__ is there for name, there in names)
-            ran.extend([self.fn.__name__] * any(same))
+            name, names = self.fn.__name__, self.fn.__globals__
+            if any(kernel.fn.__name__ == name and kernel.fn.__globals__ is names for kernel in ours):
+                ran.append(name)
             return original(self, *args, **kwargs)
 
         with mock.patch.object(GridExecutor, "__call__", execute):
@@ -115,17 +100,13 @@ def launched(candidate):
     if "force" not in cells:
         yield ["unseen"]
         return
-    with cells["force"](**vars(cells["settings"]())):
+    with cells["force"](**vars(cells["settings"]())), contextlib.ExitStack() as stack:
         caches = [kernel.device_caches[torch.cuda.current_device()][0] for kernel in ours]
-        known = [dict(cache) for cache in caches]
         for cache in caches:
+            stack.callback(cache.update, dict(cache))
             cache.clear()  # Triton looks here first, and puts what it compiles or finds on disk here
-        try:
-            yield ran
-            ran += [compiled.asm["ptx"] for cache in caches for compiled in cache.values()]
-        finally:
-            for cache, before in zip(caches, known, strict=True):
-                cache.update(before)
+        yield ran
+        ran += [compiled.asm["ptx"] for cache in caches for compiled in cache.values()]
 
 
 def differs(candidate, layer, wanted=None):
@@ -145,11 +126,8 @@ def single_kernel(candidate):
             layer, what = quantized_layer(*shape, dtype), f"{SHORT[dtype]} {shape[1]}x{shape[0]}"
             events = gpu_events(lambda layer=layer: candidate(layer), CALLS)
             names = [name for name, _, _ in events]
-            per_call = f"{len(names) / CALLS:g} per call: {', '.join(sorted(set(names)))[:200]}"
-            must(
-                len(names) == CALLS and len(set(names)) == 1 and known.issuperset(names),
-                f"{what}: {per_call}",
-            )
+            alone = len(names) == CALLS and len(set(names)) == 1 and known.issuperset(names)
+            must(alone, f"{what}: {len(names) / CALLS:g} per call: {', '.join(sorted(set(names)))[:200]}")
             for event in events:
                 assert_whole([event], [layer], what)
     return f"{names[0]} once per call and nothing else, in fp16 and bf16, 2M to 117M elements (profiler)"
@@ -188,7 +166,7 @@ FAULTS = {"shfl.sync.idx": "shfl.sync.bfly", "prmt.b32 ": "prmt.b32.f4e ", "mul.
 def assembly_in(ptx):
     """Return the instructions in inline assembly but moves, loads and stores, which Triton writes so too."""
     blocks = "\n".join(re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.S))
-    found = {text for text in re.findall(INSTRUCTION, blocks, re.M) if text}
+    found = re.findall(INSTRUCTION, blocks, re.M)
     return {text for text in found if text.split(".")[0] not in ("ld", "st", "mov", "createpolicy")}
 
 
@@ -209,18 +187,16 @@ def on_and_off(candidate, field, find):
     for dtype in HALF:
         for layer in (every_code(dtype), quantized_layer(*LARGE[torch.float16], dtype)):
             elements, found = f"{layer.weight.quant_state.shape.numel():,}", {}
+            size = f"{SHORT[dtype]}, {elements} elements"
             for on in (True, False):
                 with cells["force"](**chosen | {field: on}), launched(candidate) as ran:
                     wrong = differs(candidate, layer)
-                what = f"{SHORT[dtype]}, {elements} elements, {field}={on}"
-                must(not wrong, f"{what}: {wrong} elements differ from bitsandbytes")
-                must(ran, f"{what}: the kernel did not run")
+                must(not wrong, f"{size}, {field}={on}: {wrong} elements differ from bitsandbytes")
+                must(ran, f"{size}, {field}={on}: the kernel did not run")
                 found[on] = [find(ptx) for ptx in ran]
             for instructions in found[True]:
                 only = ", ".join(sorted(instructions.difference(*found[False])))
-                must(
-                    only, f"{SHORT[dtype]}, {elements} elements: nothing in the PTX that {field}=False lacks"
-                )
+                must(only, f"{size}: nothing in the PTX that {field}=False lacks")
                 texts.setdefault(only, {})[elements] = None
     where = (f"{text} at {' and '.join(at)} elements" for text, at in texts.items())
     return f"in the PTX that ran, and absent when disabled: {'; '.join(where)}"
@@ -255,7 +231,7 @@ def faults_seen(candidate, kernel="_your_dequantize_nf4_kernel"):
                 variables = mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder)
                 with variables, mock.patch.dict(cells, {kernel: wrong}), launched(candidate) as ran:
                     differ = differs(candidate, layer)
-            need(any(new in ptx for ptx in ran), "the PTX that ran does not have it")
+            must(any(new in ptx for ptx in ran), "the PTX that ran does not have it")
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             continue
@@ -301,8 +277,7 @@ REFUSALS = ("BF16 is not supported", "fullgraph=True found no compiled frames")
 @contextlib.contextmanager
 def complaints():
     """Collect the warnings that a user would see, raised or logged by torch."""
-    texts = []
-    handler = logging.Handler(logging.WARNING)
+    texts, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())
     loggers = [logging.getLogger(f"torch{name}") for name in ("", "._dynamo", "._inductor", "._logging")]
     for logger in loggers:
@@ -337,17 +312,16 @@ def compiled(candidate, layer, fullgraph):
                 wrong = different(function(layer), expected(layer))
         except Exception as error:
             return f"{type(error).__name__}: {error}", warned, [], []
-    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    graph = [f"{graphs} graphs"] * (graphs != 1) + [f"graph breaks: {breaks}"] * bool(breaks)
+    graphs = counters["stats"]["unique_graphs"]
+    graph = [f"{graphs} graphs"] * (graphs != 1)
     result = [f"{wrong} elements differ from bitsandbytes"] * bool(wrong)
     with launched(candidate) as ran:
         function(layer)
     result += ["another kernel ran than the one beside it"] * (not ran)
     if ON_GPU:
         names = [name for name, _, _ in gpu_events(lambda: function(layer), CALLS)]
-        alone = len(names) == CALLS and {kernel.fn.__name__ for kernel in kernels(candidate)}.issuperset(
-            names
-        )
+        known = {kernel.fn.__name__ for kernel in kernels(candidate)}
+        alone = len(names) == CALLS and known.issuperset(names)
         result += [f"{CALLS} calls ran {names}"] * (not alone)
     return "", warned, graph, result
 
@@ -368,14 +342,12 @@ def torch_compile(candidate):
             said = all(any(NO_BF16 in text for text in texts) for texts in (warned, plain_warned))
             right = not (result or plain_error or plain_result)
             must(refused and said and right, f"bf16, which this card lacks: {'; '.join(faults)}")
-            text += (
-                "; Inductor does not compile bf16 on this card (its warning): the call runs eagerly, exact"
-            )
+            text += "; Inductor does not compile bf16 on this card (its warning): "
+            text += "the call runs eagerly, exact"
             text += ", and fullgraph=True raises Inductor's error" * bool(error)
         else:
             must(not faults, f"{SHORT[dtype]}: {'; '.join(faults)}")
-    if not ON_GPU:
-        return Evidence("Works under torch.compile", None, f"traced, not compiled: {text}", NEEDS_GPU)
+    need(ON_GPU, NEEDS_GPU, f"; traced, not compiled: {text}")
     return f"{text}; one kernel per call"
 
 
@@ -445,10 +417,11 @@ CHECKS = (single_kernel, torch_compile, custom_asm, cache_eviction, exact)  # wi
 CHECKS += (no_large_buffers, no_sync, fresh_output)
 
 
-def examine(candidate, checks=CHECKS, tick=print) -> dict[str, Evidence]:
+def examine(candidate, checks=CHECKS) -> dict[str, Evidence]:
     """Run checks and print one line each: verdict, criterion, evidence. Returns {check's name: Evidence}."""
     evidence = {}
     for one in checks:
         evidence[one.__name__] = seen = one(candidate)
-        tick(f"{({True: 'yes', False: 'NO'}).get(seen.passed, '-'):4}{seen.criterion}: {seen}")
+        verdict = {True: "yes", False: "NO", None: "-"}[seen.passed]
+        print(f"{verdict:4}{seen.criterion}: {seen.text}")
     return evidence

@@ -2,7 +2,6 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import dataclasses
 import json
 import os
 import pathlib
@@ -17,7 +16,7 @@ import hashlib
 import html
 import textwrap
 
-STAMP = {}  # in the notebook: hashes of its kernel and of the cells that are the kernel
+STAMP = {"kernel": {}, "cells": []}  # in the notebook: hashes of its kernel, and of the kernel's cells
 MAXIMUM = 14
 COLUMNS = {"today": "unsloth_today", "classic": "unsloth_classic"}
 TABLE = (  # line, what decides (a check, or the speedup), points where it holds and where not
@@ -51,39 +50,11 @@ class Table(list):
         return f"{note}<table><tr>{'</tr><tr>'.join(rows)}</tr></table>"
 
 
-@dataclasses.dataclass(frozen=True)
-class Line:
-    """A line of the table; points by column, None where nothing was measured."""
+class Score(Table):
+    """The marking table, the stricter column first."""
 
-    name: str
-    points: dict[str, int | None]
-    best: int
-    evidence: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """The marking table with its sums by column, the stricter column first."""
-
-    headline: str
-    totals: dict[str, int]
-    lines: list[Line]
-
-    def table(self) -> Table:
-        rows = Table([["Criterion", *(f"vs Unsloth {column}" for column in self.totals), "Measured"]])
-        for line in self.lines:
-            points = [line.points[column] for column in self.totals]
-            points = ("-" if p is None else f"{p:+d}" if p else "0" for p in points)
-            rows.append([line.name, *points, line.evidence])
-        rows.append(["Sum", *(f"{total} of {MAXIMUM}" for total in self.totals.values()), ""])
-        rows.note = self.headline
-        return rows
-
-    def __repr__(self):
-        return repr(self.table())
-
-    def _repr_html_(self):
-        return self.table()._repr_html_()
+    totals: dict[str, int]  # by column
+    points: dict[str, dict[str, int | None]]  # by criterion and column; None where nothing was measured
 
 
 def speed(comparison, name, baseline):
@@ -101,39 +72,46 @@ def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
     """Mark a comparison's first contender, with what `examine` found about it."""
     ours = next(iter(comparison.entries))
     speeds = {column: speed(comparison, ours, baseline) for column, baseline in COLUMNS.items()}
-    lines = []
+    points, measured = {}, {}
     for title, judge, won, lost in TABLE:
         if callable(judge):
             held = {c: None if ratio is None else judge(ratio) for c, (ratio, _) in speeds.items()}
             words = [text if lost else text.split(",")[0] for _, text in speeds.values()]
-            text = "; ".join(f"{c}: {words}" for c, words in zip(COLUMNS, words, strict=True))
-            text = text if len(set(words)) > 1 else words[0]
+            both = "; ".join(f"{c}: {words}" for c, words in zip(COLUMNS, words, strict=True))
+            measured[title] = both if len(set(words)) > 1 else words[0]
         else:
-            seen = evidence.get(judge) or Evidence(title, None, needs="this check")
+            seen = evidence.get(judge) or Evidence(title, None, "not measured (needs this check)")
             held = dict.fromkeys(COLUMNS, seen.passed)
-            text = {True: "yes: see the checks", False: f"NO: {seen}", None: str(seen).split(";")[0]}[
-                seen.passed
-            ]
-        points = {c: {True: won, False: lost, None: None}[verdict] for c, verdict in held.items()}
-        lines.append(Line(title, points, won, text))
-    totals = {column: sum(line.points[column] or 0 for line in lines) for column in COLUMNS}
+            texts = {True: "yes: see the checks", False: f"NO: {seen.text}", None: seen.text.split(";")[0]}
+            measured[title] = texts[seen.passed]
+        points[title] = {c: {True: won, False: lost, None: None}[verdict] for c, verdict in held.items()}
+    totals = {c: sum(line[c] or 0 for line in points.values()) for c in COLUMNS}
     totals = dict(sorted(totals.items(), key=lambda item: (item[1], speeds[item[0]][0] or 0)))
+
+    score = Score([["Criterion", *(f"vs Unsloth {column}" for column in totals), "Measured"]])
+    for title, line in points.items():
+        shown = ("-" if line[c] is None else f"{line[c]:+d}" if line[c] else "0" for c in totals)
+        score.append([title, *shown, measured[title]])
+    score.append(["Sum", *(f"{total} of {MAXIMUM}" for total in totals.values()), ""])
+    score.totals, score.points = totals, points
+
     facts = describe()
     where = facts["card"] if ON_GPU else "this CPU (Triton's interpreter)"
-    where += ", with T4 settings forced" * (facts["forced"] == "t4") + f", {facts['date'][:10]}"
-    text = f"{min(totals.values())} of {MAXIMUM} points on {where}"
-    shown = {
-        c: f"{speeds[c][0]:.2f}x" if speeds[c][0] else "wrong" for c in totals if speeds[c][0] is not None
+    where += ", with T4 settings forced" * (facts["forced"] == "t4")
+    parts = [f"{min(totals.values())} of {MAXIMUM} points on {where}, {facts['date'][:10]}"]
+    times = {
+        c: f"{ratio:.2f}x" if ratio else "wrong" for c, (ratio, _) in speeds.items() if ratio is not None
     }
-    against = [f"Unsloth {c} {totals[c]} ({times})" for c, times in shown.items()]
-    text += f"; against {', '.join(against)}" * bool(against)
-    missing = sum(line.best for line in lines if None in line.points.values())
-    text += f"; {missing} points not measured" * bool(missing)
+    against = ", ".join(f"Unsloth {c} {totals[c]} ({times[c]})" for c in totals if c in times)
+    parts += [f"against {against}"] * bool(against)
+    missing = sum(won for title, _, won, _ in TABLE if None in points[title].values())
+    parts += [f"{missing} points not measured"] * bool(missing)
     judges = [judge for _, judge, _, _ in TABLE]
     failed = [one.criterion for name, one in evidence.items() if name not in judges and one.passed is False]
     failed += ["Official protocol"] * bool(comparison.entries[ours].failure)
-    text += f"; FAILED without points: {', '.join(failed)}" * bool(failed)
-    return Score(f"{text}.", totals, lines)
+    parts += [f"FAILED without points: {', '.join(failed)}"] * bool(failed)
+    score.note = "; ".join(parts) + "."
+    return score
 
 
 def forms_table(comparison: Comparison) -> Table:
@@ -154,12 +132,6 @@ def forms_table(comparison: Comparison) -> Table:
     return table
 
 
-def kernel_of(inputs) -> dict:
-    """Return the hashes of the kernel in the notebook; {} unless its cells ran as they are in `inputs`."""
-    ran = {hashlib.sha256(text.strip().encode()).hexdigest()[:8] for text in inputs}
-    return STAMP.get("kernel", {}) if ran.issuperset(STAMP.get("cells", "-")) else {}
-
-
 def rows_of(score: Score, comparison: Comparison) -> list:
     """Return [section, case, contender, unit, values] of all that was measured."""
     ours, rows = next(iter(comparison.entries)), []
@@ -172,9 +144,9 @@ def rows_of(score: Score, comparison: Comparison) -> list:
         if comparison.forms and name in comparison.entries and comparison.entries[name].seconds:
             label = "direct" if name == ours else names.get(name, name)
             rows.append(["launch_forms", "total", label, "s", comparison.entries[name].seconds])
-    for line in score.lines:
-        points = {column: value for column, value in line.points.items() if value is not None}
-        rows += [["score", line.name, column, "points", [value]] for column, value in points.items()]
+    for title, line in score.points.items():
+        for column, value in line.items():
+            rows += [["score", title, column, "points", [value]]] * (value is not None)
     ratios = {column: comparison.speedup(ours, baseline) for column, baseline in COLUMNS.items()}
     return rows + [["score", "total", column, "x", [ratio]] for column, ratio in ratios.items() if ratio]
 
@@ -183,8 +155,10 @@ def save_result(score: Score, comparison: Comparison) -> None:
     """Write a GPU run to nf4_<card>.json in $NF4_BUILD: environment, kernel, rows. Print its name."""
     if not ON_GPU:
         return
-    facts, kernel = describe(), kernel_of(globals().get("In", ()))
-    card = re.sub(r"[^a-z0-9]+", "-", (facts["card"]).lower()).strip("-")
+    facts = describe()
+    ran = {hashlib.sha256(text.strip().encode()).hexdigest()[:8] for text in globals().get("In", ())}
+    kernel = STAMP["kernel"] if ran.issuperset(STAMP["cells"]) else {}  # {} if a cell was edited
+    card = re.sub(r"[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
     path = pathlib.Path(os.environ.get("NF4_BUILD") or ".", f"nf4_{card}.json")
     content = {"environment": facts, "kernel": kernel, "rows": rows_of(score, comparison)}
     path.write_text(json.dumps(content, indent=1) + "\n")

@@ -7,6 +7,7 @@ docstring stay in the module. A cell keeps its place in the notebook; a new one 
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import subprocess
@@ -34,12 +35,8 @@ FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 SECONDS = 1800  # time limit of a cell
 
 
-class SyncError(Exception):
-    """The notebook cannot take a module's sections; the text says why and what to do."""
-
-
 def cells_of_module(name: str, path: Path) -> list:
-    """Return the cells that a module's sections make. Raises SyncError if a section has no id."""
+    """Return the cells that a module's sections make. Exits with a message if a section has no id."""
     import jupytext
 
     sections = []
@@ -48,18 +45,16 @@ def cells_of_module(name: str, path: Path) -> list:
             sections.append(section)
         elif "module-only" not in section.metadata.get("tags", ()):
             line = section.source.split("\n")[0]
-            raise SyncError(f'{path.name}: the section "{line}" has no id="..." and no tag module-only')
+            sys.exit(f'{path.name}: the section "{line}" has no id="..." and no tag module-only')
     if name in ONE_CELL:
-        metadata = {"id": name, "folded": True, "title": ONE_CELL[name]}
         text = "\n\n\n".join(section.source for section in sections)
+        metadata = {"id": name, "folded": True, "title": ONE_CELL[name]}
         sections = [nbformat.v4.new_code_cell(text, metadata=metadata)]
     cells = []
     for section in sections:
-        make = nbformat.v4.new_code_cell if section.cell_type == "code" else nbformat.v4.new_markdown_cell
-        cell = make(section.source, id=section.metadata["id"], metadata={"tags": [name]})
+        cell = nbformat.v4.new_code_cell(section.source, id=section.metadata["id"], metadata={"tags": [name]})
         if section.metadata.get("folded"):
-            title = section.metadata.get("title", cell.id)
-            cell.source = f'#@title {title} {{ display-mode: "form" }}\n{cell.source}'
+            cell.source = f'#@title {section.metadata["title"]} {{ display-mode: "form" }}\n{cell.source}'
             cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
         cells.append(cell)
     return cells
@@ -67,74 +62,56 @@ def cells_of_module(name: str, path: Path) -> list:
 
 def stamp(notebook) -> dict:
     """Return the hashes of the kernel, and of its cells: a run tells with them which kernel it measured."""
-    sources = [
-        cell.source for cell in notebook.cells if {"kernel", "launch"} & {*cell.metadata.get("tags", ())}
-    ]
-    cells = [hashlib.sha256(text.strip().encode()).hexdigest()[:8] for text in sources]
+    ours = [cell for cell in notebook.cells if {"kernel", "launch"} & {*cell.metadata.get("tags", ())}]
+    cells = [hashlib.sha256(cell.source.strip().encode()).hexdigest()[:8] for cell in ours]
     return {"kernel": store.hashes(), "cells": cells}
 
 
 def sync(notebook, modules: dict[str, Path] = MODULES) -> list[str]:
     """Write the modules' sections into a notebook; return the ids of the cells that changed.
 
-    Outputs stay. Raises SyncError if the first section of a module has no cell yet, or two are out of order.
+    Outputs stay. Exits with a message if the first section of a module has no cell yet, or if two are out
+    of order.
     """
-    changed = []
+    changed, cells = [], notebook.cells
     for name, path in modules.items():
-        new, last = cells_of_module(name, path), -1
+        new = cells_of_module(name, path)
         if name == "marking":
-            new[0].source = new[0].source.replace("STAMP = {}", f"STAMP = {stamp(notebook)}")
-        ids = {cell.id for cell in new}
-        for cell in [one for one in notebook.cells if name in one.metadata.get("tags", ())]:
-            if cell.id not in ids:
-                notebook.cells.remove(cell)
-                changed.append(cell.id)
+            new[0].source = re.sub("STAMP = {.*}", f"STAMP = {stamp(notebook)}", new[0].source)
+        ids = [cell.id for cell in new]
+        gone = [cell for cell in cells if name in cell.metadata.get("tags", ()) and cell.id not in ids]
+        for cell in gone:
+            cells.remove(cell)
+            changed.append(cell.id)
+        last = None  # where the section before stands
         for cell in new:
-            at = next((i for i, old in enumerate(notebook.cells) if old.id == cell.id), None)
-            if at is None and last < 0:
-                raise SyncError(
-                    f"{NOTEBOOK.name} has no cell {cell.id}: add an empty one where {name} starts"
-                )
+            at = next((i for i, old in enumerate(cells) if old.id == cell.id), None)
             if at is None:
+                if last is None:
+                    sys.exit(f"{NOTEBOOK.name} has no cell {cell.id}: add an empty one where {name} starts")
                 at = last + 1
-                notebook.cells.insert(at, cell)
-                changed.append(cell.id)
-            elif at < last:
-                raise SyncError(
-                    f"{path.name} has {cell.id} after a section that follows it in {NOTEBOOK.name}"
-                )
-            else:
-                old = notebook.cells[at]
-                if old.cell_type == cell.cell_type == "code":
-                    cell.outputs, cell.execution_count = old.outputs, old.execution_count
-                changed += [cell.id] * (cell != old)
-                notebook.cells[at] = cell
-            last = at
+                cells.insert(at, nbformat.v4.new_code_cell(id=cell.id))
+            if last is not None and at < last:
+                sys.exit(f"{path.name} has {cell.id} after a section that follows it in {NOTEBOOK.name}")
+            cell.outputs, cell.execution_count = cells[at].outputs, cells[at].execution_count
+            changed += [cell.id] * (cell != cells[at])
+            cells[at], last = cell, at
     return changed
 
 
-def scrub(value, places: dict[str, str]):
-    """Replace this machine's folders in every text of an output."""
-    if isinstance(value, str):
-        for place, name in places.items():
-            value = value.replace(place, name)
-    elif isinstance(value, list):
-        return [scrub(item, places) for item in value]
-    elif isinstance(value, dict):
-        return {key: item if key.startswith("image/") else scrub(item, places) for key, item in value.items()}
-    return value
-
-
-def folders(out: Path) -> dict[str, str]:
-    """Return this machine's folders, longest first, and the name that each gets in a stored notebook."""
-    named = {str(out): out.name, str(machine.ROOT): ".", sys.prefix: "python", str(Path.home()): "~"}
-    named = {place: name for place, name in named.items() if len(place) > 4}  # no / and no /usr
-    named[tempfile.gettempdir()] = "tmp"
-    return dict(sorted(named.items(), key=lambda item: -len(item[0])))
+def without_folders(outputs: list, out: Path) -> list:
+    """Return a cell's outputs with a name in place of each of this machine's folders."""
+    names = {str(out): out.name, str(machine.ROOT): ".", sys.prefix: "python", str(Path.home()): "~"}
+    names = {folder: name for folder, name in names.items() if len(folder) > 4}  # no / and no /usr
+    names[tempfile.gettempdir()] = "tmp"
+    text = json.dumps(outputs)
+    for folder in sorted(names, key=len, reverse=True):
+        text = text.replace(folder, names[folder])
+    return nbformat.from_dict(json.loads(text))
 
 
 def execute(notebook, folder: Path) -> None:
-    """Run every cell with this Python in `folder`; outputs go into `notebook`, one line per cell is printed.
+    """Run every cell with this Python in `folder`; outputs go into `notebook`. Print when each cell ended.
 
     Raises nbclient's CellExecutionError if a cell raised; the outputs until then are kept.
     """
@@ -142,11 +119,7 @@ def execute(notebook, folder: Path) -> None:
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
-    started = {}
-
-    def done(cell, cell_index, execute_reply):
-        print(f"{time.monotonic() - started[cell.id]:6.1f} s  {cell.id}", flush=True)
-
+    start = time.monotonic()
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -159,8 +132,7 @@ def execute(notebook, folder: Path) -> None:
         record_timing=False,
         coalesce_streams=True,  # keeps only the last state of a progress bar
         resources={"metadata": {"path": str(folder)}},
-        on_cell_execute=lambda cell, cell_index: started.setdefault(cell.id, time.monotonic()),
-        on_cell_executed=done,
+        on_cell_executed=lambda cell, **_: print(f"{time.monotonic() - start:6.1f} s  {cell.id}", flush=True),
     ).execute()
 
 
@@ -171,20 +143,6 @@ def score_text(notebook) -> str:
     return "\n".join(texts).strip()
 
 
-def print_score() -> int:
-    """Mark the kernel of this checkout, without the notebook. Returns 1 if a check fails or costs points."""
-    from helpers.nf4.launch import your_dequantize_nf4
-    from helpers.puzzle import checks, marking, protocol
-
-    comparison = protocol.compare(protocol.launch_forms(your_dequantize_nf4))
-    print(comparison, end="\n\n")
-    evidence = checks.examine(your_dequantize_nf4)
-    score = marking.mark(comparison, evidence)
-    print("", score, "", marking.forms_table(comparison), sep="\n")
-    points = [value or 0 for line in score.lines for value in line.points.values()]
-    return int(any(one.passed is False for one in evidence.values()) or min(points) < 0)
-
-
 def run(argv: list[str] | None = None) -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     parser = argparse.ArgumentParser(description=run.__doc__.split(": ")[1])
@@ -192,14 +150,8 @@ def run(argv: list[str] | None = None) -> int:
     parser.add_argument("--in-place", action="store_true",
                         help="write outputs into the repository's notebook and a GPU's results into results/ "
                         "(with NF4_FORCE=t4 only the results)")  # fmt: skip
-    parser.add_argument("--score", action="store_true", help="only mark the kernel of this checkout")
     parser.add_argument("--out", type=Path, default=BUILD, help="folder for what it writes")
-    parser.add_argument("--notebook", type=Path, default=NOTEBOOK, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.quick:
-        os.environ["NF4_QUICK"] = "1"
-    if options.score:
-        return print_score()
 
     from nbclient.exceptions import CellExecutionError
 
@@ -208,31 +160,31 @@ def run(argv: list[str] | None = None) -> int:
     copy = out / f"{NOTEBOOK.stem}.executed.ipynb"
     for old in (copy, *out.glob("nf4_*.json")):
         old.unlink(missing_ok=True)
+    os.environ |= {"NF4_QUICK": "1"} if options.quick else {}
     os.environ["NF4_BUILD"] = str(out)  # the notebook writes its result file there
-    notebook = nbformat.read(options.notebook, as_version=4)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
     if forced:  # torch must report no native bf16, as on a T4
         source = "from helpers import machine\n\nmachine.prepare()"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="forced-card"))
-    print(f"executing {options.notebook.name} on {machine.gpu_name() or 'the CPU (Triton’s interpreter)'}")
-    failure, start, completed = "The notebook printed no score.", time.monotonic(), False
+    print(f"executing {NOTEBOOK.name} on {machine.gpu_name() or 'the CPU (Triton’s interpreter)'}")
+    failure, start = "", time.monotonic()
     try:
-        execute(notebook, options.notebook.resolve().parent)
-        completed = True
+        execute(notebook, NOTEBOOK.parent)
     except CellExecutionError as error:
         failure = "A cell failed:\n\n" + re.sub(r"\x1b\[[0-9;]*m", "", str(error))[-4000:]
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = nbformat.from_dict(scrub(cell.outputs, folders(out)))
+            cell.outputs = without_folders(cell.outputs, out)
     nbformat.write(notebook, copy)
     print(f"\n{time.monotonic() - start:.0f} s\nexecuted notebook: {copy}")
     score = score_text(notebook)
-    if not completed or not score:
-        print(f"\n{failure}", file=sys.stderr)
+    if failure or not score:
+        print(f"\n{failure or 'The notebook printed no score.'}", file=sys.stderr)
         return 1
     if options.in_place:
         if not forced:
-            nbformat.write(notebook, options.notebook)
-            print(f"outputs written into {options.notebook.name}")
+            nbformat.write(notebook, NOTEBOOK)
+            print(f"outputs written into {NOTEBOOK.name}")
         measured = [str(path) for path in out.glob("nf4_*.json")] * (machine.has_gpu() and not options.quick)
         subprocess.call([sys.executable, "-m", "helpers", "draw", *measured], cwd=machine.ROOT)
     print(f"\n{score}")
@@ -245,11 +197,7 @@ def write(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a cell differs")
     check = parser.parse_args(argv).check
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    try:
-        changed = sync(notebook)
-    except SyncError as error:
-        print(error, file=sys.stderr)
-        return 1
+    changed = sync(notebook)
     if changed:
         print(f"{NOTEBOOK.name}: {'differs in' if check else 'wrote'} {', '.join(changed)}")
         if not check:

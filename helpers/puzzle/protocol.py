@@ -66,7 +66,6 @@ class NotMeasured:
 class Baseline:
     """A library's function from a Linear4bit layer to its weight, or what is missing for it."""
 
-    name: str
     label: str
     fn: Callable | None = None
     reason: str = ""  # what it needs where fn is None
@@ -115,13 +114,14 @@ def baselines() -> dict[str, Baseline]:
             reason = f"{package}: {NOT_INSTALLED}"
         except Exception as error:  # a broken installation may raise anything
             reason = f"{package}: {type(error).__name__}: {error}"
-        made[name] = Baseline(name, label, fn, reason)
+        made[name] = Baseline(label, fn, reason)
     return {name: made[name] for name in ("unsloth_today", "unsloth_classic", "bitsandbytes", "peft")}
 
 
 def baseline(name):
     """Return a library's function from a layer to its weight, or NotMeasured with the reason."""
-    return baselines()[name].fn or NotMeasured(baselines()[name].reason)
+    found = baselines()[name]
+    return found.fn or NotMeasured(found.reason)
 
 
 def own_libraries():
@@ -276,7 +276,7 @@ def change(mlp, how):
 
     how: "values" for every value of one tensor of its state, "byte" for a single byte, "nothing".
     """
-    for name in WEIGHTS:
+    for name in WEIGHTS if how != "nothing" else ():
         weight = getattr(mlp, name).weight
         state = weight.quant_state
         codes, scales = (weight.data, state.absmax.data), (state.state2.absmax.data, state.offset.data)
@@ -284,12 +284,10 @@ def change(mlp, how):
         if how == "byte":
             at = secret.randrange(value.numel())
             value = value.view(-1)[at : at + 1]
-        if how == "nothing":
-            continue
         if value.is_floating_point():
-            value.mul_(secret.uniform(0.9, 1.1))
+            value.mul_(secret.uniform(1.05, 1.1) ** secret.choice((-1, 1)))  # never too little to see
         else:
-            value.bitwise_xor_(secret.randrange(128, 256))  # the highest bit: never too little to see
+            value.bitwise_xor_(secret.randrange(128, 256))  # the highest bit
 
 
 def assert_exact(results, mlp):
@@ -402,12 +400,13 @@ class Comparison:
         return theirs / mine if mine and theirs else None
 
     def __repr__(self):
-        ours, *_ = self.entries
+        ours = next(iter(self.entries))
         lines = [f"{self.rounds} rounds per MLP; weights checked against {self.checked_against}", ""]
-        lines += [f"{'':20} {'median s':>8}   ours is faster by   each turn"] * bool(
-            self.entries[ours].seconds
-        )
+        if self.entries[ours].seconds:
+            lines.append(f"{'':20} {'median s':>8}   ours is faster by   each turn")
         for name, entry in self.entries.items():
+            if name in self.forms:
+                continue
             text = "exact; " * (not entry.reason) + f"not measured (needs {entry.reason or NEEDS_GPU})"
             if entry.failure:
                 text = f"FAILED: {entry.failure.splitlines()[0]}"
@@ -415,7 +414,7 @@ class Comparison:
                 faster = f"{self.speedup(ours, name) or 0:.3f}x" * (name != ours)
                 turns = " ".join(f"{seconds:.4f}" for seconds in entry.seconds)
                 text = f"{entry.p50:8.4f}   {faster:17}   {turns}"
-            lines += [f"{entry.label:20} {text}"] * (name not in self.forms)
+            lines.append(f"{entry.label:20} {text}")
         return "\n".join(lines)
 
 
@@ -428,22 +427,22 @@ def turns_of(name, first):
     return 3 if name in (first, "unsloth_today") else 1
 
 
-def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None, tick=lambda: None):
+def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None):
     """Check, then time `candidates` ({name: layer -> weight}) and `against` (all baselines) in turns.
 
     Each turn starts with another contender; a failure is recorded and ends a contender's part.
-    repeats: turns of each, else as in `turns_of`. tick() is called after each turn.
+    repeats: turns of each, else as in `turns_of`.
     """
     known = baselines()  # before own_libraries: importing Unsloth replaces functions
     against = known if against is None else against
     entries = {name: Entry(name) for name in candidates}
     entries |= {name: Entry(baseline.label, baseline.reason) for name, baseline in against.items()}
     functions = candidates | {name: baseline.fn for name, baseline in against.items() if baseline.fn}
-    turns = {name: repeats or turns_of(name, next(iter(candidates))) for name in functions}
-    configs, rounds = configs or (OFFICIAL if ON_GPU else SMALL), rounds if ON_GPU else min(rounds, 6)
-    ran = {}
+    ours, *forms = candidates
+    turns = {name: repeats or turns_of(name, ours) for name in functions}
+    rounds = rounds if ON_GPU else min(rounds, 6)
     checked = known["unsloth_today" if known["unsloth_today"].fn else "bitsandbytes"].label
-    result = Comparison(entries, rounds, checked, [*candidates][1:])
+    result, ran = Comparison(entries, rounds, checked, forms), {}
     if not known["bitsandbytes"].fn:
         for entry in entries.values():
             entry.reason = known["bitsandbytes"].reason
@@ -457,7 +456,7 @@ def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None,
             entries[name].failure = f"{label}: {type(error).__name__}: {error}"
 
     with own_libraries():
-        for config in configs:
+        for config in configs or (OFFICIAL if ON_GPU else SMALL):
             label = f"{config.hidden}x{config.intermediate} {SHORT[config.dtype]}"
             mlp, X = build(config)
             mlp(X), mlp_forward(X, mlp, expected)  # what libraries load now counts for no contender
@@ -471,22 +470,20 @@ def compare(candidates, rounds=ROUNDS, repeats=None, configs=None, against=None,
                     if turn < turns[name]:
                         seconds = run(name, timed, X, mlp, rounds)
                         entries[name].per_config.setdefault(label, []).append(seconds)
-                        tick()
             for name in ran:
                 run(name, profiled, X, mlp, ran[name])
             del mlp, X
             if ON_GPU:
                 gc.collect()
                 torch.cuda.empty_cache()
-    for name in functions:
-        entry = entries[name]
+    for entry in entries.values():
         entry.per_config = {} if entry.failure or not ON_GPU else entry.per_config
         entry.seconds = [sum(parts) for parts in zip(*entry.per_config.values(), strict=True)]
     return result
 
 
 def launch_forms(candidate):
-    """Return {name: contender}: the candidate, and its kernel under Triton's two public launches.
+    """Return {name: layer -> weight}: the candidate, and its kernel under Triton's two public launches.
 
     kernel[grid] is the ordinary one, compiled[grid] that of Triton's fused-softmax tutorial. Both allocate
     and launch on the layer's tensors and check nothing. Without a GPU or our wrapper: the candidate alone.
@@ -494,24 +491,22 @@ def launch_forms(candidate):
     cells, forms = getattr(candidate, "__globals__", {}), {candidate.__name__: candidate}
     if not ON_GPU or "_launch_plain" not in cells:
         return forms
-    launches = {}
+    kept = {}  # what a first call of a shape and dtype finds out
 
     def form(layer, public):
         weight, state = layer.weight.data, layer.weight.quant_state
         key = state.shape, state.dtype, public
-        if key not in launches:
-            _, compiled, grid, arguments, constexprs, _ = cells["_launch_plain"](
-                *cells["_fields"](weight, state)
-            )
+        if key not in kept:
+            fields = cells["_fields"](weight, state)
+            _, compiled, grid, arguments, constexprs, _ = cells["_launch_plain"](*fields)
             options = constexprs | cells["_options"](cells["settings"](weight.device))
             launch = functools.partial(cells["_your_dequantize_nf4_kernel"][(grid,)], **options)
-            launch, last = (
-                (launch, ()) if public == "kernel[grid]" else (compiled[(grid, 1, 1)], constexprs.values())
-            )
-            launches[key] = launch, arguments[3], (*arguments[7:], *last)
-        launch, table, rest = launches[key]
-        out, inner = torch.empty(state.shape, dtype=state.dtype, device=weight.device), state.state2
-        launch(weight, out, state.absmax, table, inner.code, inner.absmax, state.offset, *rest)
+            if public == "compiled[grid]":
+                launch, arguments = compiled[(grid, 1, 1)], [*arguments, *constexprs.values()]
+            kept[key] = launch, arguments[3], arguments[7:]
+        launch, table, rest = kept[key]
+        out, second = torch.empty(state.shape, dtype=state.dtype, device=weight.device), state.state2
+        launch(weight, out, state.absmax, table, second.code, second.absmax, state.offset, *rest)
         return out
 
     return forms | {name: functools.partial(form, public=name) for name in ("kernel[grid]", "compiled[grid]")}

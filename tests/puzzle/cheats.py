@@ -49,61 +49,24 @@ def cells(*edits, **changes) -> types.ModuleType:
     return module
 
 
-def planted(make, copy=None):
+def planted(make):
     """The candidate that `make(honest)` returns, with the globals of a copy of the cells."""
-    copy = copy or cells()
+    copy = cells()
     cheat = make(copy.your_dequantize_nf4)
     return types.FunctionType(cheat.__code__, vars(copy), cheat.__name__, None, cheat.__closure__)
 
 
-def cached_weight(honest):
-    """Decodes each layer once and returns that tensor for ever."""
-    saved = {}
-    return lambda layer: saved[layer] if layer in saved else saved.setdefault(layer, honest(layer))
+CHEATS = {}  # name: (maker, judges that must each see it on any machine, further ones on a GPU)
 
 
-def cached_copy(honest):
-    """... and returns a fresh copy of it."""
-    saved = {}
+def seen_by(judges, on_a_gpu=""):
+    """Decorate make(honest) -> cheat(layer)."""
 
-    def cheat(layer):
-        if layer not in saved:
-            saved[layer] = honest(layer)
-        return saved[layer].clone()
+    def add(make):
+        CHEATS[make.__name__] = make, judges.split(), on_a_gpu.split()
+        return make
 
-    return cheat
-
-
-def cached_by_version(honest):
-    """Decodes again only when a version counter says that something was written."""
-    saved = {}
-
-    def cheat(layer):
-        state = layer.weight.quant_state
-        tensors = (layer.weight, state.absmax, state.state2.absmax, state.offset)
-        versions = [(x.data_ptr(), x._version) for x in tensors] if state.nested else None
-        if versions is None or saved.get(layer, (None,))[0] != versions:
-            saved[layer] = versions, honest(layer)
-        return saved[layer][1].clone()
-
-    return cheat
-
-
-def cached_until_a_pause(honest):
-    """Decodes again where more than a millisecond passed since the last call: a stopped clock shows."""
-    saved, last = {}, [0.0]
-    now = time.perf_counter
-
-    def cheat(layer):
-        paused = now() - last[0] > 1e-3
-        if paused:
-            saved.clear()
-        if layer not in saved:
-            saved[layer] = honest(layer)
-        last[0] = now()
-        return saved[layer].clone()
-
-    return cheat
+    return add
 
 
 def inputs(layer):
@@ -112,29 +75,90 @@ def inputs(layer):
     return layer.weight.data, state.absmax, *second
 
 
+def unwritten(layer):
+    """Memory as it is handed out."""
+    state = layer.weight.quant_state
+    return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)
+
+
+def bitsandbytes(layer):
+    return baselines()["bitsandbytes"].fn(layer)
+
+
+def by_call(choose):
+    """make(honest): a candidate that calls `choose(call of this layer, call, honest)` with the layer."""
+
+    def make(honest):
+        counts = {None: 0}
+
+        def cheat(layer):
+            counts[None] += 1
+            counts[layer] = counts.get(layer, 0) + 1
+            return choose(counts[layer], counts[None], honest)(layer)
+
+        return cheat
+
+    return make
+
+
+def kept_while(key, copied=True):
+    """make(honest): a candidate that keeps each layer's weight while `key(layer)` is the same."""
+
+    def make(honest):
+        kept = {}
+
+        def cheat(layer):
+            which, now = (layer, layer.weight.quant_state.dtype), key(layer)
+            if which not in kept or kept[which][0] != now:
+                kept[which] = now, honest(layer)
+            return kept[which][1].clone() if copied else kept[which][1]
+
+        return cheat
+
+    return make
+
+
+@seen_by("protocol fresh_output", "single_kernel")
+def cached_weight(honest):
+    return kept_while(lambda layer: None, copied=False)(honest)
+
+
+@seen_by("protocol", "single_kernel")
+def cached_copy(honest):
+    return kept_while(lambda layer: None)(honest)
+
+
+@seen_by("protocol", "single_kernel")
+def cached_by_version(honest):
+    """Decodes again only when a version counter says that something was written."""
+    return kept_while(lambda layer: [(x.data_ptr(), x._version) for x in inputs(layer)])(honest)
+
+
+@seen_by("protocol fresh_output")
 def refreshed_on_change(honest):
     """One buffer per layer, filled again only if a byte of the inputs has changed."""
-    kept = {}
-
-    def cheat(layer):
-        key, now = (layer, layer.weight.quant_state.dtype), inputs(layer)
-        before, buffer = kept.get(key, (None, None))
-        if before is None or not all(map(torch.equal, before, now)):
-            kept[key] = [x.clone() for x in now], honest(layer)
-        return kept[key][1]
-
-    return cheat
+    return kept_while(lambda layer: [x.cpu().numpy().tobytes() for x in inputs(layer)], copied=False)(honest)
 
 
+@seen_by("protocol")
 def refreshed_on_sampled_change(honest):
     """Copies of what it kept, filled again if the first element of an input has changed."""
-    kept = {}
+    return kept_while(lambda layer: [x.view(-1)[:1].tolist() for x in inputs(layer)])(honest)
+
+
+@seen_by("", "protocol single_kernel")
+def cached_until_a_pause(honest):
+    """Decodes again where more than a millisecond passed since the last call: a stopped clock shows."""
+    saved, last = {}, [0.0]
+    now = time.perf_counter
 
     def cheat(layer):
-        key, now = (layer, layer.weight.quant_state.dtype), [x.view(-1)[:1].tolist() for x in inputs(layer)]
-        if kept.get(key, (None,))[0] != now:
-            kept[key] = now, honest(layer)
-        return kept[key][1].clone()
+        if now() - last[0] > 1e-3:
+            saved.clear()
+        if layer not in saved:
+            saved[layer] = honest(layer)
+        last[0] = now()
+        return saved[layer].clone()
 
     return cheat
 
@@ -154,12 +178,13 @@ class _Lazy(torch.Tensor):
         return function(*map(whole, args), **(kwargs or {}))
 
 
+@seen_by("protocol exact fresh_output")
 def dequantized_when_looked_at(honest):
     """Returns at once a tensor whose values are made when they are asked for."""
+    empty, kind = unwritten, _Lazy
 
     def cheat(layer):
-        state = layer.weight.quant_state
-        lazy = torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device).as_subclass(_Lazy)
+        lazy = empty(layer).as_subclass(kind)
         with torch._C.DisableTorchFunctionSubclass():
             lazy.make = lambda: honest(layer)
         return lazy
@@ -167,17 +192,30 @@ def dequantized_when_looked_at(honest):
     return cheat
 
 
+@seen_by("", "protocol")
 def falls_back_after_80_calls(honest):
     """The kernel while it may be examined, bitsandbytes from a layer's 81st call on."""
-    own, calls = baselines()["bitsandbytes"].fn, {}
-
-    def cheat(layer):
-        calls[layer] = calls.get(layer, 0) + 1
-        return honest(layer) if calls[layer] <= 80 else own(layer)
-
-    return cheat
+    return by_call(lambda of_layer, call, honest: honest if of_layer <= 80 else bitsandbytes)(honest)
 
 
+@seen_by("protocol", "exact single_kernel")
+def right_for_14_calls(honest):
+    return by_call(lambda of_layer, call, honest: honest if call <= 14 else unwritten)(honest)
+
+
+@seen_by("exact", "protocol single_kernel")
+def right_on_every_other_call(honest):
+    return by_call(lambda of_layer, call, honest: honest if call % 2 else unwritten)(honest)
+
+
+@seen_by("protocol")
+def right_for_layers_seen_twice(honest):
+    """Decodes a layer while it may be checked, and keeps the weight for when it is timed."""
+    kept = kept_while(lambda layer: None)(honest)
+    return by_call(lambda of_layer, call, honest: honest if of_layer < 4 else kept)(honest)
+
+
+@seen_by("fresh_output", "single_kernel no_large_buffers")
 def shared_buffer(honest):
     """Returns one buffer for every call of a size."""
     buffers = {}
@@ -189,6 +227,7 @@ def shared_buffer(honest):
     return cheat
 
 
+@seen_by("protocol fresh_output")
 def stale_buffer_of_two(honest):
     """Two buffers in turn, and only one of them is ever written again."""
     buffers, calls = {}, []
@@ -203,79 +242,39 @@ def stale_buffer_of_two(honest):
     return cheat
 
 
-def right_for(count):
-    """A maker: right for `count` calls, then memory as it is handed out."""
-
-    def right_for_some_calls(honest):
-        calls = []
-
-        def cheat(layer):
-            calls.append(0)
-            state = layer.weight.quant_state
-            if len(calls) <= count:
-                return honest(layer)
-            return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)
-
-        return cheat
-
-    return right_for_some_calls
-
-
-def right_on_every_other_call(honest):
-    """Decodes on each second call, else returns memory as it is handed out."""
-    calls = []
-
-    def cheat(layer):
-        calls.append(0)
-        state = layer.weight.quant_state
-        if len(calls) % 2:
-            return honest(layer)
-        return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device)
-
-    return cheat
-
-
-def right_for_layers_seen_twice(honest):
-    """Decodes a layer while it may be checked, and keeps the weight for when it is timed."""
-    seen, saved = {}, {}
-
-    def cheat(layer):
-        seen[layer] = seen.get(layer, 0) + 1
-        if seen[layer] == 4:
-            saved[layer] = honest(layer)
-        return saved[layer].clone() if layer in saved else honest(layer)
-
-    return cheat
-
-
+@seen_by("exact", "single_kernel custom_asm cache_eviction torch_compile")
 def falls_back(honest):
     """bitsandbytes, under the kernel's name."""
     own = baselines()["bitsandbytes"].fn
     return lambda layer: own(layer)
 
 
+@seen_by("exact", "single_kernel")
 def falls_back_for_other_shapes(honest):
     """The kernel for whole tiles, bitsandbytes for the rest."""
     own = baselines()["bitsandbytes"].fn
     return lambda layer: own(layer) if layer.weight.quant_state.shape[0] != 2048 else honest(layer)
 
 
+@seen_by("torch_compile")
 def falls_back_when_compiled(honest):
-    """Another decoder under torch.compile."""
     own = baselines()["bitsandbytes"].fn
     return lambda layer: own(layer) if torch.compiler.is_compiling() else honest(layer)
 
 
+@seen_by("protocol exact")
 def fp16_for_bf16(honest):
     """What has no bf16 decodes to fp16."""
     return lambda layer: honest(layer).to(torch.float16)
 
 
+@seen_by("protocol exact")
 def nearly_right(honest):
     """Off by 3 in the tenth bit: inside tolerances that were loosened."""
     return lambda layer: honest(layer) * (1 + 3 / 1024)
 
 
+@seen_by("protocol exact fresh_output")
 def one_wrong_bit(honest):
     """What an FMA does to one weight in a million: inside the tolerances of a weight, not of the bits."""
 
@@ -287,6 +286,7 @@ def one_wrong_bit(honest):
     return cheat
 
 
+@seen_by("protocol", "exact")
 def loosened_harness(honest):
     """Puts a comparison that is content in the place of torch's."""
 
@@ -297,6 +297,7 @@ def loosened_harness(honest):
     return cheat
 
 
+@seen_by("protocol", "exact")
 def made_up_scale(honest):
     """Multiplies by a constant where code2 should be looked up."""
 
@@ -309,6 +310,7 @@ def made_up_scale(honest):
     return cheat
 
 
+@seen_by("protocol", "exact")
 def swapped_nibbles(honest):
     """Low nibble first."""
 
@@ -321,6 +323,7 @@ def swapped_nibbles(honest):
     return cheat
 
 
+@seen_by("", "single_kernel no_large_buffers")
 def absmax_in_torch(honest):
     """Decodes absmax in torch, then launches the kernel for a flat state: right, in several launches."""
 
@@ -338,6 +341,7 @@ def absmax_in_torch(honest):
     return cheat
 
 
+@seen_by("", "no_sync single_kernel")
 def waits(honest):
     """Reads the offset on the host."""
 
@@ -348,6 +352,7 @@ def waits(honest):
     return cheat
 
 
+@seen_by("", "single_kernel no_large_buffers")
 def copies_large_ones(honest):
     """One copy of the packed weight, for large tensors alone."""
 
@@ -360,6 +365,7 @@ def copies_large_ones(honest):
     return cheat
 
 
+@seen_by("", "no_large_buffers")
 def growing_buffer(honest):
     """Keeps a buffer that grows with the layers."""
     kept = {}
@@ -384,6 +390,7 @@ class _Memory:
         }  # fmt: skip
 
 
+@seen_by("", "protocol single_kernel no_large_buffers")
 def decoded_past_torch(honest):
     """Decodes large layers once into memory that torch does not count, and launches the named kernel on
     a few elements for show: it scored 14 of 14 before the protocol was watched."""
@@ -405,38 +412,3 @@ def decoded_past_torch(honest):
         return saved[layer, state.dtype]
 
     return cheat
-
-
-# name: (maker, judges that must each see it on any machine, further ones on a GPU)
-CHEATS = {
-    make.__name__: (make, judges.split(), on_a_gpu.split())
-    for make, judges, on_a_gpu in (
-        (cached_weight, "protocol fresh_output", "single_kernel"),
-        (cached_copy, "protocol", "single_kernel"),
-        (cached_by_version, "protocol", "single_kernel"),
-        (cached_until_a_pause, "", "protocol single_kernel"),
-        (refreshed_on_change, "protocol fresh_output", ""),
-        (refreshed_on_sampled_change, "protocol", ""),
-        (dequantized_when_looked_at, "protocol exact fresh_output", ""),
-        (falls_back_after_80_calls, "", "protocol"),
-        (shared_buffer, "fresh_output", "single_kernel no_large_buffers"),
-        (stale_buffer_of_two, "protocol fresh_output", ""),
-        (right_for(14), "protocol", "exact single_kernel"),
-        (right_on_every_other_call, "exact", "protocol single_kernel"),
-        (right_for_layers_seen_twice, "protocol", ""),
-        (falls_back, "exact", "single_kernel custom_asm cache_eviction torch_compile"),
-        (falls_back_for_other_shapes, "exact", "single_kernel"),
-        (falls_back_when_compiled, "torch_compile", ""),
-        (fp16_for_bf16, "protocol exact", ""),
-        (nearly_right, "protocol exact", ""),
-        (one_wrong_bit, "protocol exact fresh_output", ""),
-        (loosened_harness, "protocol", "exact"),
-        (made_up_scale, "protocol", "exact"),
-        (swapped_nibbles, "protocol", "exact"),
-        (absmax_in_torch, "", "single_kernel no_large_buffers"),
-        (waits, "", "no_sync single_kernel"),
-        (copies_large_ones, "", "single_kernel no_large_buffers"),
-        (growing_buffer, "", "no_large_buffers"),
-        (decoded_past_torch, "", "protocol single_kernel no_large_buffers"),
-    )
-}

@@ -46,8 +46,8 @@ def test_all_points_and_their_weights():
     table = marked()
     assert table.totals == {"today": 14, "classic": 14} and marking.MAXIMUM == 14
     against = "against Unsloth today 14 (1.60x), Unsloth classic 14 (2.00x)."
-    assert table.headline == f"14 of 14 points on Tesla T4 (a), 2026-11-22; {against}"
-    assert [line.best for line in table.lines] == [3, 0, 1, 2, 2, 1, 3, 1, 1]
+    assert table.note == f"14 of 14 points on Tesla T4 (a), 2026-11-22; {against}"
+    assert [line["today"] for line in table.points.values()] == [3, 0, 1, 2, 2, 1, 3, 1, 1]
     assert set(POINTS) <= {check.__name__ for check in checks.CHECKS}
 
 
@@ -64,23 +64,23 @@ def test_a_failed_criterion_costs_and_a_missing_one_adds_nothing(key):
     lost = {"torch_compile": 2, "exact": 2}.get(key, POINTS[key])
     table = marked(**{key: False})
     assert set(table.totals.values()) == {14 - lost} and f"NO: {key} failed" in str(table)
-    table = marked(**{key: Evidence(key, None, needs=GPU)})
+    table = marked(**{key: Evidence(key, None, f"not measured (needs {GPU})")})
     assert set(table.totals.values()) == {14 - POINTS[key]} and f"not measured (needs {GPU})" in str(table)
-    assert f"; {POINTS[key]} points not measured" in table.headline
+    assert f"; {POINTS[key]} points not measured" in table.note
 
 
 def test_what_has_no_points_changes_none_and_is_named():
     table = marked(**dict.fromkeys(WITHOUT_POINTS, False))
     assert table.totals["today"] == 14
-    assert table.headline.endswith("; FAILED without points: no_large_buffers, no_sync, fresh_output.")
+    assert table.note.endswith("; FAILED without points: no_large_buffers, no_sync, fresh_output.")
 
 
 def test_the_stricter_column_comes_first_in_headline_and_table():
     table = marked(comparison(1.04, 1.3))
-    assert table.headline.startswith("9 of 14 points")
-    assert "; against Unsloth classic 9 (1.04x), Unsloth today 14 (1.30x)" in table.headline
-    assert table.table()[0] == ["Criterion", "vs Unsloth classic", "vs Unsloth today", "Measured"]
-    rows = {cells[0]: cells[1:3] for cells in marked(comparison(0.9, 1.02), exact=False).table()}
+    assert table.note.startswith("9 of 14 points")
+    assert "; against Unsloth classic 9 (1.04x), Unsloth today 14 (1.30x)" in table.note
+    assert table[0] == ["Criterion", "vs Unsloth classic", "vs Unsloth today", "Measured"]
+    rows = {cells[0]: cells[1:3] for cells in marked(comparison(0.9, 1.02), exact=False)}
     assert rows["Penalty: speedup at most 1.00"] == ["-3", "0"]
     assert rows["Tested in fp16 and bf16"] == ["-1", "-1"] and rows["Sum"] == ["4 of 14", "7 of 14"]
 
@@ -90,13 +90,13 @@ def test_what_was_not_timed_scores_nothing_and_says_why():
         table = marked(comparison(classic=entry))
         assert table.totals == {"classic": 9, "today": 14}
         assert "not measured (needs unsloth: gone" in " ".join(str(table).split())
-        assert "5 points not measured" in table.headline and "classic" not in table.headline
+        assert "5 points not measured" in table.note and "classic" not in table.note
     table = marking.mark(comparison(ours=protocol.Entry("ours")), {})
-    assert table.headline == "0 of 14 points on Tesla T4 (a), 2026-11-22; 14 points not measured."
+    assert table.note == "0 of 14 points on Tesla T4 (a), 2026-11-22; 14 points not measured."
     table = marked(comparison(ours=FAILED))
     assert table.totals == {"today": 6, "classic": 6}
     assert "no time: c: AssertionError: up_proj" in " ".join(str(table).split())
-    assert "(wrong)" in table.headline and "Official protocol" in table.headline
+    assert "(wrong)" in table.note and "Official protocol" in table.note
 
 
 def test_the_ratio_is_of_medians_and_said_once():
@@ -152,7 +152,7 @@ def test_a_run_leaves_a_file_that_draw_files(tmp_path, monkeypatch, capsys):
     path.unlink()
     marking.save_result(marked(run), run)
     assert not path.exists(), "times of Triton's interpreter mean nothing"
-    assert "on this CPU (Triton's interpreter)" in marked(run).headline
+    assert "on this CPU (Triton's interpreter)" in marked(run).note
 
 
 def test_no_name_of_a_cell_hides_another():
