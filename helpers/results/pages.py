@@ -11,6 +11,7 @@ import json
 import os
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
@@ -42,15 +43,7 @@ HEADS = {
     "geometric mean": "ours is faster by (geometric mean)",
 }
 TITLES = LABELS | HEADS
-REPOSITORY = re.compile(r"[\w-]+/[\w-]+")
-LONG_TESTS = {  # contender and case of the counts that are shown
-    "fuzz": "{ours wrong} of {ours layers} random layers wrong",
-    "soak": "{ours wrong} wrong results in {ours launches} launches",
-    "sanitizer": "errors: memcheck {ours memcheck}, racecheck {ours racecheck}, initcheck {ours initcheck}, "
-    "synccheck {ours synccheck}",
-    "seeded_bugs": "caught: {caught cpu} of {seeded cpu} on a CPU, {caught gpu} of {seeded gpu} on a GPU",
-    "bitsandbytes_tests": "{ours passed} passed and {ours failed} failed with this kernel",
-}
+LONG_TESTS = ("fuzz", "soak", "sanitizer", "seeded_bugs", "bitsandbytes_tests")
 ALL = 1 << 34  # a setting for every size
 PNG = re.compile(r"(?<=data:image/png;base64,)[\w+/=]+")
 
@@ -64,7 +57,7 @@ def table(head: str, lines: list[list[str]]) -> str:
 def _title(name: str) -> str:
     """Return how a contender, a unit or a case is shown: repositories as links, sizes in a few letters."""
     name = re.sub(r"^\d{5,}", lambda size: size_text(int(size[0])), TITLES.get(name, name))
-    return f"[{name}](https://github.com/{name})" if REPOSITORY.fullmatch(name) else name
+    return f"[{name}](https://github.com/{name})" if re.fullmatch(r"[\w-]+/[\w-]+", name) else name
 
 
 def pivot(head: str, rows, down="case", across="contender", cell=lambda row: f"{row.median:.1f}") -> str:
@@ -150,14 +143,14 @@ def shares() -> str:
     """How much of the time saved is GPU kernel and how much launch path; H200 measured, T4 predicted."""
     rows, predicted, texts = store.rows(CARD), store.rows(T4), []
     ours, card = call_us(rows, "ours"), store.meta(CARD)["card"]
+
+    def saved(case, name):
+        means = (statistics.mean(one(predicted, "t4_prediction", case, who).values) for who in (name, "ours"))
+        return next(means) - next(means)
+
     for name in BASELINES.values():
         on_gpu, rest = (a - b for a, b in zip(call_us(rows, name), ours, strict=True))
-        kernels, total = (
-            statistics.mean(one(predicted, "t4_prediction", case, name).values)
-            - statistics.mean(one(predicted, "t4_prediction", case, "ours").values)
-            for case in ("kernels", "total")
-        )
-        measured, guessed = on_gpu / (on_gpu + rest), kernels / total
+        measured, guessed = on_gpu / (on_gpu + rest), saved("kernels", name) / saved("total", name)
         texts.append(
             f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and "
             f"{1 - measured:.0%} from the launch path ({card}); on a T4 the prediction is {guessed:.0%} "
@@ -215,8 +208,8 @@ def compiled() -> str:
     fast = [row for row in rows if not row.contender.endswith("_eager")]
 
     def cell(row):
-        eager = one(rows, case=row.case, contender=f"{row.contender}_eager").median
-        return f"{eager:.2f}x / {row.median:.2f}x" if row.unit == "x" else f"{eager:.0f} / {row.median:.0f}"
+        both = (one(rows, case=row.case, contender=f"{row.contender}_eager").median, row.median)
+        return " / ".join(f"{x:.2f}x" if row.unit == "x" else f"{x:.0f}" for x in both)
 
     return pivot("24 weights and their products, us, eager / compiled", fast, cell=cell)
 
@@ -234,40 +227,42 @@ def training_claim() -> str:
 def evidence() -> str:
     """Counts of the long tests."""
     rows, lines = store.rows(CARD) + store.rows("cpu"), []
-    for section, text in LONG_TESTS.items():
-        counts = {f"{row.contender} {row.case}": f"{row.median:,.0f}" for row in select(rows, section)}
-        lines.append([section.replace("_", " "), text.format(**counts)])
-    return table("long test | result", lines)
+    for section in LONG_TESTS:
+        counts = [f"{row.case} {row.contender}: {row.median:,.0f}".replace(" ours", "")
+                  for row in select(rows, section)]  # fmt: skip
+        lines.append([section.replace("_", " "), ", ".join(counts)])
+    return table("long test | counts", lines)
 
 
-# Sections shown as they are: head, card, section, and what `pivot` takes.
-PIVOTS = {
-    "protocol_sizes": ("official protocol, median s (range)", CARD, "protocol", "contender", "case",
-                       lambda row: f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})"),
-    "t4_kernels": ("one kernel on a simulated T4, us", T4, "t4_prediction"),
-    "published": ("measured on a T4 by others", T4, "published", "case", "unit", span),
-    "several_gpus": ("two GPUs, ms per step", CARD, "several_gpus"),
-    "whole_model": ("whole model, ms", CARD, "whole_model"),
-    "machine_code": ("machine code for a T4", "cross-compiled", "machine_code", "case", "unit",
-                     lambda row: f"{round(row.median, 2):g}"),
-}  # fmt: skip
-KEEP = {  # ... and the rows of them that are shown, if not all
-    "protocol_sizes": lambda row: row.case != "total",
-    "t4_kernels": lambda row: row.unit == "us",
-    "machine_code": lambda row: row.case.startswith("sm_75"),
-}
+def machine_code() -> str:
+    """Instructions and registers of the kernel on each card."""
+    rows = [dataclasses.replace(row, case=row.case.rpartition(" ")[0], contender=row.case.rpartition(" ")[2])
+            for row in select(store.rows("cross-compiled"), "machine_code")]  # fmt: skip
+    registers = {(row.case, row.contender): row.median for row in select(rows, unit="registers")}
+    return pivot("instructions per output element (registers)", select(rows, unit="instructions"),
+                 cell=lambda row: f"{row.median:.2f} ({registers[row.case, row.contender]:.0f})")  # fmt: skip
+
+
+def stored(head, card, section, *how, keep=None) -> Callable[[], str]:
+    """Return a block that shows a section as it is, or the rows of it to keep; how: what `pivot` takes."""
+    return lambda: pivot(head, filter(keep, select(store.rows(card), section)), *how)
+
+
 TEXTS = (environment, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4, settings,
-         host_time, compiled, training_claim, evidence)  # fmt: skip
+         host_time, compiled, training_claim, evidence, machine_code)  # fmt: skip
 PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, plots.training)
-
-
-def block(name: str):
-    """Return the text or the Picture of a block. Raises KeyError for an unknown name."""
-    if name in PIVOTS:
-        head, card, section, *how = PIVOTS[name]
-        return pivot(head, filter(KEEP.get(name), select(store.rows(card), section)), *how)
-    texts, pictures = ({f.__name__: f for f in functions} for functions in (TEXTS, PICTURES))
-    return (texts | {f"figure {name}": f for name, f in pictures.items()})[name]()
+BLOCKS = {
+    **{function.__name__: function for function in TEXTS},
+    **{f"figure {function.__name__}": function for function in PICTURES},
+    "protocol_sizes": stored("official protocol, median s (range)", CARD, "protocol", "contender", "case",
+                             lambda row: f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})",
+                             keep=lambda row: row.case != "total"),
+    "t4_kernels": stored("one kernel on a simulated T4, us", T4, "t4_prediction",
+                         keep=lambda row: row.unit == "us"),
+    "published": stored("measured on a T4 by others", T4, "published", "case", "unit", span),
+    "several_gpus": stored("two GPUs, ms per step", CARD, "several_gpus"),
+    "whole_model": stored("whole model, ms", CARD, "whole_model"),
+}  # fmt: skip
 
 
 # --- filling them in ---
@@ -281,7 +276,7 @@ def render(text: str, address) -> str:
 
     def fill(match):
         name = match["name"]
-        body = block(name)
+        body = BLOCKS[name]()
         if not isinstance(body, str):
             body = f"![{body.alt}]({address(name.removeprefix('figure '), body)})"
         return f"<!-- {name} -->\n{body}\n<!-- /{name} -->"
@@ -290,62 +285,46 @@ def render(text: str, address) -> str:
 
 
 def draw_page(path: Path, check: bool) -> bool:
-    """Fill a markdown page and write its pictures to docs/figures; return True if it was up to date."""
+    """Fill a markdown page, with pictures in docs/figures, or a notebook; return True if it was up to date.
 
-    def address(name, picture):
-        file = FIGURES / f"{name}.png"
-        if not check:
-            file.write_bytes(picture.png())
-        return os.path.relpath(file, path.parent) if file.exists() else "no picture"
-
-    before = path.read_text(encoding="utf-8")
-    after = render(before, address)
-    if not check:
-        path.write_text(after, encoding="utf-8")
-    return before == after
-
-
-def draw_notebook(path: Path, check: bool) -> bool:
-    """Fill the text cells of a notebook; return True if they were up to date.
-
-    Pictures are data URIs, which Colab and GitHub show. Their bytes are not compared: the alternative text
-    holds the numbers, and other versions of matplotlib draw other bytes.
+    In a notebook pictures are data URIs, which Colab and GitHub show. Their bytes are not compared: the
+    alternative text holds the numbers, and other versions of matplotlib draw other bytes.
     """
 
-    def address(_, picture):
+    def uri(_, picture):
         return "data:image/png;base64," + base64.b64encode(b"" if check else picture.png()).decode()
 
-    notebook, fresh = nbformat.read(path, as_version=4), True
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown" and BLOCK.search(cell.source):
-            after = render(cell.source, address)
-            fresh &= PNG.sub("", cell.source) == PNG.sub("", after)
-            cell.source = after
+    def file(name, picture):
+        place = FIGURES / f"{name}.png"
+        if not check:
+            place.write_bytes(picture.png())
+        return os.path.relpath(place, path.parent) if place.exists() else "no picture"
+
+    before = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        notebook = nbformat.reads(before, as_version=4)
+        for cell in notebook.cells:
+            if cell.cell_type == "markdown":
+                cell.source = render(cell.source, uri)
+        after = nbformat.writes(notebook) + "\n"
+    else:
+        after = render(before, file)
     if not check:
-        nbformat.write(notebook, path)
-    return fresh
+        path.write_text(after, encoding="utf-8")
+    return PNG.sub("", before) == PNG.sub("", after)
 
 
 def draw(check: bool = False) -> list[str]:
     """Fill every page and the notebook; return the names of those that were out of date."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    fresh = {path.name: draw_page(path, check) for path in pages}
-    fresh[NOTEBOOK.name] = draw_notebook(NOTEBOOK, check)
-    return [name for name, up_to_date in fresh.items() if not up_to_date]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), NOTEBOOK]
+    return [path.name for path in pages if not draw_page(path, check)]
 
 
 def file_result(path: Path) -> Path:
-    """Store an nf4_<card>.json, which a run of the notebook leaves, under results/<card>/.
-
-    Returns that folder. Raises ValueError if the file is of another form.
-    """
-    try:
-        sent = json.loads(path.read_text(encoding="utf-8"))
-        rows = [store.Row(*texts, values) for *texts, values in sent["rows"]]
-        facts = sent["environment"] | {"kernel": sent["kernel"] or {"device": None, "host": None}}
-        facts["card"], facts["date"]  # what decides the folder and its stamp
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a result of the notebook: {error!r}") from error
+    """Store an nf4_<card>.json, which a run of the notebook leaves, under results/<card>/; return that."""
+    sent = json.loads(path.read_text(encoding="utf-8"))
+    rows = [store.Row(*texts, values) for *texts, values in sent["rows"]]
+    facts = sent["environment"] | {"kernel": sent["kernel"] or {"device": None, "host": None}}
     for section in dict.fromkeys(row.section for row in rows):
         store.write(section, select(rows, section), environment=facts)
     return store.folder(store.slug(facts))
@@ -354,9 +333,7 @@ def file_result(path: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill the tables and pictures of README, docs and notebook.")
     parser.add_argument("file", nargs="?", type=Path, help="store this nf4_<card>.json under results/ first")
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if a page is out of date"
-    )
+    parser.add_argument("--check", action="store_true", help="only exit with 1 if a page is out of date")
     options = parser.parse_args(argv)
     if options.file:
         print(f"stored in {file_result(options.file)}")

@@ -21,7 +21,7 @@ NF4 = ROOT / "helpers" / "nf4"
 
 @dataclass(frozen=True)
 class Row:
-    """One number, or all repeats of it. Raises ValueError when `values` is empty."""
+    """One number, or all repeats of it."""
 
     section: str
     case: str
@@ -31,8 +31,6 @@ class Row:
 
     def __post_init__(self):
         object.__setattr__(self, "values", tuple(float(value) for value in self.values))
-        if not self.values:
-            raise ValueError(f"no values for {self.section}, {self.case}, {self.contender}")
 
     @property
     def median(self) -> float:
@@ -78,17 +76,16 @@ def meta(card: str) -> dict:
 
 def select(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> list[Row]:
     """Return the rows that match every field given."""
-    wanted = {"section": section, "case": case, "contender": contender, "unit": unit}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    return [row for row in rows if all(getattr(row, name) == value for name, value in wanted.items())]
+    wanted = (section, case, contender, unit)
+    fields = ((row, (row.section, row.case, row.contender, row.unit)) for row in rows)
+    return [row for row, have in fields if all(w in (None, h) for w, h in zip(wanted, have, strict=True))]
 
 
-def one(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> Row:
-    """Return the only row that matches. Raises KeyError with the fields asked for if none or several do."""
-    found = select(rows, section, case, contender, unit)
+def one(rows: Iterable[Row], *fields, **named) -> Row:
+    """Return the only row that `select` finds. Raises KeyError with the fields if none or several match."""
+    found = select(rows, *fields, **named)
     if len(found) != 1:
-        asked = ", ".join(str(value) for value in (section, case, contender, unit) if value is not None)
-        raise KeyError(f"{len(found)} rows for {asked}, expected one")
+        raise KeyError(f"{len(found)} rows for {', '.join([*fields, *named.values()])}, expected one")
     return found[0]
 
 
@@ -115,19 +112,17 @@ def write(
     """Replace one section of a card's rows and record when and with which kernel it was measured.
 
     card: the folder under results/, this machine's by default. environment: what `describe()` returned on
-    the machine that measured. Returns the card's folder; raises ValueError for a row of another section.
+    the machine that measured. Returns the card's folder.
     """
     from helpers.nf4.environment import describe
 
-    new, here = list(new), environment or describe()
-    if strangers := {row.section for row in new} - {section}:
-        raise ValueError(f"rows of {sorted(strangers)} in section {section!r}")
+    here = environment or describe()
     card = card or slug(here)
     facts = {name: here.get(name) for name in ("card", "driver", "cuda", "versions")}
     stamp = {"date": here["date"][:10], **(here.get("kernel") or hashes()), "note": note}
     sections = meta(card).get("sections", {}) | {section: stamp}
     kept = [row for row in rows(card) if row.section != section]
-    return save(card, kept + new, facts | {"sections": sections})
+    return save(card, [*kept, *new], facts | {"sections": sections})
 
 
 def _syntax(node):
@@ -147,8 +142,8 @@ def hashes() -> dict[str, str]:
 
     GPU times depend on `device` only; everything else depends on both.
     """
-    trees = {
-        part: _syntax(ast.parse((NF4 / file).read_text(encoding="utf-8")))
-        for part, file in (("device", "kernel.py"), ("host", "launch.py"))
-    }
-    return {part: hashlib.sha256(repr(tree).encode()).hexdigest()[:12] for part, tree in trees.items()}
+    found = {}
+    for part, file in (("device", "kernel.py"), ("host", "launch.py")):
+        tree = _syntax(ast.parse((NF4 / file).read_text(encoding="utf-8")))
+        found[part] = hashlib.sha256(repr(tree).encode()).hexdigest()[:12]
+    return found

@@ -12,26 +12,9 @@ from helpers.nf4 import environment, reference
 from helpers.t4 import compile as cross
 
 EVERY = "every code with every scale"
-SIZES = {
-    "random layer": (4160, 1000),
-    "odd tail": (4099, 1),
-    "tail in the last block": (1365, 3),
-}  # (in, out)
-CASES = (EVERY, *SIZES)
+SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
+CASES = ((EVERY, True), *itertools.product(SIZES, (True, False)))  # and whether it is nested
 GUARD = 256  # elements on either side of the output that must stay as they are
-
-
-def make_layer(case: str, dtype, nested: bool, device):
-    """Return a Linear4bit: every byte under 256 scales, or random weights of one of SIZES."""
-    if case != EVERY:
-        return reference.quantized_layer(*SIZES[case], dtype, nested=nested, device=device)
-    if nested:
-        return reference.every_code(dtype, device)
-    layer = reference.quantized_layer(64, 2048, dtype, nested=False, device=device)
-    layer.weight.data.copy_(torch.arange(256, device=device).repeat(256).view(-1, 1))
-    absmax = layer.weight.quant_state.absmax
-    absmax.copy_(absmax[:256].repeat_interleave(8))  # 8 blocks of 32 bytes hold all 256 bytes
-    return layer
 
 
 def run_foreign(weight, state, out, arch: int) -> None:
@@ -59,7 +42,10 @@ def examine(case: str, dtype, nested: bool, arch: int, device="cuda") -> tuple[i
     """Return (elements compared with bitsandbytes, what is wrong or "")."""
     import bitsandbytes
 
-    layer = make_layer(case, dtype, nested, device)
+    if case == EVERY:
+        layer = reference.every_code(dtype, device)
+    else:
+        layer = reference.quantized_layer(*SIZES[case], dtype, nested=nested, device=device)
     weight, state = layer.weight, layer.weight.quant_state
     n = math.prod(state.shape)
     around = torch.full((n + 2 * GUARD,), math.nan, dtype=dtype, device=device)
@@ -73,15 +59,11 @@ def examine(case: str, dtype, nested: bool, arch: int, device="cuda") -> tuple[i
 
 def report(arch: int, device="cuda", dtypes=reference.DTYPES) -> tuple[bool | None, str]:
     """Return (passed, or None if it cannot run here, the result in a few lines)."""
-    needs = "" if environment.version_of("bitsandbytes") else "bitsandbytes"
     if not environment.has_gpu() or environment.capability(device) < divmod(arch, 10):
-        needs = f"an NVIDIA GPU of sm_{arch} or newer"
-    if needs:
-        return None, f"PTX for sm_{arch}: not run (needs {needs})"
-    kinds = list(itertools.product(CASES, dtypes, (True, False)))
+        return None, f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)"
+    kinds = [(case, dtype, nested) for case, nested in CASES for dtype in dtypes]
     sizes, faults = zip(*(examine(*kind, arch, device) for kind in kinds), strict=True)
     faults = list(filter(None, faults))
-    text = f"PTX for sm_{arch} on {environment.gpu_name()}: " + (
-        "NOT equal to bitsandbytes" if faults else f"all {sum(sizes)} elements equal to bitsandbytes"
-    )
-    return not faults, "\n  ".join([f"{text} in {len(kinds)} cases", *faults])
+    how = "NOT" if faults else f"all {sum(sizes)} elements"
+    text = f"PTX for sm_{arch} on {environment.gpu_name()}: {how} equal to bitsandbytes in {len(kinds)} cases"
+    return not faults, "\n  ".join([text, *faults])

@@ -13,6 +13,7 @@ from helpers.results import store
 from helpers.results.store import Row, one
 
 CARD, HOST = "tesla-t4-simulated", "nvidia-h200"
+SIMULATION = store.ROOT / "results" / CARD / "simulation.json"
 NAMES = {"no_arithmetic": "copy_kernel", "classic": "unsloth_classic"}  # in the file: here
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 layers, 3 weights
 OFFICIAL = ("4194304 bf16", "16777216 fp16", "58720256 bf16")  # elements of its weights
@@ -23,39 +24,25 @@ CALL_US = (60.0, 77.0)
 POINTS = {1.05: 1, 1.10: 2, 1.15: 2}  # the puzzle's lines for the speedup; everything else gives 9
 
 
-def simulation() -> dict:
-    """Return simulation.json. Raises FileNotFoundError if it is missing."""
-    return json.loads((store.folder(CARD) / "simulation.json").read_text(encoding="utf-8"))
-
-
 def overhead_share() -> tuple[float, float]:
     """Return (low, high) of our launch overhead over Unsloth today's, measured with an H200.
 
     One is the time until a call returns, the other the official protocol less the kernels' time.
     """
-    rows = store.rows(HOST)
-
-    def per_call(who):
+    rows, until_return, per_call = store.rows(HOST), {}, {}
+    for who in ("ours", "unsloth_today"):
+        until_return[who] = one(rows, "host_time", "until_return", who).median
         gpu = statistics.mean(one(rows, "gpu_time", size, who).median for size in OFFICIAL)
-        return one(rows, "protocol", "total", who).median * 1e6 / CALLS - gpu
-
-    def until_return(who):
-        return one(rows, "host_time", "until_return", who).median
-
-    shares = [time("ours") / time("unsloth_today") for time in (until_return, per_call)]
+        per_call[who] = one(rows, "protocol", "total", who).median * 1e6 / CALLS - gpu
+    shares = [us["ours"] / us["unsloth_today"] for us in (until_return, per_call)]
     return min(shares), max(shares)
-
-
-def points(speedup: float) -> int:
-    """Return the puzzle's points for a speedup when everything else is met."""
-    return 9 + sum(more for line, more in POINTS.items() if speedup >= line)
 
 
 def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
     """Return the rows of section t4_prediction; share: `overhead_share`.
 
-    Speedups are low, middle, high. DRAM is as slow for all; overheads vary independently, and classic's three
-    launches count as one.
+    Values are low, high. DRAM is as slow for all; overheads vary independently, and classic's three launches
+    count as one.
     """
     rows, spans = [], {}
 
@@ -77,22 +64,21 @@ def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
         add("calls", who, "s", *calls)
         add("total", who, "s", low + calls[0], high * SLOWER + calls[1])
     for who in ("unsloth_today", "unsloth_classic"):
-
-        def speedup(slower, kernel, call, our_kernel, our_call):
-            return (kernel * slower + call) / (our_kernel * slower + our_call)
-
         ranges = ((1.0, SLOWER), *spans[who], *spans["ours"])
-        every = [speedup(*values) for values in itertools.product(*ranges)]
-        low, high = min(every), max(every)
-        add("speedup", who, "x", low, speedup(*map(statistics.mean, ranges)), high)
-        add("points", who, "points", points(low), points(high))
+        speedups = [
+            (kernel * slower + call) / (our_kernel * slower + our_call)
+            for slower, kernel, call, our_kernel, our_call in itertools.product(*ranges)
+        ]
+        ends = min(speedups), max(speedups)
+        add("speedup", who, "x", *ends)
+        points = (9 + sum(more for line, more in POINTS.items() if end >= line) for end in ends)
+        add("points", who, "points", *points)
     return rows
 
 
-def write() -> list[Row]:
-    """Store the prediction under results/tesla-t4-simulated/ and return its rows."""
-    simulated = simulation()
+def write() -> None:
+    """Store the prediction under results/tesla-t4-simulated/."""
+    simulated = json.loads(SIMULATION.read_text(encoding="utf-8"))
     rows = predict(simulated, overhead_share())
     facts = store.meta(CARD) | {"date": simulated["date"]}
     store.write("t4_prediction", rows, CARD, f"{simulated['simulator']}; nothing was measured on a T4", facts)
-    return rows

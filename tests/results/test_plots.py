@@ -24,7 +24,7 @@ def test_every_picture_is_small_and_described(name):
 def test_pictures_show_the_stored_numbers():
     rows = store.rows(plots.CARD)
     on_gpu, rest = plots.call_us(rows, "ours")
-    assert f"this kernel {on_gpu:.1f} + {rest:.1f}" in plots.where_time_goes().alt
+    assert f"this kernel: {on_gpu:.1f} + {rest:.1f}" in plots.where_time_goes().alt
     assert on_gpu + rest == pytest.approx(1e6 / 9000 * one(rows, "protocol", "total", "ours").median)
     row = one(store.rows(plots.T4), "t4_prediction", "total", "unsloth_today")
     assert f"Unsloth today: {row.low:.1f} to {row.high:.1f} s" in plots.t4().alt

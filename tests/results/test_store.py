@@ -61,14 +61,6 @@ def test_folder_of_a_machine(change, name):
     assert store.slug(NVIDIA | change) == name
 
 
-def test_what_is_refused():
-    with pytest.raises(ValueError, match="no values for protocol, total, ours"):
-        rows_of("protocol")
-    with pytest.raises(ValueError, match=r"rows of \['score'\] in section 'protocol'"):
-        store.write("protocol", rows_of("score", 1), environment=NVIDIA)
-    assert store.rows("nvidia-h200") == [] and store.meta("nvidia-h200") == {}
-
-
 def test_select_and_one():
     rows = [Row("a", "x", who, "us", (value, 9.0, 1.0)) for who, value in (("ours", 2.0), ("peft", 3.0))]
     assert select(rows, case="x") == rows and select(rows, "b") == []

@@ -38,10 +38,8 @@ def test_wrong_bits_missing_elements_and_writes_outside_are_seen(monkeypatch, po
     monkeypatch.setattr(environment, "gpu_name", lambda: "Some GPU")
     monkeypatch.setitem(foreign_ptx.SIZES, "random layer", (416, 100))
     passed, text = foreign_ptx.report(75, "cpu", (torch.float16,))
-    assert passed is (position is None) and "on Some GPU:" in text and "in 8 cases" in text
-    assert (
-        text.count(fault) == 8 if fault else f"all {2 * (2048 * 64 + 41600 + 4099 + 4095)} elements" in text
-    )
+    assert passed is (position is None) and "on Some GPU:" in text and "in 7 cases" in text
+    assert text.count(fault) == 7 if fault else "NOT" not in text
 
 
 @pytest.mark.parametrize("has, capability", [(False, None), (True, (7, 5))])
@@ -52,21 +50,13 @@ def test_without_a_gpu_that_is_new_enough_nothing_runs(monkeypatch, capsys, has,
     assert "PTX for sm_80: not run (needs an NVIDIA GPU of sm_80 or newer)" in capsys.readouterr().out
 
 
-def test_a_flat_layer_of_every_code_has_256_scales():
-    layer = foreign_ptx.make_layer(foreign_ptx.EVERY, torch.float16, False, "cpu")
-    state, data = layer.weight.quant_state, layer.weight.data.flatten()
-    assert not state.nested and len(set(state.absmax.tolist())) > 200
-    pairs = {(float(state.absmax[i // 32]), byte) for i, byte in enumerate(data.tolist())}
-    assert len(pairs) == 256 * len(set(state.absmax.tolist()))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ON_HOPPER)
 def test_ptx_of_other_cards_is_exact(arch):
     passed, text = foreign_ptx.report(arch)
     if passed is None:
         pytest.skip(text)
-    assert passed and "in 24 cases" in text, text
+    assert passed and "in 21 cases" in text, text
 
 
 @pytest.mark.gpu
