@@ -1,15 +1,15 @@
 """Clocks: contenders take turns under one clock, on the host or on the GPU.
 
 Outer loop rounds, inner loop contenders: drifting clocks and temperatures hit all of them alike. Neither
-`do_bench` nor torch.utils.benchmark interleaves. On a CPU every function here runs, so that a benchmark can
-be tried without a GPU, and its times mean nothing.
+`do_bench` nor torch.utils.benchmark interleaves. On a CPU every function runs, but its times mean nothing.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
+import math
 import time
+import types
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -28,13 +28,11 @@ def synchronize() -> None:
 @contextlib.contextmanager
 def collector_off():
     """Keep Python's garbage collector from running inside the block."""
-    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
 
 
 def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
@@ -60,48 +58,13 @@ def host_seconds(calls: dict[str, Callable], rounds: int, inner: int, wait: bool
             call()
             drain()
             start = clock()
-            if wait:
-                for _ in range(inner):
-                    call()
+            for _ in range(inner):
+                call()
+                if wait:
                     drain()
-            else:
-                for _ in range(inner):
-                    call()
             times[name].append((clock() - start) / inner)
             drain()
     return times
-
-
-def first_seconds(calls: dict[str, list[Callable]]) -> dict[str, list[float]]:
-    """Return host seconds until return of every function of each list, called once; the lists take turns."""
-    times = {name: [] for name in calls}
-    with collector_off():
-        for index in range(min(map(len, calls.values()))):
-            for name in calls:
-                synchronize()
-                start = time.perf_counter()
-                calls[name][index]()
-                times[name].append(time.perf_counter() - start)
-    synchronize()
-    return times
-
-
-@dataclasses.dataclass
-class _Recording:
-    """Stands in for a CUDA graph where there is no GPU: replay() calls the function again."""
-
-    call: Callable
-    count: int
-    out: object
-
-    def replay(self):
-        for index in range(self.count):
-            last = self.call(index)
-        if isinstance(self.out, torch.Tensor):
-            self.out.copy_(last)
-
-    def pool(self):
-        return None
 
 
 @functools.cache
@@ -109,65 +72,50 @@ def _capture_stream():
     return torch.cuda.Stream()
 
 
-def capture(call: Callable[[int], object], count: int, warm: int = 1, pool=None, keep: bool = False) -> tuple:
-    """Return (CUDA graph of call(0), ..., call(count - 1), what the last call returned).
+def capture(calls: list[Callable], pool=None) -> tuple:
+    """Return (CUDA graph of the calls, what the last one returned).
 
-    The first `warm` calls run before the capture on the same stream, to compile kernels. keep: hold what the
-    calls return until the capture ends, so that each gets memory of its own. pool: that of another graph,
-    whose memory may be overwritten. Passes on a call's errors. By hand: `torch.cuda.graph` empties the
-    allocator's cache each time.
+    The calls run before the capture on the same stream, to compile kernels. Each gets memory of its own for
+    its result; that of another graph's `pool` may be overwritten. Passes on a call's errors. By hand:
+    `torch.cuda.graph` empties the allocator's cache, and after an error it stays on its stream. Without a GPU
+    the graph calls the last function again.
     """
     if not ON_GPU:
-        last = [call(index) for index in range(count)][-1]
-        return _Recording(call, count, last), last
+        out = [call() for call in calls][-1]
+        return types.SimpleNamespace(replay=lambda: out.copy_(calls[-1]()), pool=lambda: None), out
     torch.cuda.synchronize()
-    graph, held = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with collector_off(), torch.cuda.stream(_capture_stream()):
-        for index in range(warm):
-            call(index)
+        for call in calls:
+            call()
         torch.cuda.synchronize()
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
-            for index in range(count):
-                last = call(index)
-                if keep:
-                    held.append(last)
+            results = [call() for call in calls]
         except BaseException:
             with contextlib.suppress(Exception):
                 graph.capture_end()
             raise
         graph.capture_end()
     torch.cuda.synchronize()
-    return graph, last
+    return graph, results[-1]
 
 
-def gpu_seconds(graphs: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
-    """Return GPU seconds per call of each captured graph ({name: (graph, calls in it)}), one value a round.
+def gpu_seconds(graphs: dict, rounds: int) -> dict[str, list[float]]:
+    """Return GPU seconds of each captured graph ({name: graph}), one value a round.
 
     Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock
     starts, so launch overhead is not counted, and the caches are as that contender leaves them.
     """
+    if not ON_GPU:
+        return {name: [math.nan] * rounds for name in graphs}
     times = {name: [] for name in graphs}
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if ON_GPU else (None, None)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for name in turns(graphs, rounds):
-        graph, count = graphs[name]
-        if not ON_GPU:
-            began = time.perf_counter()
-            graph.replay()
-            times[name].append((time.perf_counter() - began) / count)
-            continue
-        graph.replay()
+        graphs[name].replay()
         start.record()
-        graph.replay()
+        graphs[name].replay()
         stop.record()
         stop.synchronize()
-        times[name].append(start.elapsed_time(stop) * 1e-3 / count)
+        times[name].append(start.elapsed_time(stop) * 1e-3)
     return times
-
-
-def free_bytes() -> int:
-    """Return the bytes of free GPU memory, after torch has given back what it does not use."""
-    if not ON_GPU:
-        return 1 << 33
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]

@@ -4,15 +4,13 @@ It loads every packed weight and every scale of a layer once and writes 16 bits 
 does. No kernel can be faster for long, so its time is the limit that GPU times are compared with.
 """
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
 
-# (words a thread, warps). All are timed, and the fastest at a size is the reference. Within 1% of the best of
+# words: of a thread. All are timed, and the fastest at a size is the reference. Within 1% of the best of
 # 16 variants in CUDA C from 4M elements on (H200); plain stores were never faster than streaming ones.
-VARIANTS = tuple(itertools.product((2, 4, 8), (4, 8)))
+VARIANTS = tuple(dict(words=words, num_warps=warps) for words in (2, 4, 8) for warps in (4, 8))
 
 
 @triton.jit
@@ -47,26 +45,27 @@ def _copy_kernel(
         tl.store(out_ptr + target, quad, mask=(index < left)[:, None], cache_modifier=".cs")
 
 
-def copy(layer, out, words, num_warps) -> None:
-    """Move the bytes of `layer` (nested, blocks of 64 and 256) into `out`.
+def copy(layer, words, num_warps, out=None) -> torch.Tensor:
+    """Move the bytes of a nested layer of n weights (blocks of 64 and 256) into `out`, and return it.
 
-    out: contiguous fp16 or bf16 of the weight's shape, a multiple of 8 elements; overwritten with no weight.
-    words, num_warps: one of VARIANTS.
+    words, num_warps: see VARIANTS. out: int32 (n / 2), overwritten with no weight; new by default.
     """
-    state, n_words, threads = layer.weight.quant_state, out.numel() // 8, 32 * num_warps
-    weight, absmax2 = layer.weight.view(-1).view(torch.int32), state.state2.absmax.view(torch.int32)
-    _copy_kernel[(triton.cdiv(n_words, words * threads),)](
-        weight, state.absmax, absmax2, out.view(torch.int32), n_words, words, threads, num_warps=num_warps
+    weight, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
+    out = weight.new_empty(4 * weight.numel()) if out is None else out
+    absmax2, threads = state.state2.absmax.view(torch.int32), 32 * num_warps
+    _copy_kernel[(triton.cdiv(weight.numel(), words * threads),)](
+        weight, state.absmax, absmax2, out, weight.numel(), words, threads, num_warps=num_warps
     )
+    return out
 
 
-def written(layer, out, words, num_warps) -> torch.Tensor:
-    """What `copy` must write, in plain torch: `out`'s bits as int32 (words, 4). It depends on every byte."""
+def written(layer, words, num_warps) -> torch.Tensor:
+    """Return what `copy` must write, in plain torch: int32 (n / 2). It depends on every byte of the layer."""
     state, threads = layer.weight.quant_state, 32 * num_warps
-    packed = layer.weight.view(torch.uint8).reshape(-1).view(torch.int32)[: out.numel() // 8]
+    packed = layer.weight.data.view(-1).view(torch.int32)
     word, scales = torch.arange(packed.numel(), device=packed.device), words * threads // 8
     block = word // (words * threads) * scales + (word % threads & (scales - 1))
     exists = block * 8 < packed.numel()
     block = torch.where(exists, block, 0)
     mix = state.absmax[block].int() ^ state.state2.absmax.view(torch.int32)[block // 256]
-    return (packed ^ torch.where(exists, mix, 0))[:, None].expand(-1, 4)
+    return (packed ^ torch.where(exists, mix, 0)).repeat_interleave(4)

@@ -2,114 +2,99 @@
 
 import contextlib
 import copy
-import json
 import types
 
 import pytest
 import torch
+from sameness import SMALLEST  # beside this file
 
 from helpers import machine
 from helpers.bench import training
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-SMALLEST = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    return str(training.make_model(tmp_path_factory.mktemp("toy"), **SMALLEST))
+    return training.make_model(str(tmp_path_factory.mktemp("toy")), **SMALLEST)
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
-def test_one_library_is_compared_and_timed(toy, monkeypatch, tmp_path):
+def test_one_library_is_compared_and_timed(toy, monkeypatch):
     monkeypatch.setattr(training, "REPEATS", 1)  # the interpreter is slow
-    monkeypatch.setattr(training, "times", lambda switch, prepare, *more: bool(prepare()))
-    out = tmp_path / "peft.json"
-    found = training.steps("peft", toy, str(out), sizes=((1, 16, 1),), prompt=16)
-    assert found["problems"] == [] and json.loads(out.read_text()) == found
-    cases = ["16 tokens", "prefill (16 tokens)", "dequantize the model", "merge the adapter"]
-    assert found["ms"] == {f"PEFT, {case}": True for case in cases}
+    monkeypatch.setattr(training, "ROUNDS", 1)
+    found = training.steps("peft", toy, sizes=((1, 16, 1),))
+    assert found["problems"] == [] and found["ms"].keys() == {"PEFT, 16 tokens"}
+    assert [len(ms) for ms in found["ms"]["PEFT, 16 tokens"].values()] == [1, 1]
 
 
-@contextlib.contextmanager
-def switched(name, kernel=1):
-    """In place of the switch: a context that counts, in the arm with the kernel."""
-    counts = {"a": {"kernel": kernel, "library": 0}}
-    yield types.SimpleNamespace(name=name, counts=lambda: counts) if name == "with" else None
+@pytest.fixture
+def log(monkeypatch):
+    """The order of arms, with a switch whose `kernel` counts in place of the real one."""
+    log = types.SimpleNamespace(arms=[], kernel=1)
+
+    def arm(library, name):
+        log.arms.append(name)
+        switch = types.SimpleNamespace(counts=lambda: {"a": {"kernel": log.kernel, "library": 0}})
+        return contextlib.nullcontext(switch if name == "with" else None)
+
+    monkeypatch.setattr(training, "arm", arm)
+    return log
 
 
 @pytest.mark.parametrize(
     ("without", "with_it", "kernel", "problem"),
     [("aaa", "aaa", 1, ""), ("aaa", "aba", 1, "results differ"), ("aaa", "aaa", 0, "dequantized nothing")],
 )
-def test_results_are_compared_over_several_steps(without, with_it, kernel, problem):
+def test_results_are_compared_over_several_steps(log, without, with_it, kernel, problem):
     """One step that agrees by chance says nothing of a backward pass that varies now and then."""
     results = iter([digest for pair in zip(without, with_it, strict=True) for digest in pair])
-    found = training.unequal(lambda name: switched(name, kernel), lambda: next(results), 3)
+    log.kernel = kernel
+    found = training.unequal("peft", lambda: next(results))
     assert problem in found and bool(problem) == bool(found)
 
 
-def test_arms_take_turns_and_what_is_prepared_is_off_the_clock(monkeypatch):
-    log = []
-
-    def arm(name):
-        log.append(name)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(training, "LONGEST", 1000)
-    found = training.times(arm, lambda: lambda: log.append("run"), 2, count=2)
-    assert [len(values) for values in found.values()] == [2, 2]
-    order = ["without", "with", "with", "without", "without", "with"]
-    assert [entry for entry in log if entry != "run"] == order and log.count("run") == 2 * 2 * 3
+def test_arms_take_turns_and_slow_steps_have_fewer_rounds(log, monkeypatch):
+    monkeypatch.setattr(training, "ROUNDS", 3)
+    runs = []
+    found = training.times("peft", lambda: runs.append(1), count=2)
+    assert [len(values) for values in found.values()] == [3, 3] and len(runs) == 3 * 2 * (1 + 2)
+    assert log.arms == ["without", "with", "with", "without", "without", "with"]
     monkeypatch.setattr(training, "LONGEST", -1)
-    assert [len(values) for values in training.times(arm, lambda: int, 7).values()] == [1, 1]
+    assert [len(values) for values in training.times("peft", int, 7).values()] == [1, 1]
 
 
 def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
-    def child(arguments, folder, **options):
-        _, module, function, options = arguments
-        options = json.loads(options)
-        if options.get("library") == "unsloth":
+    def child(*command, library=None, **options):
+        if library == "peft":
             raise machine.ChildFailed("no memory")
-        if function == "steps":
-            arms = {"without": [2.0], "with": [1.0]}
-            found = {"ms": {"PEFT, 8 tokens": arms, "PEFT, merge": arms}, "problems": ["PEFT, x: not timed"]}
-            with open(options["out"], "w") as file:
-                json.dump(found, file)
+        arms = {"without": [2.0], "with": [1.0]}
+        return [{"ms": {"Unsloth, 8 tokens": arms}, "problems": ["Unsloth, 9 tokens: not timed"]}]
 
-    monkeypatch.setattr(training.machine, "no_gpu", lambda: None)
-    monkeypatch.setattr(training.machine, "old_gpu", lambda: None)
-    monkeypatch.setattr(training.machine, "python", child)
+    monkeypatch.setattr(training.machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(training, "in_processes", child)
     problems = []
-    rows = training.training(None, problems)
-    assert problems == ["PEFT, x: not timed", "unsloth: no memory"]
-    assert [(row.section, row.case, row.contender) for row in rows] == [
-        ("training", "PEFT, 8 tokens", "without"),
-        ("training", "PEFT, 8 tokens", "with"),
-        ("whole_model", "PEFT, merge", "without"),
-        ("whole_model", "PEFT, merge", "with"),
-    ]
+    rows = [(row.section, row.case, row.contender) for row in training.training(None, problems)]
+    assert rows == [("training", "Unsloth, 8 tokens", name) for name in ("without", "with")]
+    assert problems == ["peft: no memory", "Unsloth, 9 tokens: not timed"]
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="there is a GPU")
 def test_without_gpus_nothing_is_measured(capsys):
-    assert training.training(None, []) == training.several_gpus(None, []) == []
+    assert [*training.training(None, []), *training.several_gpus(None, [])] == []
     shown = capsys.readouterr().out
     assert "training: not measured" in shown and "needs two GPUs, this machine has 0" in shown
 
 
 # --- several processes ---
 
-TURNS, TURN = training.WARM_UP + 5, training.TURN
-KERNEL = [turn % 2 == 1 for turn in range(TURNS) for _ in range(TURN)]
-
 
 def report(factor=1.0):
     """Steps of 30 ms without the kernel, 20 ms with it; 9 s in the first turns and at the start of each."""
-    untimed = [s // TURN < training.WARM_UP or s % TURN < training.SETTLE for s in range(len(KERNEL))]
-    seconds = [9.0 if no else factor * (0.02 if on else 0.03) for no, on in zip(untimed, KERNEL, strict=True)]
-    run = {"losses": [[2.0, 2.1]] * len(KERNEL), "seconds": seconds, "kernel": KERNEL, "handled": 6}
+    seconds = [[9.0] * 2 + [factor * (0.02 if turn % 2 else 0.03)] * 3 for turn in range(7)]
+    seconds[:2] = [[9.0] * 5] * 2
+    run = {"losses": [[2.0, 2.1]] * 35, "seconds": seconds, "handled": 6}
     return copy.deepcopy({"without": run | {"handled": 0}, "in turns": run})
 
 
@@ -123,51 +108,56 @@ def test_turns_of_the_slowest_process_are_timed_after_the_warm_up():
 @pytest.mark.parametrize(
     ("run", "field", "value", "problem"),
     [
-        ("without", "losses", [[2.0, 2.2]] * len(KERNEL), "losses differ"),
-        ("in turns", "losses", [[2.0, 2.2]] * len(KERNEL), "losses differ"),
+        ("without", "losses", [[2.0, 2.2]] * 35, "losses differ"),
+        ("in turns", "losses", [[2.0, 2.2]] * 35, "losses differ"),
         ("in turns", "handled", 0, "dequantized nothing"),
     ],
 )
 def test_what_is_wrong_in_any_process_is_said(run, field, value, problem, monkeypatch):
-    other = report()
-    other[run][field] = value
-    assert problem in training.several_problem([report(), other])
+    def child(*command, fsdp, **options):
+        other = report()
+        if fsdp == 1:
+            other[run][field] = value
+        return [report(), other]
+
     monkeypatch.setattr(training.machine, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(training, "make_model", lambda folder, **sizes: None)
-    monkeypatch.setattr(
-        training, "launch", lambda *a, fsdp, **o: [report(), other if fsdp == 1 else report()]
-    )
+    monkeypatch.setattr(training, "in_processes", child)
     problems = []
-    rows = training.several_gpus(None, problems)
+    rows = list(training.several_gpus(None, problems))
     assert len(problems) == 1 and problems[0].startswith("FSDP1: ") and problem in problems[0]
     assert [row.case for row in rows] == ["DDP"] * 2 + ["FSDP2"] * 2
 
 
 def trained(reports):
-    """Records of four tiny steps: all processes agree, and dequantize with the kernel in every other one."""
+    """Check four tiny steps: all processes agree, and dequantize with the kernel in every other one."""
     assert training.several_problem(reports) == ""
     for one in reports:
-        assert one["without"]["handled"] == 0 and one["in turns"]["kernel"] == [False, True] * 2
+        assert one["without"]["handled"] == 0 and len(one["in turns"]["seconds"]) == 4
         assert len({str(losses) for losses in one["without"]["losses"]}) == 4
-    return reports
 
 
-TINY = dict(count=4, rows=1, length=16, turn=1)
+TINY = dict(turns=4, turn=1, rows=1, length=16)
+on_cpu = pytest.mark.skipif(machine.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
 
 
-@pytest.mark.skipif(machine.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
-def test_one_process_on_the_cpu(toy, tmp_path):
+@on_cpu
+def test_one_process_on_the_cpu(toy):
     pytest.importorskip("accelerate")
-    training.ranks(toy, 0, out=str(tmp_path / "records"), **TINY)
-    trained([json.loads((tmp_path / "records.0").read_text())])
+    trained([training.ranks(toy, 0, **TINY)])
+
+
+def several(processes, toy, fsdp):
+    command = ("-m", training.__name__, "ranks")
+    trained(training.in_processes(*command, processes=processes, folder=toy, fsdp=fsdp, **TINY))
 
 
 @pytest.mark.long
-@pytest.mark.skipif(machine.has_gpu(), reason="on a GPU machine accelerate takes the GPUs: see below")
+@on_cpu
 def test_two_processes_on_the_cpu(toy):
     """DDP in the interpreter; accelerate runs FSDP on GPUs only."""
-    trained(training.launch(2, folder=toy, fsdp=0, **TINY))
+    several(2, toy, 0)
 
 
 @pytest.mark.gpu
@@ -175,6 +165,4 @@ def test_two_processes_on_the_cpu(toy):
 def test_every_gpu_here(toy, fsdp):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    reports = trained(training.launch(torch.cuda.device_count(), folder=toy, fsdp=fsdp, **TINY))
-    devices = [one["in turns"]["device"] for one in reports]
-    assert devices == [f"cuda:{rank}" for rank in range(len(reports))]
+    several(torch.cuda.device_count(), toy, fsdp)
