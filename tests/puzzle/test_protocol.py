@@ -1,8 +1,8 @@
 """The protocol: its shapes and checks, what is timed and watched, and that no wrong candidate gets a time."""
 
+import itertools
 import statistics
 import time
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -166,7 +166,8 @@ def test_a_change_leaves_no_trace_but_in_the_values(how, kinds):
             differ = [int((a != b.data).sum()) for a, b in zip(values[i], tensors(layer), strict=True)]
             touched |= {kind for kind in range(4) if differ[kind]}
             assert sum(map(bool, differ)) == (how != "nothing") and (how != "byte" or sum(differ) == 1)
-            assert how == "nothing" or not reference.same_bits(before[i], exact(layer))
+            if differ[0] or how == "values":  # one scale may change too little to show
+                assert not reference.same_bits(before[i], exact(layer))
     assert touched == kinds
 
 
@@ -295,41 +296,14 @@ def test_a_t4_has_time_for_fewer_turns(monkeypatch, capability, forced, wanted):
     assert tuple(protocol.turns_of(name, "ours") for name in names) == wanted
 
 
-def test_launch_forms_launch_the_same_kernel(monkeypatch, candidate, make_layer):
+@pytest.mark.gpu
+def test_launch_forms_are_exact_for_each_layer_passed(candidate, make_layer):
     """Both public forms launch on the tensors of the layer passed, with what a first call compiled."""
-    calls = []
-
-    class Binary:
-        def __getitem__(self, grid):
-            return lambda *arguments: calls.append((grid, arguments))
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: calls.append((grid, arguments, options))
-
-    names = dict(candidate.__globals__)
-    launched = (None, Binary(), 7, ["w", "o", "a", "table", "c", "m", "f", 8, 9], {"ASM": True, "B": 2}, 0)
-    names |= {"_your_dequantize_nf4_kernel": Kernel(), "_launch_plain": lambda tensors, values: launched}
-    fake = types.FunctionType(candidate.__code__, names, "ours")
-    assert protocol.ON_GPU or list(protocol.launch_forms(fake)) == ["ours"]
-    monkeypatch.setattr(protocol, "ON_GPU", True)
-    forms = protocol.launch_forms(fake)
-    assert list(forms) == ["ours", "kernel[grid]", "compiled[grid]"]
-    for name in ("kernel[grid]", "compiled[grid]"):
-        for layer in (make_layer(64, 64, FP16), make_layer(64, 64, FP16)):
-            calls.clear()
-            out = forms[name](layer)
-            ((grid, arguments, *options),), state = calls, layer.weight.quant_state
-            used = arguments[1:3] + arguments[4:7]
-            wanted = (out, state.absmax, state.state2.code, state.state2.absmax, state.offset)
-            assert all(x is y for x, y in zip(used, wanted, strict=True))
-            assert arguments[0].data_ptr() == layer.weight.data_ptr() and arguments[3] == "table"
-            if name == "kernel[grid]":
-                assert (
-                    grid == (7,) and arguments[7:] == (8, 9) and options[0]["num_warps"] and options[0]["ASM"]
-                )
-            else:
-                assert grid == (7, 1, 1) and arguments[7:] == (8, 9, True, 2)
+    forms = protocol.launch_forms(candidate)
+    assert list(forms) == ["your_dequantize_nf4", "kernel[grid]", "compiled[grid]"]
+    for dtype, seed, form in itertools.product((FP16, BF16), (1, 2), forms.values()):
+        layer = make_layer(192, 320, dtype, seed=seed)
+        assert reference.same_bits(form(layer), exact(layer))
 
 
 # --- the libraries ---
