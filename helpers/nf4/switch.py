@@ -326,6 +326,8 @@ def _switch_on(name: str, switch: Switch, asked: bool) -> None:
 
 def _install(name: str) -> None:
     library = _libraries[name]
+    if not library.on:
+        library.holders.clear()  # those that another copy of this package restored
     if not library.sites or any(site.changed() in (RELOADED, OTHER) for site in library.sites):
         if library.on:
             _remove(library)
