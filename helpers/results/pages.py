@@ -216,10 +216,10 @@ def compiled() -> str:
 
 def training_claim() -> str:
     """The range of training speedups per library, in a sentence."""
-    speeds = {}
-    for case in dict.fromkeys(row.case for row in select(store.rows(CARD), "training")):
-        speed = statistics.median(plots.speedups(store.rows(CARD), "training", case))
-        speeds.setdefault(case.split(", ")[0], []).append(speed)
+    rows, speeds = store.rows(CARD), {}
+    for row in select(rows, "training", contender="with"):
+        speed = statistics.median(plots.speedups(rows, "training", row.case))
+        speeds.setdefault(row.case.split(", ")[0], []).append(speed)
     texts = [f"{min(x):.2f} to {max(x):.2f} with {name}" for name, x in speeds.items()]
     return f"Speedup of a QLoRA step on an {store.meta(CARD)['card']}: {', '.join(texts)}."
 
@@ -236,8 +236,7 @@ def evidence() -> str:
 
 def machine_code() -> str:
     """Instructions and registers of the kernel on each card."""
-    rows = [dataclasses.replace(row, case=row.case.rpartition(" ")[0], contender=row.case.rpartition(" ")[2])
-            for row in select(store.rows("cross-compiled"), "machine_code")]  # fmt: skip
+    rows = select(store.rows("cross-compiled"), "machine_code")
     registers = {(row.case, row.contender): row.median for row in select(rows, unit="registers")}
     return pivot("instructions per output element (registers)", select(rows, unit="instructions"),
                  cell=lambda row: f"{row.median:.2f} ({registers[row.case, row.contender]:.0f})")  # fmt: skip

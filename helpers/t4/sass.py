@@ -237,12 +237,10 @@ def table(codes: list[Code]) -> str:
 def store(codes: list[Code]) -> None:
     """Write the figures of large nested states to results/cross-compiled/, and the prediction for a T4."""
     rows = []
-    for code in codes:
+    for code in (code for code in codes if code.variant in LARGE_NESTED):
         arch, dtype = code.variant.arch, code.variant.dtype
-        figures = {"instructions": code.instructions, "registers": code.built.registers}
-        if code.variant in LARGE_NESTED:
-            case = f"{CARDS[arch].name} (sm_{arch}) {dtype}"
-            rows += [Row("machine_code", case, "ours", unit, (x,)) for unit, x in figures.items()]
+        for unit, x in (("instructions", code.instructions), ("registers", code.built.registers)):
+            rows.append(Row("machine_code", f"{CARDS[arch].name} (sm_{arch})", dtype, unit, (x,)))
     write("machine_code", rows, "cross-compiled", environment=describe() | {"card": "cross-compiled"})
     predict.write()
 
@@ -279,8 +277,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if False in passed else 0 if True in passed else 2
     variants = [v for v in LARGE_NESTED[:3] + T4 + LARGE_NESTED[3:] if v.arch in options.arch]
     codes = list(map(Code, build(variants)))
-    orders = (f"{code.name}: {' '.join(code.events)}" for code in codes)
-    print("\n".join(orders) if options.order else table(codes))
+    print("\n".join(f"{c.name}: {' '.join(c.events)}" for c in codes) if options.order else table(codes))
     faults = [f"{code.name}: {fault}" for code in codes for fault in code.faults()]
     print("\n".join(faults) or "All within budget; nested states issue every load before they wait for any.")
     if options.store:

@@ -47,10 +47,6 @@ def test_page_is_up_to_date(path):
     assert pages.draw_page(path, check=True), "run `python -m helpers draw`"
 
 
-def test_notebook_shows_its_pictures_in_colab():
-    assert "attachment:" not in pages.NOTEBOOK.read_text(encoding="utf-8"), "Colab does not show attachments"
-
-
 def test_pivot_leaves_a_gap_where_nothing_was_measured():
     rows = [
         Row("", case, who, "us", (us,))

@@ -98,7 +98,7 @@ def test_the_command_prints_stores_and_fails_over_budget(codes, monkeypatch, tmp
     assert sass.main(["--arch", "75", "--store"]) == 0
     assert "4.83" in (text := capsys.readouterr().out) and "All within budget" in text
     rows = store.rows("cross-compiled")
-    assert store.one(rows, "machine_code", "Tesla T4 (sm_75) fp16", "ours", "registers").median == 64
+    assert store.one(rows, "machine_code", "Tesla T4 (sm_75)", "fp16", "registers").median == 64
     assert sass.main(["--arch", "75", "--order"]) == 0 and "absmax@" in capsys.readouterr().out
     monkeypatch.setattr(sass, "OCCUPANCY", {"fp16": 1.01})
     assert sass.main(["--arch", "75"]) == 1
