@@ -1,10 +1,10 @@
 """Training with the kernel and without, on real libraries: every bit of it must be the same."""
 
+import functools
 import importlib.util
 
 import pytest
 import sameness  # beside this file
-from sameness import SMALLEST, Setup
 
 from helpers import machine
 from helpers.bench import training
@@ -14,7 +14,7 @@ pytest.importorskip("bitsandbytes")
 
 # Two workers of some minutes each; the plugin may be absent on a GPU machine.
 patient = pytest.mark.timeout(900) if importlib.util.find_spec("pytest_timeout") else pytest.mark.gpu
-# What is tried on the GPU: (library, name) -> fields of a Setup. `family` is the model's.
+# What is tried on the GPU: (library, name) -> arguments of sameness.train; `family` is the model's.
 RUNS = {
     ("peft", "llama"): dict(family="llama"),
     ("peft", "qwen"): dict(family="qwen2"),
@@ -22,7 +22,7 @@ RUNS = {
     ("peft", "checkpointing"): dict(family="llama", steps=10, checkpointing=True),
     ("peft", "autocast fp16"): dict(family="llama", steps=10, dtype="float16", autocast="float16"),
     ("peft", "autocast bf16"): dict(family="llama", steps=10, autocast="bfloat16"),
-    ("peft", "dora"): dict(family="qwen2", steps=10, dora=True),
+    ("peft", "dora"): dict(family="qwen2", steps=10, use_dora=True),
     ("peft", "compiled"): dict(family="llama", steps=5, compiled=True),
     ("unsloth", "llama"): dict(family="llama"),
     ("unsloth", "qwen"): dict(family="qwen2"),
@@ -34,23 +34,21 @@ RUNS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Makes the folder of a family's model; without a GPU of the smallest size."""
-    root, sizes = tmp_path_factory.mktemp("models"), {} if machine.has_gpu() else SMALLEST
+    root, sizes = tmp_path_factory.mktemp("models"), {} if machine.has_gpu() else sameness.SMALLEST
     return lambda family: str(training.make_model(root / family, family, **sizes))
 
 
 @pytest.fixture(scope="module")
 def records(model):
     """records(library): all runs of it by name, made by one new process."""
-    made = {}
 
+    @functools.cache
     def of(library):
         if importlib.util.find_spec(library) is None:  # not imported here: Unsloth would change this process
             pytest.skip(f"{library} is not installed")
-        if library not in made:
-            wanted = {name: dict(fields) for (of, name), fields in RUNS.items() if of == library}
-            setups = [Setup(model(fields.pop("family")), library, **fields) for fields in wanted.values()]
-            made[library] = dict(zip(wanted, sameness.in_new_process(setups), strict=True))
-        return made[library]
+        wanted = {name: dict(fields) for (of, name), fields in RUNS.items() if of == library}
+        setups = [dict(folder=model(f.pop("family")), library=library, **f) for f in wanted.values()]
+        return dict(zip(wanted, sameness.in_new_process(setups), strict=True))
 
     return of
 
@@ -90,14 +88,13 @@ def test_every_bit_is_the_same(records, library, name):
 @pytest.mark.parametrize(
     "family, fields",
     [
-        pytest.param("llama", dict(steps=2, new_tokens=2), id="llama"),
-        pytest.param("qwen2", dict(steps=2, new_tokens=0, checkpointing=True), marks=pytest.mark.long),
-        pytest.param("qwen3", dict(steps=2, new_tokens=0, autocast="bfloat16"), marks=pytest.mark.long),
+        pytest.param("llama", dict(new_tokens=2), id="llama"),
+        pytest.param("qwen2", dict(new_tokens=0, checkpointing=True), marks=pytest.mark.long),
+        pytest.param("qwen3", dict(new_tokens=0, autocast="bfloat16"), marks=pytest.mark.long),
     ],
 )
 def test_smallest_form_in_the_interpreter(model, family, fields):
     """PEFT + bitsandbytes on the CPU. Unsloth needs a GPU; 50 steps would take minutes in the interpreter."""
-    setup = Setup(model(family), rows=2, length=16, rank=4, **fields)
-    on, _ = check(sameness.compare(setup))
-    assert sum(tally["kernel"] for tally in on["counts"].values()) >= 12 * setup.steps - 3
+    on, _ = check(sameness.compare(dict(folder=model(family), rows=2, length=16, steps=2, **fields)))
+    assert sum(tally["kernel"] for tally in on["counts"].values()) >= 12 * 2 - 3
     assert on["same"]["merged"] and on["same"]["dequantized"]
