@@ -400,7 +400,8 @@ def _self_test() -> None:
         name = f"bitsandbytes {version}"
         try:
             with torch.device(device):  # models are often created on "meta"
-                values = torch.linspace(-3, 3, 64 * 64, dtype=torch.float32).view(64, 64).to(dtype)
+                values = torch.linspace(-3, 3, 64 * 64, dtype=torch.float32, device=device)
+                values = values.view(64, 64).to(dtype)
                 packed, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
                 expected = library(packed, state)
                 name = "the kernel"

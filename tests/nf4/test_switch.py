@@ -494,6 +494,15 @@ def variable(monkeypatch):
     autoload.waiting.clear()
 
 
+def test_the_self_test_names_its_device(monkeypatch):
+    """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
+    linspace = torch.linspace
+    monkeypatch.setattr(torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how))
+    switch._tested.clear()
+    with torch.device("meta"), quietly("bitsandbytes", strict=True) as on:
+        assert on.on
+
+
 def a_layer():
     return bnb.nn.Linear4bit(64, 32, bias=False, device="meta")
 
