@@ -497,7 +497,9 @@ def variable(monkeypatch):
 def test_the_self_test_names_its_device(monkeypatch):
     """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
     linspace = torch.linspace
-    monkeypatch.setattr(torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how))
+    monkeypatch.setattr(
+        torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how)
+    )
     switch._tested.clear()
     with torch.device("meta"), quietly("bitsandbytes", strict=True) as on:
         assert on.on
