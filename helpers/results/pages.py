@@ -38,7 +38,6 @@ HEADS = {
     "ordinary": "this kernel, `kernel[grid](...)`",
     "compiled_grid": "this kernel, `compiled[grid](...)`",
     "direct": "this kernel, direct launch",
-    "allocate_and_launch": "allocate and launch only",
     "products_only": "products alone",
     "geometric mean": "ours is faster by (geometric mean)",
 }
@@ -87,6 +86,17 @@ def environment(card: str = CARD) -> str:
     text = f"{facts['card']}, driver {facts['driver']}, CUDA {facts['cuda']}, {dates}; {versions}."
     which = ", ".join(old) if len(old) < len(facts["sections"]) else "everything"
     return text + f" Measured with an earlier version of the kernel: {which}." * bool(old)
+
+
+def outputs() -> str:
+    """Where the notebook's stored outputs were made."""
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    printed = "".join(
+        output.get("text", "") for cell in cells if cell.id == "install" for output in cell.outputs
+    )
+    card = re.search(r"^(?:NVIDIA )?(.+) \(sm_", printed, re.M)
+    where = f"an {card[1]}" if card else "a CPU, which checks the bits and times nothing"
+    return f"The outputs stored here are from {where}; on Colab, *Run all* replaces them with your T4's."
 
 
 def claim() -> str:
@@ -247,7 +257,7 @@ def stored(head, card, section, *how, keep=None) -> Callable[[], str]:
     return lambda: pivot(head, filter(keep, select(store.rows(card), section)), *how)
 
 
-TEXTS = (environment, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4, settings,
+TEXTS = (environment, outputs, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4, settings,
          host_time, compiled, training_claim, evidence, machine_code)  # fmt: skip
 PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, plots.training)
 BLOCKS = {
@@ -260,7 +270,6 @@ BLOCKS = {
                          keep=lambda row: row.unit == "us"),
     "published": stored("measured on a T4 by others", T4, "published", "case", "unit", span),
     "several_gpus": stored("two GPUs, ms per step", CARD, "several_gpus"),
-    "whole_model": stored("whole model, ms", CARD, "whole_model"),
 }  # fmt: skip
 
 
