@@ -257,8 +257,8 @@ def stored(head, card, section, *how, keep=None) -> Callable[[], str]:
     return lambda: pivot(head, filter(keep, select(store.rows(card), section)), *how)
 
 
-TEXTS = (environment, outputs, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4, settings,
-         host_time, compiled, training_claim, evidence, machine_code)  # fmt: skip
+TEXTS = (environment, outputs, claim, protocol, gpu_time, stored_score, launch_forms, shares, t4_claim, t4,
+         settings, host_time, compiled, training_claim, evidence, machine_code)  # fmt: skip
 PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, plots.training)
 BLOCKS = {
     **{function.__name__: function for function in TEXTS},
