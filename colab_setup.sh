@@ -16,7 +16,8 @@ CPU_TORCH=torch==2.13.0 # without that index: some machines have a CPU build of 
 tmp=$(mktemp -d)
 log=$tmp/log
 trap 'rm -rf "$tmp"' EXIT
-trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&2; exit 130' INT TERM
+exec 8>&2 # stderr, also while a command that is interrupted sends its own elsewhere
+trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&8; exit 130' INT TERM
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
 

@@ -59,7 +59,7 @@ import importlib, os, sys, threading
 import helpers.machine
 import torch, bitsandbytes, matplotlib  # which do set variables
 before = dict(os.environ)
-for name in {[name for name in modules if "__main__" not in name]}:
+for name in {[name for name in modules if "__main__" not in name and "callback" not in name]}:
     importlib.import_module(name)
 changed = {{name: value for name, value in os.environ.items() if before.get(name) != value}}
 assert not changed and set(before) <= set(os.environ), changed

@@ -307,7 +307,9 @@ def test_layers_of_one_key_share_a_graph(make_layer, dtype, options):
             made[2].weight.quant_state.absmax = 255 - made[2].weight.quant_state.absmax
 
 
-@pytest.mark.parametrize("options", BACKENDS[:2])
+@pytest.mark.parametrize(
+    "options", [AOT_EAGER, pytest.param({}, marks=ON_GPU)], ids=["aot_eager", "inductor"]
+)
 def test_transposed_and_out(layer, options):
     weight, state = layer.weight.data, layer.weight.quant_state
     compiled = torch.compile(launch._your_dequantize_nf4, fullgraph=True, **options)

@@ -92,6 +92,7 @@ def test_the_doctor_says_what_is_here_and_what_to_do(printed):
     assert all(one.strip() in text for one in expected.split(",")), text
 
 
+@pytest.mark.long  # 20 s
 @pytest.mark.skipif(machine.has_gpu(), reason="the kernel can run here")
 def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, printed):
     """Also with NF4_TRITON=1, which the wheel's entry point in bitsandbytes reads."""
