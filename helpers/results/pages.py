@@ -75,12 +75,18 @@ def span(row: store.Row) -> str:
 # --- what the blocks say ---
 
 
-def environment(card: str = CARD) -> str:
-    """Return one line: card, driver, dates, versions, and which sections an earlier kernel produced."""
-    facts, now, old = store.meta(card), store.hashes(), []
-    for name, at in facts["sections"].items():
+def stale(card: str) -> list[str]:
+    """Return the sections that an earlier version of the kernel or its launch path produced."""
+    now, old = store.hashes(), []
+    for name, at in store.meta(card)["sections"].items():
         parts = ["device"] if name == "gpu_time" else list(now)
         old += [name] * any(at[part] and at[part] != now[part] for part in parts)
+    return old
+
+
+def environment(card: str = CARD) -> str:
+    """Return one line: card, driver, dates, versions, and which sections an earlier kernel produced."""
+    facts, old = store.meta(card), stale(card)
     dates = " and ".join(sorted({section["date"] for section in facts["sections"].values()}))
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     text = f"{facts['card']}, driver {facts['driver']}, CUDA {facts['cuda']}, {dates}; {versions}."
@@ -104,9 +110,10 @@ def claim() -> str:
     rows = select(store.rows(CARD), "score")
     score = min(sum(row.median for row in select(rows, contender=c, unit="points")) for c in BASELINES)
     today, classic = (one(rows, case="total", contender=c, unit="x").median for c in BASELINES)
+    earlier = " Measured with an earlier version of the launch path." * ("score" in stale(CARD))
     return (
         f"{score:.0f} of 14 points on an {store.meta(CARD)['card']}: {today:.2f} times as fast as Unsloth "
-        f"today and {classic:.2f} times as fast as classic, its code path when the puzzle was published."
+        f"today and {classic:.2f} times as fast as classic, its code path when the puzzle was published.{earlier}"
     )
 
 
