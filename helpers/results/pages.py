@@ -113,8 +113,8 @@ def claim() -> str:
     earlier = " Measured with an earlier version of the launch path." * ("score" in stale(CARD))
     return (
         f"{score:.0f} of 14 points on an {store.meta(CARD)['card']}: {today:.2f} times as fast as Unsloth "
-        f"today and {classic:.2f} times as fast as classic, its code path when the puzzle was published.{earlier}"
-    )
+        f"today and {classic:.2f} times as fast as classic, its code path when the puzzle was published."
+    ) + earlier
 
 
 def protocol() -> str:
