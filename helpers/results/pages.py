@@ -270,9 +270,6 @@ PICTURES = (plots.idea, plots.where_time_goes, plots.share_by_size, plots.t4, pl
 BLOCKS = {
     **{function.__name__: function for function in TEXTS},
     **{f"figure {function.__name__}": function for function in PICTURES},
-    "protocol_sizes": stored("official protocol, median s (range)", CARD, "protocol", "contender", "case",
-                             lambda row: f"{row.median:.3f} ({row.low:.3f} to {row.high:.3f})",
-                             keep=lambda row: row.case != "total"),
     "t4_kernels": stored("one kernel on a simulated T4, us", T4, "t4_prediction",
                          keep=lambda row: row.unit == "us"),
     "published": stored("measured on a T4 by others", T4, "published", "case", "unit", span),
