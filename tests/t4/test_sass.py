@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from helpers import machine
 from helpers.t4 import compile, sass
 from helpers.t4.compile import Built, Variant
 from helpers.t4.sass import CARDS, Code, Instruction
@@ -105,6 +106,7 @@ def test_the_command_prints_stores_and_fails_over_budget(codes, monkeypatch, tmp
     assert "sm_75 fp16: occupancy 100%, at least 101%" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not (machine.ROOT / ".git").exists(), reason="needs the git repository")
 @pytest.mark.parametrize("same", [True, False])
 def test_machine_code_is_compared_with_that_of_a_commit(monkeypatch, capsys, same):
     def build(variants, source=""):
