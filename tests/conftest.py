@@ -48,7 +48,7 @@ def changed_kernel(tmp_path):
 
     def load(name, old="", new=""):
         folder = machine.ROOT / "helpers" / "nf4"
-        text = (folder / "kernel.py").read_text(encoding="utf-8").partition("\n\ndef __getattr__")[0]
+        text = (folder / "kernel.py").read_text(encoding="utf-8")
         text += "".join((folder / "launch.py").read_text(encoding="utf-8").partition("# %% Checks")[1:])
         assert old in text
         path = tmp_path / f"{name}.py"

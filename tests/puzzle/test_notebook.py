@@ -293,7 +293,7 @@ def test_without_bitsandbytes_and_network_every_entry_says_so(notebook, alone, m
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_gpu_run_alone_leaves_its_result_file(notebook, alone):
     (path,) = alone(notebook)
     content = json.loads(path.read_text())
