@@ -5,7 +5,7 @@ refers to them. PEFT and transformers dequantize through bitsandbytes. It does n
 script imported before the call, a functools.partial, or libraries with kernels of their own: print(switch)
 lists those it can see. A state that the kernel does not accept goes to the library's own function, counted.
 
-A function is replaced if it takes the parameters listed here and a self-test gives bitsandbytes' bits. The
+A function is replaced if it takes the parameters listed here and a self-test is bit-identical. The
 replacement of bitsandbytes' matrix product repeats its code, so there the source must also be one in KNOWN.
 """
 
@@ -383,7 +383,7 @@ def _not_replaced(sites: list[Site]) -> dict[str, str]:
 
 
 def _self_test() -> None:
-    """Raise RuntimeError unless the kernel runs here with bitsandbytes' bits. Only success is remembered."""
+    """Raise RuntimeError unless the kernel runs here, bit-identical to bitsandbytes. Only success is kept."""
     from bitsandbytes import __version__ as version
     from bitsandbytes import functional
 
