@@ -49,6 +49,12 @@ def all_zero(layer):
     layer.weight.data, layer.weight.ds_id = layer.weight.data[:0].view(-1), 3
 
 
+def last_group_missing(layer):
+    """512 blocks are one group of 1024, and a part of a group needs its scale, too."""
+    value("state2.blocksize", 1024)(layer)
+    is_now("state2.absmax", lambda t: t[:0])(layer)
+
+
 def strided(x):
     return torch.stack([x, x], -1)[..., 0]
 
@@ -112,6 +118,8 @@ BROKEN = {
         ["offset has shape (1,)", "float64"],
     ),
     "weight too short": (is_now("weight", lambda t: t[:-1]), ["16383 bytes", "expected 16384"]),
+    "weight of no dimension": (is_now("weight", lambda t: t[0, 0]), ["shape ()", "packed 4-bit codes"]),
+    "group too short": (last_group_missing, ["state2.absmax has 0 elements", "expected 1 or more"]),
     "weight of ZeRO-3": (all_zero, ["partitioned", "gather it first", "GatheredParameters"]),
     **{
         f"weight in {dtype}": (
