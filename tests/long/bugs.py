@@ -91,7 +91,6 @@ CHECKED = {
     "out over the weight": ("if overlap or out.is_neg() or", "if out.is_neg() or"),
     "out without memory": ("or out.is_neg() or not _in_memory(out):", "or out.is_neg():"),
     "out negated": ("if overlap or out.is_neg() or", "if overlap or"),
-    "out of a dispatch unchecked": ("if out is not None and (problem := _out_problem(out, weight, shape, dtype, True)):", "if False:"),
 }  # fmt: skip
 # What a call compares before it replays a launch: one comparison at a time is left out.
 KEY = 'launches.get((q["shape"], q["dtype"], q["quant_type"], q["blocksize"], dtype2, blocksize2, _current_device()), ())'
@@ -124,6 +123,7 @@ CACHED = {
     "fake tensors have memory": ("if isinstance(tensor, FakeTensor) or not tensor.numel():", "if not tensor.numel():"),
 }  # fmt: skip
 OPERATOR = {
+    "out of a dispatch unchecked": ("if out is not None and (problem := _out_problem(out, weight, shape, dtype, True)):", "if False:"),
     "operator: fake of the wrong dtype": ("return torch.empty(shape, dtype=dtype, device=weight.device)", "return torch.empty(shape, dtype=torch.float64, device=weight.device)"),
     "operator: always nested": ("nested=blocksize2 is not None", "nested=True"),
     "operator: a single byte stays transposed": ("offset=offset, state2=state2)) return result.t() if weight.shape[0] == 1 else result", "offset=offset, state2=state2))\n    return result"),

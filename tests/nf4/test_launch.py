@@ -350,7 +350,8 @@ def test_an_out_without_memory_of_its_own(watched, layer, warm):
     freed.untyped_storage().resize_(0)
     memory = torch.zeros(2 * n, dtype=torch.uint8, device=weight.device)
     inside = memory[n:][: weight.numel()].view(weight.shape).copy_(weight.data)
-    for given, out in ((weight, freed), (inside, memory.view(state.dtype).view(state.shape))):
+    over, negated = memory.view(state.dtype).view(state.shape), torch._neg_view(new_out(state, weight))
+    for given, out in ((weight, freed), (inside, over), (weight, negated)):
         for _ in range(2):
             with pytest.raises(launch.UnsupportedState, match="out has no memory"):
                 watched(given, state, out)
