@@ -120,9 +120,9 @@ CACHED = {
     "first call: meta tensors launched": ("_transforms() is not None or weight.is_meta", "_transforms() is not None"),
     "first call: fake tensors launched": ("if (traced or isinstance(weight, FakeTensor)) and", "if traced and"),
     "first call: writes into out not counted": ("else: _count_write(out)", "else: pass"),
-    "fake tensors have memory": ("if isinstance(tensor, FakeTensor) or not tensor.numel():", "if not tensor.numel():"),
 }  # fmt: skip
 OPERATOR = {
+    "fake tensors have memory": ("if isinstance(tensor, FakeTensor) or not tensor.numel():", "if not tensor.numel():"),
     "out of a dispatch unchecked": ("if out is not None and (problem := _out_problem(out, weight, shape, dtype, True)):", "if False:"),
     "operator: fake of the wrong dtype": ("return torch.empty(shape, dtype=dtype, device=weight.device)", "return torch.empty(shape, dtype=torch.float64, device=weight.device)"),
     "operator: always nested": ("nested=blocksize2 is not None", "nested=True"),

@@ -1,6 +1,7 @@
 """Replayed launches: whatever changes between two calls is honored, and what does not fit is checked anew."""
 
 import contextlib
+import copy
 import gc
 import re
 import threading
@@ -356,6 +357,17 @@ def test_an_out_without_memory_of_its_own(watched, layer, warm):
             with pytest.raises(launch.UnsupportedState, match="out has no memory"):
                 watched(given, state, out)
     assert torch.equal(inside, weight.data)
+
+
+def test_a_fake_weight_outside_its_mode_gives_a_fake_result(layer):
+    mode, state = FakeTensorMode(), layer.weight.quant_state
+    weight = mode.from_tensor(layer.weight.data)
+    fake = copy.copy(state)
+    fake.state2 = copy.copy(state.state2)
+    fake.absmax, fake.offset = mode.from_tensor(state.absmax), mode.from_tensor(state.offset)
+    fake.state2.absmax, fake.state2.code = map(mode.from_tensor, (state.state2.absmax, state.state2.code))
+    result = launch._your_dequantize_nf4(weight, fake)
+    assert isinstance(result, FakeTensor) and result.shape == state.shape and result.dtype == state.dtype
 
 
 def test_autograd_notices_that_out_was_overwritten(watched, layer):
