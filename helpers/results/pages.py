@@ -149,6 +149,8 @@ def stored_score() -> str:
 def launch_forms() -> str:
     """The official protocol with three ways to launch the same kernel."""
     rows, lines = select(store.rows(CARD), "launch_forms"), []
+    if not rows:
+        return "Not measured yet (needs `python -m helpers bench --only protocol` on a GPU)."
     theirs = [one(rows, contender=name).median for name in BASELINES.values()]
     for form in ("ordinary", "compiled_grid", "direct"):
         seconds = one(rows, contender=form).median
@@ -243,11 +245,12 @@ def training_claim() -> str:
 
 def evidence() -> str:
     """Counts of the long tests."""
-    rows, lines = store.rows(CARD) + store.rows("cpu"), []
+    rows, lines, old = store.rows(CARD) + store.rows("cpu"), [], {*stale(CARD), *stale("cpu")}
     for section in LONG_TESTS:
         counts = [f"{row.case} {row.contender}: {row.median:,.0f}".replace(" ours", "")
                   for row in select(rows, section)]  # fmt: skip
-        lines.append([section.replace("_", " "), ", ".join(counts)])
+        earlier = " (earlier version of the kernel)" * (section in old)
+        lines.append([section.replace("_", " ") + earlier, ", ".join(counts)])
     return table("long test | counts", lines)
 
 
