@@ -280,8 +280,10 @@ def complaints():
     texts, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: texts.append(record.getMessage())
     loggers = [logging.getLogger(f"torch{name}") for name in ("", "._dynamo", "._inductor", "._logging")]
+    levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)  # Unsloth silences them
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -291,8 +293,9 @@ def complaints():
     finally:
         texts += [str(warning.message) for warning in caught]
         texts[:] = [text for text in texts if "TensorFloat32" not in text]  # given for any function
-        for logger in loggers:
+        for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 def compiled(candidate, layer, fullgraph):

@@ -104,12 +104,13 @@ def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
 def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
     def nearly(layer):
         weight = dequantize(layer.weight, layer.weight.quant_state)
-        weight.view(torch.int16).view(-1)[-1] ^= 1 << 13
+        weight.view(torch.int16).view(-1)[-1] ^= 1 << 14  # the exponent's highest bit: a zero becomes 2.0
         return weight
 
     monkeypatch.setattr(contenders.launch, "your_dequantize_nf4", nearly)
     cases, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
+    cases.pop("first_call", None)  # of other processes
     assert not any("ours" in found or "default" in found for found in cases.values())
 
 

@@ -111,6 +111,7 @@ CACHED = {
     **{f"key: {name} ignored": (KEY, f"next((known for key, known in launches.items() if key[:{i}] + key[{i + 1}:] == (lambda key: key[:{i}] + key[{i + 1}:])((" + KEY[len("launches.get(("):-len("), ())")] + "))), ())")
        for i, name in enumerate(("shape", "dtype", "quant_type", "blocksize", "state2.dtype", "state2.blocksize")) if i != 4},
     "cache: without end": ("if len(launches) >= 1024:", "if False:"),
+    "cache: unaligned launches kept": ("aligned = weight.data_ptr() % 4 == 0 and result.data_ptr() % 16 == 0", "aligned = True"),
     "cache: one launch per key": ("(new, *known)[:32]", "(new,)"),
     "cache: launches per key without end": ("(new, *known)[:32]", "(new, *known)"),
     "first call: traced calls ignored": ("if (traced or isinstance(weight, FakeTensor)) and", "if isinstance(weight, FakeTensor) and"),
@@ -202,9 +203,7 @@ ON_GPU = {
     "assembly used for any alignment": ("weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0 second", "True\n    second"),
     "replay: weight's alignment ignored": ("if address & 3 or address ==", "if address =="),
     "replay: out's alignment ignored": ("launch.dtype) and out.data_ptr() % 16 == 0)", "launch.dtype))"),
-    "cache: unaligned launches kept": ("aligned = weight.data_ptr() % 4 == 0 and result.data_ptr() % 16 == 0", "aligned = True"),
     "replay: a stream chosen once": ("launch.run(launch.grid, 1, 1, _stream(launch.device), *launch.before, address, result.data_ptr(), absmax.data_ptr(), launch.table, code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *launch.after) return result.t()", "launch.run(launch.grid, 1, 1, 0, *launch.before, address, result.data_ptr(), absmax.data_ptr(), launch.table, code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *launch.after)\n                return result.t()"),
-    "codebook not kept alive": ("keep=(compiled, table)", "keep=compiled"),
 }  # fmt: skip
 # What the switch replaces, counts and says.
 SWITCH = {
@@ -331,5 +330,5 @@ BUGS = {
     **bugs("helpers/nf4/autoload.py", SWITCHED, AUTOLOAD),
     **bugs(KERNEL, ("t4/test_sass.py",), HINTS),
     **bugs(KERNEL, GPU, ASSEMBLY, gpu=True),
-    **bugs(LAUNCH, GPU, ON_GPU, gpu=True),
+    **bugs(LAUNCH, (CALLS[-1], *GPU), ON_GPU, gpu=True),
 }

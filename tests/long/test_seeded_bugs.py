@@ -9,6 +9,7 @@ import ast
 import os
 import re
 import shutil
+import sys
 
 import pytest
 
@@ -63,7 +64,7 @@ def run_tests(tests, gpu, folder, bug=None):
     if bug:
         (folder / bug.file).write_text(seeded(bug), encoding="utf-8")
     variables = {
-        "PYTHONPATH": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
         "TRITON_CACHE_DIR": str(machine.ROOT / "build" / "cache" / "triton"),
     }
     if not gpu:

@@ -87,6 +87,14 @@ class Launches(dict):
 
 
 @pytest.fixture
+def own_bitsandbytes():
+    """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if functional.dequantize_4bit.__module__ != functional.__name__:
+        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run tests/nf4 by itself")
+
+
+@pytest.fixture
 def watched(watch):
     """The launch module as Watched."""
     from helpers.nf4 import launch

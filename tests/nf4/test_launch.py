@@ -184,6 +184,15 @@ def test_every_layout_of_a_weight(watched, layer):
             assert result.shape == (state.shape[::-1] if weight.shape[0] == 1 else state.shape)
 
 
+def test_the_launch_of_an_unaligned_weight_is_not_kept(watched, layer):
+    """It is the portable path, which aligned weights of the same layout must not inherit."""
+    packed, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
+    unaligned = torch.cat([packed[:1], packed])[1:]
+    for weight, known in ((unaligned, False), (unaligned.clone(), False), (unaligned.clone(), True)):
+        result, replayed = watched(weight, state)
+        assert replayed == known and exact(result, weight, state)
+
+
 def test_the_shard_of_a_freed_flat_parameter(watched, layer):
     """FSDP frees the storage: the address is then the view's offset, not 0. Refused until it is back."""
     weight, state = watched.warm(layer)

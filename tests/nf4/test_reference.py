@@ -12,6 +12,7 @@ from helpers.nf4.reference import DTYPES, SPECIAL, different, random_state, same
 functional = pytest.importorskip("bitsandbytes.functional")
 SECOND = ("absmax", "code", "blocksize", "dtype")
 FIRST = ("absmax", "shape", "blocksize", "quant_type", "dtype", "offset")
+pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

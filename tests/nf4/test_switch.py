@@ -19,7 +19,7 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
-from helpers.nf4 import autoload, launch, reference, switch  # noqa: E402
+from helpers.nf4 import autoload, environment, launch, reference, switch  # noqa: E402
 from helpers.nf4.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 
 AUTOGRAD, DEQUANTIZE, PRODUCT, UNSLOTH = switch.AUTOGRAD, switch.DEQUANTIZE, switch.PRODUCT, switch.UNSLOTH
@@ -35,8 +35,9 @@ ORIGINAL = functions()
 
 
 @pytest.fixture(autouse=True)
-def restored(monkeypatch):
+def restored(own_bitsandbytes, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
+    example()  # now: a switch that is on would count it
     yield
     monkeypatch.undo()
     if functions() != ORIGINAL or any(library.on for library in switch._libraries.values()):
@@ -122,9 +123,10 @@ def test_what_a_switch_says_once_it_is_off():
     first, second = quietly("bitsandbytes"), quietly("bitsandbytes")
     with first:
         dequantizes()
-    assert str(first) == f"Switched off, but still on for another switch: {DEQUANTIZE}, {PRODUCT}."
+    names = f"{DEQUANTIZE}, {switch.FALLBACK}, {PRODUCT}" if DEVICE == "cuda" else f"{DEQUANTIZE}, {PRODUCT}"
+    assert str(first) == f"Switched off, but still on for another switch: {names}."
     second.off()
-    assert str(first) == str(second) == f"Switched off. It had replaced: {DEQUANTIZE}, {PRODUCT}."
+    assert str(first) == str(second) == f"Switched off. It had replaced: {names}."
     with pytest.raises(RuntimeError, match="is off, and stays off"), first:
         pass
     assert first.summary() == "0 of 1 dequantizations went through the library"
@@ -217,6 +219,7 @@ def full(*_):
 
 
 NO_GPU = [(torch.cuda, "is_available", lambda: False), (launch, "INTERPRETED", False)]
+NO_GPU += [(environment, "driver", lambda: None)]
 OLD_GPU = [
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "get_device_name", lambda *_: "Tesla P100"),

@@ -218,6 +218,7 @@ def test_other_calls_of_the_product_are_the_librarys(device):
     bias = torch.randn(64, device=device, dtype=BF16, requires_grad=True)
     other = copy.deepcopy(state)
     other.state2.blocksize = 128
+    by_ours = {"transposed"} if device == "cpu" else set()  # on a GPU three rows take bitsandbytes' fused kernel
     calls = {
         "out": lambda: bnb.matmul_4bit(x, packed, state, out=torch.empty(3, 64, device=device, dtype=BF16)),
         "transposed": lambda: bnb.matmul_4bit(x, packed.t(), state),
@@ -250,7 +251,7 @@ def test_other_calls_of_the_product_are_the_librarys(device):
         with on() as switched:
             found, by_kernel = results(switched)
             late = bnb.matmul_4bit
-    assert [type(expected[name]) for name in calls].count(str) == 4 and by_kernel == {"transposed"}
+    assert [type(expected[name]) for name in calls].count(str) == 4 and by_kernel == by_ours
     for name in calls:
         assert same(found[name], expected[name]), name
     before = switched.counts()
