@@ -6,7 +6,7 @@
 # In Colab and Kaggle it installs into the running Python and leaves every package that fits as it is, torch and triton
 # always. Elsewhere it installs into .venv beside this file. It never changes a .venv that it cannot use, or a Python
 # named by PYTHON=/path/to/python: it uses that one as it is if nothing is missing, else it makes an environment with
-# it. A second run installs nothing and needs no network. The first takes 2 to 5 minutes and 2.5 GB with a GPU.
+# it. A second run installs nothing and needs no network. The first takes 2 to 5 minutes and 2.5 GB, or 6 GB with a GPU.
 set -euo pipefail
 unset CDPATH
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"

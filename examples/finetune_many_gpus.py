@@ -1,4 +1,4 @@
-"""Train a QLoRA adapter on several GPUs with the NF4 kernel: DDP, or FSDP (GPUs with bf16).
+"""Train a QLoRA adapter on several GPUs with the NF4 kernel, using DDP, or FSDP on GPUs with bf16.
 pip install "nf4-triton[train]"
 accelerate launch --num_processes 2 finetune_many_gpus.py MODEL TEXT_FILE OUT STEPS [fsdp]
 """
@@ -30,7 +30,7 @@ def main(name, text_file, out, steps, fsdp=None):
     model = get_peft_model(model, lora, autocast_adapter_dtype=not fsdp)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
-    use_nf4_kernel()  # in each process; where the kernel cannot run it says why and training goes on
+    use_nf4_kernel()  # in each process; if the kernel cannot run, it says why and training continues
     ids = torch.tensor(AutoTokenizer.from_pretrained(name)(open(text_file).read())["input_ids"])
     for step in range(int(steps)):
         start = (step * accelerator.num_processes + accelerator.process_index) * 256 % max(1, len(ids) - 255)

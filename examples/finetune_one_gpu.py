@@ -39,7 +39,7 @@ def main(name, text_file, out, steps="100"):
         report_to="none",
         logging_steps=1,
     )
-    # The kernel is on while it trains. Where it cannot run it says why, and training goes on without it.
+    # The callback turns the kernel on during training. If it cannot run, it says why and training continues.
     Trainer(model, arguments, train_dataset=data, callbacks=[NF4KernelCallback()]).train()
     model.save_pretrained(out)
 

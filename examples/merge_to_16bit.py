@@ -1,4 +1,4 @@
-"""Merge a QLoRA adapter into its model in 16 bit; the NF4 kernel dequantizes the weights.
+"""Merge a QLoRA adapter into its base model in 16 bit; the NF4 kernel dequantizes the weights.
 
 pip install "nf4-triton[train]"
 python merge_to_16bit.py ADAPTER OUT
@@ -23,8 +23,8 @@ def main(adapter, out):
     nf4 = BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=DTYPE)
     how = dict(dtype=DTYPE, quantization_config=nf4, device_map={"": "cuda" if GPU else "cpu"})
     model = AutoModelForCausalLM.from_pretrained(base, **how)
-    with use_nf4_kernel() as switch:  # where the kernel cannot run it says why; the result is the same
-        model = model.dequantize()  # the weights that the adapter was trained on
+    with use_nf4_kernel() as switch:  # if the kernel cannot run, it says why; the result is the same
+        model = model.dequantize()  # to the weights that the adapter was trained on
     print(switch.summary())
     PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out)
     AutoTokenizer.from_pretrained(base).save_pretrained(out)

@@ -106,7 +106,7 @@ def _check() -> str | None:
     elif all(seconds > ours[1] for _, seconds in others):
         print("Do: call use_nf4_kernel() before training. NF4_BACKEND=auto, the default, uses the kernel.")
     else:
-        print("Do: time your own training with and without use_nf4_kernel(): the kernel is not faster above.")
+        print("Do: time your own training with and without use_nf4_kernel(): it was not faster in this test.")
     return None
 
 

@@ -1,4 +1,4 @@
-"""The kernel for the time of a training: `Trainer(..., callbacks=[NF4KernelCallback()])`."""
+"""Turn the kernel on during training: `Trainer(..., callbacks=[NF4KernelCallback()])`."""
 
 import weakref
 
@@ -14,8 +14,8 @@ class NF4KernelCallback(TrainerCallback):
     """Switch the kernel on when training begins and off when it ends, for transformers', TRL's and Unsloth's
     trainers. At the end it logs how many dequantizations the libraries did themselves.
 
-    Arguments as for use_nf4_kernel, and with strict the same errors at the begin of training. An interrupted
-    training stays switched on until the callback's next training ends or the callback is deleted.
+    Takes the arguments of use_nf4_kernel; with strict, on_train_begin raises the same errors. If training is
+    interrupted, the kernel stays on until the callback's next training ends or the callback is deleted.
     """
 
     def __init__(self, *names: str, quiet: bool = False, strict: bool = False):

@@ -142,7 +142,7 @@ def no_gpu() -> str | None:
             f"{found} cannot use it with driver {driver()}. "
             "Update the driver, or install a torch build for an older CUDA from pytorch.org."
         )
-    note = " Triton's interpreter runs the kernel: correct, far too slow to time." if interpreter() else ""
+    note = " Triton's interpreter runs the kernel: correct, but nothing is timed." if interpreter() else ""
     return f"No CUDA GPU.{note} {switch_on_gpu()}"
 
 

@@ -31,7 +31,7 @@ NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
 
 
 def _private(root, path, public):
-    """Return a private name of torch or Triton, or where it is absent what public code does."""
+    """Return a private attribute of torch or Triton, or `public` if it is missing."""
     try:
         return operator.attrgetter(path)(root)
     except AttributeError:
@@ -406,8 +406,8 @@ def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, block
 
 
 def _run_compiled(weight, absmax, code2, absmax2, offset, key):
-    """Allocate and launch, for code that Inductor wrote: its guards have compared the tensors, and
-    _lower their layouts. Anything unusual makes the eager call. key: its key, and offset.dtype."""
+    """Allocate and launch, from Inductor's generated code: guards have checked the tensors and
+    _lower their layouts. Anything unusual runs eagerly. key: the launch's key, and offset.dtype."""
     launch, address = compiled_launches.get(key), weight.data_ptr()
     if (launch and launch.kernel is _your_dequantize_nf4_kernel and not address & 3
             and address != weight.storage_offset() * launch.itemsize
@@ -437,8 +437,8 @@ def _fake(weight, absmax, code2, absmax2, offset, shape, dtype, *_):
 
 
 def _lower():
-    """Let Inductor's generated code call _run_compiled: the dispatcher takes three times as long.
-    Where Inductor has other names, writes C++, or has odd layouts, it calls the operator."""
+    """Make Inductor's generated code call _run_compiled: the dispatcher takes three times as long.
+    If Inductor's internals differ, or it writes C++ or has odd layouts, it calls the operator."""
     lowering = sys.modules.get("torch._inductor.lowering")
     lowerings = getattr(lowering, "lowerings", None)
     if lowerings is None or _operator in lowerings or not hasattr(lowering, "fallback_handler"):

@@ -258,7 +258,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         raise
     except Exception as error:  # whatever stops the kernel here, PyTorch still works
         return f"the kernel cannot run here: {type(error).__name__}: {error}"
-    return None if same_bits(triton, exact) else "the kernel's bits are wrong here: please report it"
+    return None if same_bits(triton, exact) else "the kernel is not bit-exact here: please report it"
 
 
 def cannot_run() -> str | None:

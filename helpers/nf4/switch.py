@@ -279,7 +279,7 @@ def restore() -> None:
     with _lock:
         autoload.waiting.clear()
         for library in _libraries.values():
-            library.on, library.holders = False, set()
+            library.on = False
         _put_back()
 
 
@@ -320,8 +320,8 @@ def _switch_on(name: str, switch: Switch, asked: bool) -> None:
     if name in ROUTES:
         importlib.import_module(ROUTES[name].rpartition(".")[0])
         calls = _calls(current(ROUTES[name]), "functional", "dequantize_4bit")
-        how = "calls" if calls else "and its layers only, since it does not call"
-        switch.routes[name] = f"whose {ROUTES[name]} {how} {DEQUANTIZE}"
+        how = f"only in its layers: {ROUTES[name]} does not call {DEQUANTIZE}"
+        switch.routes[name] = f"whose {ROUTES[name]} calls {DEQUANTIZE}" if calls else how
 
 
 def _install(name: str) -> None:
@@ -378,7 +378,7 @@ def _not_replaced(sites: list[Site]) -> dict[str, str]:
     for module, attribute, value in _references():
         function = value.func if type(value) is functools.partial else value
         if id(function) in originals and not module.__name__.startswith(__package__):
-            kept[f"{module.__name__}.{attribute}"] = "it was taken from the library before the call"
+            kept[f"{module.__name__}.{attribute}"] = "it was imported before use_nf4_kernel() was called"
     return kept
 
 
@@ -409,7 +409,7 @@ def _self_test() -> None:
         except Exception as error:
             raise RuntimeError(f"{name} does not run here: {type(error).__name__}: {error}") from error
         if not same:
-            why = " (on a CPU 0.47 and 0.48 round the NF4 table first, on a GPU not)" * (device == "cpu")
+            why = " (0.47 and 0.48 round the NF4 table first, but only on a CPU)" * (device == "cpu")
             raise RuntimeError(f"the kernel's {dtype} bits differ from bitsandbytes {version}'s{why}")
     _tested.add((library, ours))
 

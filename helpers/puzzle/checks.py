@@ -45,7 +45,7 @@ def need(true, what, note=""):
 
 
 def check(criterion, needs_gpu=False):
-    """Decorate a check: what it returns is its evidence, what it raises its failure, or what is missing."""
+    """Decorate a check. It returns evidence, raises to fail, or raises SkipTest if something is missing."""
 
     def wrap(function):
         @functools.wraps(function)
@@ -118,7 +118,7 @@ def differs(candidate, layer, wanted=None):
 
 @check("One fused kernel", needs_gpu=True)
 def single_kernel(candidate):
-    """Profile small and large layers: one kernel per call, over the whole tensor, as slow as its bytes."""
+    """Profile small and large layers: one kernel per call, enough threads, no faster than its bytes."""
     known = {kernel.fn.__name__ for kernel in kernels(candidate)}
     must(gpu_events(lambda: torch.ones(8, device="cuda")), "the profiler does not see the GPU")
     for dtype in HALF:
@@ -196,7 +196,7 @@ def on_and_off(candidate, field, find):
                 found[on] = [find(ptx) for ptx in ran]
             for instructions in found[True]:
                 only = ", ".join(sorted(instructions.difference(*found[False])))
-                must(only, f"{size}: nothing in the PTX that {field}=False lacks")
+                must(only, f"{size}: {field}=True adds nothing to the PTX")
                 texts.setdefault(only, {})[elements] = None
     where = (f"{text} at {' and '.join(at)} elements" for text, at in texts.items())
     return f"in the PTX that ran, and absent when disabled: {'; '.join(where)}"
@@ -235,7 +235,7 @@ def faults_seen(candidate, kernel="_your_dequantize_nf4_kernel"):
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:100]
             continue
-        must(differ, f"{new} in place of {old} changes no bit: the assembly decides nothing")
+        must(differ, f"replacing {old} by {new} changes no bit: the assembly has no effect")
         seen.append(old.strip())
     return f"a fault in {', '.join(seen)} changes the result" if seen else f"no fault seeded ({reason})"
 
@@ -320,7 +320,7 @@ def compiled(candidate, layer, fullgraph):
     result = [f"{wrong} elements differ from bitsandbytes"] * bool(wrong)
     with launched(candidate) as ran:
         function(layer)
-    result += ["another kernel ran than the one beside it"] * (not ran)
+    result += ["the candidate's own kernel did not run"] * (not ran)
     if ON_GPU:
         names = [name for name, _, _ in gpu_events(lambda: function(layer), CALLS)]
         known = {kernel.fn.__name__ for kernel in kernels(candidate)}
@@ -378,7 +378,7 @@ def no_large_buffers(candidate):
             peak = torch.cuda.max_memory_allocated() - start
             del result
             kept = torch.cuda.memory_allocated() - start
-            text = f"call {call + 1}: allocates {peak:,} bytes for {size:,} and keeps {kept:,}"
+            text = f"call {call + 1}: allocates {peak:,} bytes for an output of {size:,} and keeps {kept:,}"
             tuning = call == 0 and len(outside) < len(HALF)
             must((tuning or peak <= size + tables) and kept <= tables, text)
         outside.append(uncounted() - before)

@@ -109,7 +109,7 @@ def mark(comparison: Comparison, evidence: dict[str, Evidence]) -> Score:
     judges = [judge for _, judge, _, _ in TABLE]
     failed = [one.criterion for name, one in evidence.items() if name not in judges and one.passed is False]
     failed += ["Official protocol"] * bool(comparison.entries[ours].failure)
-    parts += [f"FAILED without points: {', '.join(failed)}"] * bool(failed)
+    parts += [f"FAILED (worth no points): {', '.join(failed)}"] * bool(failed)
     score.note = "; ".join(parts) + "."
     return score
 

@@ -48,7 +48,7 @@ def must(true, text):
 
 
 class NotMeasured:
-    """A time that could not be measured; so is every ratio with it."""
+    """A time that could not be measured. A ratio with it is not measured either."""
 
     def __init__(self, needs, note=""):
         self.needs, self.note = needs, note
@@ -291,8 +291,8 @@ def change(mlp, how):
 
 
 def assert_exact(results, mlp):
-    """Check that each result is a plain tensor with the bits of the layer as it is now. Then fill it with
-    NaN: memory that is handed out again, or kept by the contender, holds no weight."""
+    """Check that each result is a plain tensor, bit-identical to the layer's current weight. Then fill it
+    with NaN, so memory that is reused or kept by the contender holds no weight."""
     for result, name in zip(results, WEIGHTS, strict=True):
         must(type(result) is torch.Tensor, f"{name}: the result is a {type(result).__name__}, not a Tensor")
         wrong = different(result, expected(getattr(mlp, name)).t())
@@ -301,8 +301,8 @@ def assert_exact(results, mlp):
 
 
 def timed(fx, X, mlp, rounds):
-    """Return the seconds of `rounds` rounds. The clock stops at random ones, in turn to change the layers
-    (or not) and to compare the last results with them."""
+    """Return the seconds that `rounds` rounds take. The clock stops at random rounds, alternately to change
+    the layers (or not) and to compare the latest results with bitsandbytes."""
     stops, seconds = min(STOPS, rounds // 2), 0.0
     changes = (["byte", "nothing", "values"] * stops)[: stops - 1]
     secret.shuffle(changes)

@@ -27,7 +27,7 @@ BASELINES = {"today": "unsloth_today", "classic": "unsloth_classic"}
 HEADS = {
     "kernels": "kernels, s",
     "calls": "launch overhead, s",
-    "total": "sum, s",
+    "total": "total, s",
     "speedup": "this kernel is faster by",
     "measured": "measured, s",
     "s": "seconds",
@@ -38,11 +38,31 @@ HEADS = {
     "ordinary": "this kernel, `kernel[grid](...)`",
     "compiled_grid": "this kernel, `compiled[grid](...)`",
     "direct": "this kernel, direct launch",
-    "products_only": "products alone",
+    "products_only": "multiplication only",
     "geometric mean": "ours is faster by (geometric mean)",
 }
 TITLES = LABELS | HEADS
-LONG_TESTS = ("fuzz", "soak", "sanitizer", "seeded_bugs", "bitsandbytes_tests")
+LONG_TESTS = {  # section: (its name, what its rows say)
+    "fuzz": (
+        "random layers",
+        "{layers_ours:,.0f} layers, {elements_ours:,.0f} weights, {wrong_ours:,.0f} wrong",
+    ),
+    "soak": ("long run", "{launches_ours:,.0f} launches, {layers_ours:,.0f} layers, {wrong_ours:,.0f} wrong"),
+    "sanitizer": (
+        "compute-sanitizer, errors",
+        "memcheck {memcheck_ours:.0f}, racecheck {racecheck_ours:.0f}, initcheck {initcheck_ours:.0f}, "
+        "synccheck {synccheck_ours:.0f}",
+    ),
+    "seeded_bugs": (
+        "seeded bugs that the tests catch",
+        "{gpu_caught:.0f} of {gpu_seeded:.0f} on a GPU, {cpu_caught:.0f} of {cpu_seeded:.0f} on a CPU",
+    ),
+    "bitsandbytes_tests": (
+        "bitsandbytes' own tests with this kernel",
+        "{passed_ours:,.0f} passed, {failed_ours:,.0f} failed "
+        "(with its own kernel {passed_bitsandbytes:,.0f} and {failed_bitsandbytes:,.0f})",
+    ),
+}
 ALL = 1 << 34  # a setting for every size
 PNG = re.compile(r"(?<=data:image/png;base64,)[\w+/=]+")
 
@@ -101,7 +121,7 @@ def outputs() -> str:
         output.get("text", "") for cell in cells if cell.id == "install" for output in cell.outputs
     )
     card = re.search(r"^(?:NVIDIA )?(.+) \(sm_", printed, re.M)
-    where = f"an {card[1]}" if card else "a CPU, which checks the bits and times nothing"
+    where = f"a GPU run ({card[1]})" if card else "a CPU run, which checks results and times nothing"
     return f"The outputs stored here are from {where}; on Colab, *Run all* replaces them with your T4's."
 
 
@@ -113,7 +133,8 @@ def claim() -> str:
     earlier = " Measured with an earlier version of the launch path." * ("score" in stale(CARD))
     return (
         f"{score:.0f} of 14 points on an {store.meta(CARD)['card']}: {today:.2f} times as fast as Unsloth "
-        f"today and {classic:.2f} times as fast as classic, its code path when the puzzle was published."
+        f"today and {classic:.2f} times as fast as Unsloth classic, its code path when the puzzle was "
+        "published."
     ) + earlier
 
 
@@ -230,7 +251,7 @@ def compiled() -> str:
         both = (one(rows, case=row.case, contender=f"{row.contender}_eager").median, row.median)
         return " / ".join(f"{x:.2f}x" if row.unit == "x" else f"{x:.0f}" for x in both)
 
-    return pivot("24 weights and their products, us, eager / compiled", fast, cell=cell)
+    return pivot("dequantize 24 weights and multiply by each, us, eager / compiled", fast, cell=cell)
 
 
 def training_claim() -> str:
@@ -246,12 +267,10 @@ def training_claim() -> str:
 def evidence() -> str:
     """Counts of the long tests."""
     rows, lines, old = store.rows(CARD) + store.rows("cpu"), [], {*stale(CARD), *stale("cpu")}
-    for section in LONG_TESTS:
-        counts = [f"{row.case} {row.contender}: {row.median:,.0f}".replace(" ours", "")
-                  for row in select(rows, section)]  # fmt: skip
-        earlier = " (earlier version of the kernel)" * (section in old)
-        lines.append([section.replace("_", " ") + earlier, ", ".join(counts)])
-    return table("long test | counts", lines)
+    for section, (name, text) in LONG_TESTS.items():
+        counts = {f"{row.case}_{row.contender}": row.median for row in select(rows, section)}
+        lines.append([name + " (earlier version of the kernel)" * (section in old), text.format_map(counts)])
+    return table("long test | result", lines)
 
 
 def machine_code() -> str:

@@ -79,7 +79,9 @@ def pytest_sessionfinish(session):
 def run(folder, files, who, report):
     """What bitsandbytes' tests say as they are ("bitsandbytes") or with the kernel ("ours")."""
     variables = {"NF4_SUBSTITUTE": who, "NF4_REPORT": str(report), "BNB_TEST_DEVICE": default_device()}
-    variables["PYTHONPATH"] = os.pathsep.join([str(folder), str(machine.ROOT), str(Path(__file__).parent), *sys.path])
+    variables["PYTHONPATH"] = os.pathsep.join(
+        [str(folder), str(machine.ROOT), str(Path(__file__).parent), *sys.path]
+    )
     several = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if importlib.util.find_spec("xdist") else []
     command = ["-m", "pytest", "-p", Path(__file__).stem, *several, *OPTIONS, *files]
     done = machine.python(command, variables=variables, folder=folder, timeout=6 * 3600, check=False)

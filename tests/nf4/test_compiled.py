@@ -242,6 +242,23 @@ def test_views_made_in_the_graph(watched, layer, view):
             assert exact(result, change(packed), state)
 
 
+def test_a_contiguous_view_of_a_strided_weight(watched, layer):
+    """Made in the graph: what it is a view of would be refused."""
+    state, packed = layer.weight.quant_state, layer.weight.data
+    compiled = torch.compile(lambda w, s: call(w.t().view(-1, 1), s), **STATIC)
+    strided = packed.view(64, 160).t()
+    for _ in range(2):
+        assert exact(compiled(strided, state), packed, state)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
+def test_a_single_byte(shape):
+    """Its weight of shape (1, 1) counts as transposed, once."""
+    weight, state = reference.random_state(shape, torch.float16)
+    result, expected = torch.compile(call, **STATIC, **AOT_EAGER)(weight, state), call(weight, state)
+    assert result.shape == expected.shape == shape[::-1] and same_bits(result, expected)
+
+
 def test_a_weight_of_a_dynamic_length(watched, layer):
     compiled = torch.compile(call, fullgraph=True)
     weight, state = layer.weight.data, layer.weight.quant_state

@@ -143,8 +143,8 @@ def test_references_in_other_modules(fake_module):
         assert late.dequantize is bnb.functional.dequantize_4bit is not original
         assert mine.dequantize is original  # a script may compare with it
         for line in (
-            "Not replaced: my_script.dequantize: it was taken from the library before the call",
-            "Not replaced: my_script.half: it was taken from the library before the call",
+            "Not replaced: my_script.dequantize: it was imported before use_nf4_kernel() was called",
+            "Not replaced: my_script.half: it was imported before use_nf4_kernel() was called",
             "moe_nf4_grouped.nf4_grouped_mm: it has a kernel of its own",
         ):
             assert line in str(on)
@@ -184,6 +184,16 @@ def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module, before)
     with pytest.raises(KeyboardInterrupt):
         quietly("unsloth", "bitsandbytes")
     assert fake_unsloth[0][1].fast_dequantize is original and functions() == ORIGINAL
+
+
+def test_one_thread_switches_at_a_time():
+    thread = threading.Thread(target=quietly, args=("bitsandbytes",))
+    with switch._lock:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() and functions() == ORIGINAL
+    thread.join()
+    assert not set(functions()) & set(ORIGINAL)
 
 
 def test_threads_switch_and_restore_at_once():
@@ -229,7 +239,7 @@ LAMBDAS = (lambda A, state: A, lambda A, quant_state, absmax, out, blocksize, qu
 NEW, NEW_MUST, MISSING = [[(bnb.functional, "dequantize_4bit", function)] for function in LAMBDAS]
 WRONG, FULL = [[(launch, "_your_dequantize_nf4", function)] for function in (wrong_bits, full)]
 BITS = r"torch.float16 bits differ from bitsandbytes 0\.\d+\.\d+'s"
-BITS += " .on a CPU 0.47 and 0.48 round" if launch.INTERPRETED else "$"
+BITS += " .0.47 and 0.48 round" if launch.INTERPRETED else "$"
 REFUSED = {
     "arguments": (NEW, UnknownInternals, "bitsandbytes 0.* unknown.*unchanged.*dequantize_4bit takes"),
     "needed argument": (NEW_MUST, UnknownInternals, "dequantize_4bit takes"),
@@ -287,9 +297,10 @@ def test_how_peft_dequantizes(monkeypatch, known):
     integrations = pytest.importorskip("peft.utils.integrations")
     if not known:
         monkeypatch.setattr(integrations, "dequantize_bnb_weight", lambda weight, state=None: weight)
-    how = "calls" if known else "and its layers only, since it does not call"
+    theirs = "peft.utils.integrations.dequantize_bnb_weight"
     with quietly("peft") as on:
-        assert f"peft, whose peft.utils.integrations.dequantize_bnb_weight {how} {DEQUANTIZE}" in str(on)
+        how = f"whose {theirs} calls" if known else f"only in its layers: {theirs} does not call"
+        assert f"peft, {how} {DEQUANTIZE}" in str(on)
         assert on.libraries == ("bitsandbytes",)
 
 
@@ -417,6 +428,17 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
         patch.setattr(bnb.functional, "dequantize_4bit", ORIGINAL[0])
 
 
+def test_off_ends_replacements_that_cannot_be_found(monkeypatch):
+    """Wrapped wherever they stood: then they only pass calls on."""
+    on = quietly("bitsandbytes")
+    with monkeypatch.context() as patch:
+        for module, attribute, value in list(switch._references(("bitsandbytes",))):
+            if switch.site_of(value):
+                patch.setattr(module, attribute, lambda *a, ours=value, **k: ours(*a, **k))
+        on.off()
+        assert dequantizes() and by_kernel(on) == 0
+
+
 def test_the_switch_module_is_reloaded():
     on, before = quietly("bitsandbytes"), switch.UnknownInternals
     again = importlib.reload(switch)
@@ -508,6 +530,13 @@ def test_the_self_test_names_its_device(monkeypatch):
         assert on.on
 
 
+def test_the_self_test_where_models_are_created_on_meta(monkeypatch):
+    monkeypatch.setattr(bnb.functional, "name2qmap", {})  # its tables are made at the first use
+    switch._tested.clear()
+    with torch.device("meta"), quietly("bitsandbytes", strict=True) as on:
+        assert on.on
+
+
 def a_layer():
     return bnb.nn.Linear4bit(64, 32, bias=False, device="meta")
 
@@ -551,7 +580,7 @@ def test_the_variable_fails_no_import_and_no_layer(variable, capsys):
     variable.setattr(logging.getLogger("nf4_triton"), "handlers", [switch._Stderr()])
     autoload.load()
     variable.setattr(switch, "use_nf4_kernel", lambda **_: full())
-    assert a_layer().in_features == 64 and functions() == ORIGINAL
+    assert a_layer().in_features == a_layer().in_features == 64 and functions() == ORIGINAL
     variable.setitem(sys.modules, "bitsandbytes.nn.modules", types.ModuleType("without a layer"))
     autoload.load()
     assert capsys.readouterr().err.splitlines() == [

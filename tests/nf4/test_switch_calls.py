@@ -218,7 +218,8 @@ def test_other_calls_of_the_product_are_the_librarys(device):
     bias = torch.randn(64, device=device, dtype=BF16, requires_grad=True)
     other = copy.deepcopy(state)
     other.state2.blocksize = 128
-    by_ours = {"transposed"} if device == "cpu" else set()  # on a GPU three rows take bitsandbytes' fused kernel
+    # On a GPU, three rows take bitsandbytes' fused kernel.
+    by_ours = {"transposed"} if device == "cpu" else set()
     calls = {
         "out": lambda: bnb.matmul_4bit(x, packed, state, out=torch.empty(3, 64, device=device, dtype=BF16)),
         "transposed": lambda: bnb.matmul_4bit(x, packed.t(), state),

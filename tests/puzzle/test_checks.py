@@ -179,11 +179,11 @@ STREAMING = "st.global.cs.b32"
         ("custom_asm", lambda s: [SCALE if s.asm else TRITONS], oracle, True,
          "absent when disabled: add.rn, mul.rn.ftz at 2,048 and 4,096 elements; a fault shows"),
         ("custom_asm", lambda s: [SCALE], oracle, False,
-         "fp16, 2,048 elements: nothing in the PTX that asm=False lacks"),
+         "fp16, 2,048 elements: asm=True adds nothing to the PTX"),
         ("custom_asm", lambda s: [SCALE] * s.asm, oracle, False, "asm=False: the kernel did not run"),
         ("custom_asm", lambda s: [SCALE if s.asm else ""], inexact, False, "elements differ from bits"),
         ("cache_eviction", lambda s: [STREAMING * s.hints], oracle, True, "streaming stores at 2,048"),
-        ("cache_eviction", lambda s: [STREAMING], oracle, False, "nothing in the PTX that hints=False lacks"),
+        ("cache_eviction", lambda s: [STREAMING], oracle, False, "hints=True adds nothing to the PTX"),
     ],
 )  # fmt: skip
 def test_on_and_off(pretend_gpu, monkeypatch, check, ptx, dequantize, passed, text):
@@ -281,7 +281,7 @@ UNSEEN = {"launched": lambda candidate: contextlib.nullcontext([])}
         (inexact, 1, {}, " elements differ"),
         (warns, 1, {}, "this function is odd"),
         (oracle, 1, COPIED, "Memcpy DtoD"),
-        (oracle, 1, UNSEEN, "another kernel ran"),
+        (oracle, 1, UNSEEN, "own kernel did not run"),
     ],
 )
 def test_torch_compile_rejects(pretend_gpu, monkeypatch, uncompiled, function, graphs, changes, text):

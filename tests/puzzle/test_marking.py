@@ -72,7 +72,7 @@ def test_a_failed_criterion_costs_and_a_missing_one_adds_nothing(key):
 def test_what_has_no_points_changes_none_and_is_named():
     table = marked(**dict.fromkeys(WITHOUT_POINTS, False))
     assert table.totals["today"] == 14
-    assert table.note.endswith("; FAILED without points: no_large_buffers, no_sync, fresh_output.")
+    assert table.note.endswith("; FAILED (worth no points): no_large_buffers, no_sync, fresh_output.")
 
 
 def test_the_stricter_column_comes_first_in_headline_and_table():

@@ -204,7 +204,8 @@ def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys):
 
 def test_a_forced_run_leaves_the_notebook_alone(execute, monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
-    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)  # the repository's notebook runs in its folder
+    # The repository's notebook runs in its folder.
+    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     status, copy, path = execute({"score": SCORE}, "--in-place")
     assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
     assert "prepare()" in copy.cells[0].source
