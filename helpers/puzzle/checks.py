@@ -267,6 +267,7 @@ def cache_eviction(candidate):
 
 # %% torch.compile; no large buffers; no synchronization; new output id="checks-use" folded=true
 import logging
+import textwrap
 import warnings
 
 # Inductor on a card without native bf16: its warning, and what torch raises with fullgraph=True.
@@ -426,5 +427,5 @@ def examine(candidate, checks=CHECKS) -> dict[str, Evidence]:
     for one in checks:
         evidence[one.__name__] = seen = one(candidate)
         verdict = {True: "yes", False: "NO", None: "-"}[seen.passed]
-        print(f"{verdict:4}{seen.criterion}: {seen.text}")
+        print(textwrap.fill(f"{verdict:4}{seen.criterion}: {seen.text}", 105, subsequent_indent=" " * 8))
     return evidence

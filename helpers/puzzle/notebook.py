@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -77,7 +78,9 @@ def sync(notebook, modules: dict[str, Path] = MODULES) -> list[str]:
     for name, path in modules.items():
         new = cells_of_module(name, path)
         if name == "marking":
-            new[0].source = re.sub("STAMP = {.*}", f"STAMP = {stamp(notebook)}", new[0].source)
+            new[0].source = re.sub(
+                "STAMP = {.*}", f"STAMP = {textwrap.fill(str(stamp(notebook)), 100)}", new[0].source
+            )
         ids = [cell.id for cell in new]
         gone = [cell for cell in cells if name in cell.metadata.get("tags", ()) and cell.id not in ids]
         for cell in gone:

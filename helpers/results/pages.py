@@ -130,7 +130,7 @@ def claim() -> str:
     rows = select(store.rows(CARD), "score")
     score = min(sum(row.median for row in select(rows, contender=c, unit="points")) for c in BASELINES)
     today, classic = (one(rows, case="total", contender=c, unit="x").median for c in BASELINES)
-    earlier = " Measured with an earlier version of the launch path." * ("score" in stale(CARD))
+    earlier = " Measured with an earlier version of this code." * ("score" in stale(CARD))
     return (
         f"{score:.0f} of 14 points on an {store.meta(CARD)['card']}: {today:.2f} times as fast as Unsloth "
         f"today and {classic:.2f} times as fast as Unsloth classic, its code path when the puzzle was "
@@ -181,8 +181,8 @@ def launch_forms() -> str:
 
 def shares() -> str:
     """How much of the time saved is GPU kernel and how much launch path; H200 measured, T4 predicted."""
-    rows, predicted, texts = store.rows(CARD), store.rows(T4), []
-    ours, card = call_us(rows, "ours"), store.meta(CARD)["card"]
+    rows, predicted, lines = store.rows(CARD), store.rows(T4), []
+    ours = call_us(rows, "ours")
 
     def saved(case, name):
         means = (statistics.mean(one(predicted, "t4_prediction", case, who).values) for who in (name, "ours"))
@@ -191,12 +191,9 @@ def shares() -> str:
     for name in BASELINES.values():
         on_gpu, rest = (a - b for a, b in zip(call_us(rows, name), ours, strict=True))
         measured, guessed = on_gpu / (on_gpu + rest), saved("kernels", name) / saved("total", name)
-        texts.append(
-            f"Of the time saved over {LABELS[name]}, {measured:.0%} comes from the kernel and "
-            f"{1 - measured:.0%} from the launch path ({card}); on a T4 the prediction is {guessed:.0%} "
-            f"and {1 - guessed:.0%}."
-        )
-    return " ".join(texts)
+        parts = [f"kernel {part:.0%}, launch path {1 - part:.0%}" for part in (measured, guessed)]
+        lines.append([f"over {LABELS[name]}", *parts])
+    return table(f"where the time saved comes from | {store.meta(CARD)['card']} | Tesla T4, predicted", lines)
 
 
 def t4_claim() -> str:
