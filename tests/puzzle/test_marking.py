@@ -139,7 +139,7 @@ def test_a_run_leaves_a_file_that_draw_files(tmp_path, monkeypatch, capsys):
         path = tmp_path / "nf4_tesla-t4-a.json"
         assert json.loads(path.read_text())["kernel"] == known
         shown = capsys.readouterr().out
-        assert f"Kernel {'abc.def' if known else '(edited)'}; results" in shown and "please send us this file" in shown
+        assert f"Kernel {'abc.def' if known else '(edited)'}; results" in shown and "send us" in shown
     pages.file_result(path)
     rows = store.rows("tesla-t4-a")
     assert store.one(rows, "protocol", "2048x8192 fp16", "ours", "s").values == (1.0,)
