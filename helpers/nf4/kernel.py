@@ -325,8 +325,8 @@ def _your_dequantize_nf4_kernel(
 
     A row is THREADS consecutive words, one per thread; a program has WORDS rows. A segment is 16
     lanes: its 16 words are 128 elements, two blocks of 64. Segment s of row r holds the row's
-    blocks 2 s and 2 s + 1. Lane j of each segment decodes the scale of block j % 2 of row j // 2,
-    so every scale is decoded once. With THREADS = 128 (16 blocks a row), in segment s = 3:
+    blocks 2 s and 2 s + 1. Lane j of each segment decodes the scale of block j % 2 of row j // 2:
+    with WORDS = 8 each scale once. With THREADS = 128 (16 blocks a row), in segment s = 3:
         lane 0: row 0, block 6      lane 1: row 0, block 7
         lane 2: row 1, block 22     lane 3: row 1, block 23
         ...                         lane 15: row 7, block 119

@@ -24,7 +24,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor
 
-STORAGES = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)  # quant_storage
+STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # the default on loading
 NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"
@@ -52,13 +52,13 @@ _current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_devic
 _modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _no_modes = _private(torch.utils, "_python_dispatch._disable_current_modes", contextlib.nullcontext)
 _transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
-# Not None in a frame that Dynamo gave up (bf16 on a T4), where it would trace what is called.
+# Not None where Dynamo gave up a frame (bf16 on a T4): it would trace each call made from there.
 _dynamo_watches = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 _undisturbed = _private(torch, "_disable_dynamo", lambda function: function)
 _is_compiling = torch.compiler.is_dynamo_compiling
 _count_write = torch.autograd.graph.increment_version
 DIRECT = CHECKED and not INTERPRETED and _TensorGuards is not None  # replay launches
-IN_C = TRITON in ((3, 5), (3, 6))  # CompiledKernel.run is a Python wrapper of a C function there
+IN_C = TRITON in ((3, 5), (3, 6))  # call what run wraps: in others it takes other arguments
 _hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel  # where profilers hook in
 _enter, _exit = _hooks.launch_enter_hook, _hooks.launch_exit_hook  # which they replace or add to
 _enter_calls, _exit_calls = (getattr(x, "calls", [x] * (x is not None)) for x in (_enter, _exit))
@@ -98,8 +98,7 @@ def _fields(weight, q):
 
 
 def check_state(weight, quant_state, any_device=False):
-    """Check everything the kernel relies on, from metadata; return (number of elements, log2 of
-    blocksize, log2 of state2.blocksize or 0). Raises UnsupportedState."""
+    """Return (elements, log2 blocksize, log2 state2.blocksize or 0). Raises UnsupportedState."""
     return _check(*_fields(weight, quant_state), any_device)
 
 
@@ -115,8 +114,8 @@ def _check(tensors, values, any_device=False):
     _check_tensor("weight", weight, (weight.dtype,), weight.device, 0)
     if weight.nbytes * 2 < sizes[0]:
         raise UnsupportedState(f"the weight holds {weight.nbytes} bytes, expected "
-                               f"{(sizes[0] + 1) // 2} for the shape {tuple(values[0])}: state and "
-                               "weight do not belong together; reload the layer")
+                               f"{(sizes[0] + 1) // 2} for the shape {tuple(values[0])}: gather it "
+                               "first if it is FSDP's shard, else reload the layer")
     blocks = -(-sizes[0] // values[3])
     _check_tensor("absmax", absmax, (torch.uint8,) if second else fp32, weight.device, blocks)
     if second:
@@ -142,13 +141,12 @@ def _check_values(tensors, values):
     if not (isinstance(shape, (tuple, list)) and all(isinstance(x, int) and x >= 0 for x in shape)):
         raise UnsupportedState(f"quant_state.shape is {shape}, expected the weight's shape: reload "
                                "the layer")
-    log2_block, log2_block2 = _log2("quant_state.blocksize", blocksize, 37), 0
+    log2_block = _log2("quant_state.blocksize", blocksize, 37)
     n = math.prod(shape)
     if n >= ALL or -(-n // blocksize) >= 1 << 31:
         raise UnsupportedState(f"the weight has {n} elements in blocks of {blocksize}, expected "
                                "fewer than 2**34 elements and 2**31 blocks: dequantize it in parts")
-    if dtype2:
-        log2_block2 = _log2("state2.blocksize", blocksize2, 31)
+    log2_block2 = _log2("state2.blocksize", blocksize2, 31) if dtype2 else 0
     weight = tensors[0]
     unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
     if not weight.dim() or weight.dtype not in STORAGES or unpacked:
@@ -175,7 +173,7 @@ def _check_tensor(name, tensor, dtypes, device, least):
                                f"contiguous memory: use {name}.resolve_neg().contiguous()")
     if not _in_memory(tensor):
         raise UnsupportedState(f"{name} has no memory, expected its values: gather it first if "
-                               "FSDP freed it, or pass the local tensor of a DTensor")
+                               "FSDP freed it, or pass full_tensor() of a DTensor")
 
 
 def _in_memory(tensor):
@@ -282,7 +280,7 @@ def your_dequantize_nf4(layer):
 def _your_dequantize_nf4(weight, quant_state, out=None):
     """Dequantize packed 4-bit codes in one kernel launch.
 
-    weight: packed codes, two a byte, in any storage dtype, at least ceil(n / 2) bytes, on CUDA.
+    weight: packed codes, two a byte, in one of STORAGES, at least ceil(n / 2) bytes, on CUDA.
     quant_state: bitsandbytes' QuantState, nf4 or fp4, nested or flat.
     out: optional contiguous tensor of quant_state.shape and quant_state.dtype there, to be filled.
     Returns a new tensor (or `out`), bit-identical to bitsandbytes; its transpose if weight.shape[0]
@@ -298,7 +296,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
                 q2 = q["state2"].__dict__
                 code2, absmax2, offset = q2["code"], q2["absmax"], q["offset"]
                 tensors = weight, absmax, code2, absmax2, offset
-                dtype2, blocksize2 = q2["dtype"] or 0, q2["blocksize"]  # None: a flat state's key
+                dtype2, blocksize2 = q2["dtype"] or 0, q2["blocksize"]  # in a key None means flat
             else:  # a flat state has no second quantization, and the kernel reads none
                 code2 = absmax2 = offset = absmax
                 tensors, dtype2, blocksize2 = (weight, absmax), None, None
@@ -313,8 +311,8 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
                     and (out is None or not _out_problem(out, weight, launch.size, launch.dtype)
                          and out.data_ptr() % 16 == 0)):
                 address = weight.data_ptr()
-                if address & 3 or address == weight.storage_offset() * launch.itemsize:
-                    break  # misaligned, or a freed storage, whose address is 0
+                if address & 3 or address == weight.storage_offset() * weight.itemsize:
+                    break  # misaligned, or freed: without a storage the address is the offset
                 if out is None:
                     result = _empty_cuda(launch.size, launch.stride, launch.dtype)
                 else:
@@ -327,11 +325,10 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
 
 # %% The launch cache id="launch-cache" part="host" folded=true tags=["launch"]
 # A launch that was checked and compiled, to replay on any tensors that fit(*tensors). size, stride,
-# dtype: the result's. itemsize: the weight's. run(grid, 1, 1, stream, *before, addresses, *after).
-# table: an address. keep: what the addresses belong to.
+# dtype: the result's. run(grid, 1, 1, stream, *before, addresses, *after). table: an address.
 _Launch = dataclasses.make_dataclass(
-    "_Launch", ("fits kernel size stride dtype transposed itemsize device run grid before after "
-                "table keep").split(), slots=True, eq=False)
+    "_Launch", ("fits kernel size stride dtype transposed device run grid before after table "
+                "keep").split(), slots=True, eq=False)  # keep: what the addresses belong to
 
 
 def _make_launch(tensors, out, compiled, grid, arguments, constexprs, limit):
@@ -348,8 +345,8 @@ def _make_launch(tensors, out, compiled, grid, arguments, constexprs, limit):
         fits=_TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check,
         kernel=_your_dequantize_nf4_kernel, size=tuple(out.shape),
         stride=torch.empty(out.shape, device="meta").stride(),  # `out` may have others
-        dtype=out.dtype, transposed=weight.shape[0] == 1, itemsize=weight.itemsize, device=index,
-        run=run, grid=grid, before=(compiled.function, *before), table=table.data_ptr(),
+        dtype=out.dtype, transposed=weight.shape[0] == 1, device=index, run=run, grid=grid,
+        before=(compiled.function, *before), table=table.data_ptr(),
         after=(*arguments[7:], *constexprs.values()), keep=(compiled, table))
 
 
@@ -408,16 +405,18 @@ def _run(weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, block
 def _run_compiled(weight, absmax, code2, absmax2, offset, key):
     """Allocate and launch, from Inductor's generated code: guards have checked the tensors and
     _lower their layouts. Anything unusual runs eagerly. key: the launch's key, and offset.dtype."""
-    launch, address = compiled_launches.get(key), weight.data_ptr()
-    if (launch and launch.kernel is _your_dequantize_nf4_kernel and not address & 3
-            and address != weight.storage_offset() * launch.itemsize
-            and not (_enter_calls or _exit_calls) and launch.device == _current_device()
-            and _hooks.launch_enter_hook is _enter and _hooks.launch_exit_hook is _exit):
-        result = _empty_cuda(launch.size, launch.stride, launch.dtype)
-        launch.run(launch.grid, 1, 1, _stream(launch.device), *launch.before, address,
-                   result.data_ptr(), absmax.data_ptr(), launch.table, code2.data_ptr(),
-                   absmax2.data_ptr(), offset.data_ptr(), *launch.after)
-        return result
+    launch = compiled_launches.get(key)
+    with _plain_tensors():
+        address = weight.data_ptr()
+        if (launch and launch.kernel is _your_dequantize_nf4_kernel and not address & 3
+                and address != weight.storage_offset() * weight.itemsize
+                and not (_enter_calls or _exit_calls) and launch.device == _current_device()
+                and _hooks.launch_enter_hook is _enter and _hooks.launch_exit_hook is _exit):
+            result = _empty_cuda(launch.size, launch.stride, launch.dtype)
+            launch.run(launch.grid, 1, 1, _stream(launch.device), *launch.before, address,
+                       result.data_ptr(), absmax.data_ptr(), launch.table, code2.data_ptr(),
+                       absmax2.data_ptr(), offset.data_ptr(), *launch.after)
+            return result
     shape, dtype, quant_type, blocksize, _, blocksize2, *_ = key
     tensors = (weight, absmax, code2, absmax2, offset)[:5 if blocksize2 else 2]
     second = tensors[2:] or (None,) * 3
@@ -486,6 +485,7 @@ def _register():
         "SymInt[] shape, ScalarType dtype, str quant_type, int blocksize, int? blocksize2) -> "
         "Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     library.impl("dequantize", _run, "CompositeExplicitAutograd")
+    library.impl("dequantize", torch.library.fallthrough_kernel, "Autograd")  # codes have no grad
     torch.library.register_fake(f"{name}::dequantize", _fake, lib=library)
     operators = getattr(torch.ops, name)
     operators.library = library  # kept for good: code compiled with a freed one crashes
@@ -493,4 +493,4 @@ def _register():
 
 
 _operator = _register()
-_operator.run = _run_compiled  # named in generated code, which Inductor keeps on disk
+_operator.run = _run_compiled  # generated code on disk calls it: new arguments need a new name

@@ -103,8 +103,8 @@ CACHED = {
     "replay: an enter hook ignored": ("_exit_calls) and _hooks.launch_enter_hook is _enter and _hooks.launch_exit_hook is _exit and (out", "_exit_calls) and _hooks.launch_exit_hook is _exit and (out"),
     "replay: an exit hook ignored": ("and _hooks.launch_exit_hook is _exit and (out", "and (out"),
     "replay: out unchecked": ("or not _out_problem(out, weight, launch.size, launch.dtype) and", "or"),
-    "replay: freed weights accepted": ("or address == weight.storage_offset() * launch.itemsize:", ":"),
-    "replay: the storage's offset forgotten": ("address == weight.storage_offset() * launch.itemsize", "address == 0"),
+    "replay: freed weights accepted": ("or address == weight.storage_offset() * weight.itemsize:", ":"),
+    "replay: the storage's offset forgotten": ("address == weight.storage_offset() * weight.itemsize", "address == 0"),
     "replay: writes into out not counted": ("_count_write(result := out)", "result = out"),
     "replay: one output for all calls": ("result = _empty_cuda(launch.size, launch.stride, launch.dtype) else", 'result = globals().setdefault("_kept", {}).setdefault(launch, _empty_cuda(launch.size, launch.stride, launch.dtype))\n                else'),
     "replay: transposed results forgotten": ("return result.t() if launch.transposed else result", "return result"),
@@ -141,9 +141,9 @@ OPERATOR = {
     "Inductor: size asserts switched off are ignored": ("fixed and lowering.config.size_asserts and not", "fixed and not"),
     "Inductor: needed in every version": ("except Exception:  # whatever is unusual in it, the operator takes\n pass", "except TypeError:\n            pass"),
     "compiled: another kernel ignored": ("if (launch and launch.kernel is _your_dequantize_nf4_kernel and not", "if (launch and not"),
-    "compiled: freed weights accepted": ("and address != weight.storage_offset() * launch.itemsize", ""),
+    "compiled: freed weights accepted": ("and address != weight.storage_offset() * weight.itemsize", ""),
     "compiled: an enter hook ignored": ("_current_device() and _hooks.launch_enter_hook is _enter and", "_current_device() and"),
-    "compiled: an exit hook ignored": ("and _hooks.launch_exit_hook is _exit): result = _empty_cuda", "):\n        result = _empty_cuda"),
+    "compiled: an exit hook ignored": ("and _hooks.launch_exit_hook is _exit): result = _empty_cuda", "):\n            result = _empty_cuda"),
     "compiled: hooks in the chain ignored": ("and not (_enter_calls or _exit_calls) and launch.device", "and launch.device"),
 }  # fmt: skip
 REFERRED = {

@@ -20,7 +20,6 @@ hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
-STORAGES = (torch.uint8, *DTYPES)
 BLOCKSIZES = tuple(1 << k for k in range(5, 13))
 BLOCKSIZES2 = (256, 64, 128, 512, 4096, 1, 8)
 # What kernel.force gets; "own" leaves the card's settings. small_up_to=0: small tensors take the large tile.
@@ -82,7 +81,7 @@ def cases(draw, among, largest):
     shape = pick((1, n), (n, 1), (n // inner, inner), (2, n // (2 * inner), inner), (n,))
     transposed = len(shape) == 2 and pick(False, False, True)
     out_skip, special = pick(None, None, 0, 1, 4, 8), pick(False, False, True)
-    return Case(kind, shape, pick(*STORAGES), transposed, out_skip, special, between(0, 1 << 16))
+    return Case(kind, shape, pick(*launch.STORAGES), transposed, out_skip, special, between(0, 1 << 16))
 
 
 @functools.cache
