@@ -95,23 +95,24 @@ def span(row: store.Row) -> str:
 # --- what the blocks say ---
 
 
-def stale(card: str) -> list[str]:
-    """Return the sections that an earlier version of the kernel or its launch path produced."""
-    now, old = store.hashes(), []
-    for name, at in store.meta(card)["sections"].items():
-        parts = ["device"] if name == "gpu_time" else list(now)
-        old += [name] * any(at[part] and at[part] != now[part] for part in parts)
+def stale(card: str) -> dict[str, str]:
+    """Return {section: "kernel" or "launch path"}: those that an earlier version of it produced."""
+    now, old = store.hashes(), {}
+    for name, at in store.meta(card).get("sections", {}).items():
+        for part, what in (("host", "launch path"), ("device", "kernel")):
+            if at[part] and at[part] != now[part] and (name, part) != ("gpu_time", "host"):
+                old[name] = what
     return old
 
 
 def environment(card: str = CARD) -> str:
-    """Return one line: card, driver, dates, versions, and which sections an earlier kernel produced."""
-    facts, old = store.meta(card), stale(card)
+    """Return one line: card, driver, dates, versions, and which sections an earlier version produced.
+    The long tests say that of themselves, in `evidence`."""
+    facts, old = store.meta(card), [name for name in stale(card) if name not in LONG_TESTS]
     dates = " and ".join(sorted({section["date"] for section in facts["sections"].values()}))
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     text = f"{facts['card']}, driver {facts['driver']}, CUDA {facts['cuda']}, {dates}; {versions}."
-    which = ", ".join(old) if len(old) < len(facts["sections"]) else "everything"
-    return text + f" Measured with an earlier version of the kernel: {which}." * bool(old)
+    return text + f" Measured with an earlier version of this code: {', '.join(old)}." * bool(old)
 
 
 def outputs() -> str:
@@ -263,11 +264,17 @@ def training_claim() -> str:
 
 def evidence() -> str:
     """Counts of the long tests."""
-    rows, lines, old = store.rows(CARD) + store.rows("cpu"), [], {*stale(CARD), *stale("cpu")}
+    rows, old = store.rows(CARD) + store.rows("cpu"), stale("cpu") | stale(CARD)
+    lines, earlier, notes = [], {}, []
     for section, (name, text) in LONG_TESTS.items():
         counts = {f"{row.case}_{row.contender}": row.median for row in select(rows, section)}
-        lines.append([name + " (earlier version of the kernel)" * (section in old), text.format_map(counts)])
-    return table("long test | result", lines)
+        lines.append([name, text.format_map(counts)])
+        if section in old:
+            earlier.setdefault(old[section], []).append(name)
+    for what, names in earlier.items():
+        which = ", ".join(names) if len(names) < len(lines) else "all of these"
+        notes.append(f"Run with an earlier version of the {what}: {which}.")
+    return "\n\n".join([table("long test | result", lines), *notes])
 
 
 def machine_code() -> str:

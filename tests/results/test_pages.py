@@ -105,9 +105,16 @@ def test_a_missing_row_is_an_error_and_a_missing_section_not_measured(copied):
 def test_results_of_an_earlier_kernel_are_named(copied):
     meta, now = store.meta(plots.CARD), store.hashes()
     for name, section in meta["sections"].items():
-        section.update(now | ({"host": "old"} if name in ("gpu_time", "soak") else {}))
+        section.update(now | ({"host": "old"} if name in ("gpu_time", "soak", "compiled") else {}))
+        section.update({"device": "old"} if name in ("fuzz", "training") else {})
     store.save(plots.CARD, store.rows(plots.CARD), meta)
-    assert pages.environment().endswith("Measured with an earlier version of the kernel: soak.")
+    assert pages.stale(plots.CARD) == {
+        "compiled": "launch path", "training": "kernel", "fuzz": "kernel", "soak": "launch path"
+    }  # fmt: skip
+    assert pages.environment().endswith("Measured with an earlier version of this code: compiled, training.")
+    on_cpu = [store.Row("seeded_bugs", "cpu", who, "count", (2,)) for who in ("seeded", "caught")]
+    store.save("cpu", on_cpu, {})
+    assert "earlier version of the kernel: random layers.\n\nRun with" in pages.evidence()
 
 
 def test_a_sent_result_is_filed_and_shown(copied):
