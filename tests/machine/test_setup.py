@@ -1,6 +1,7 @@
 """colab_setup.sh and requirements.txt, with stand-ins for Python, pip and nvidia-smi."""
 
 import fcntl
+import functools
 import os
 import shutil
 import signal
@@ -59,6 +60,8 @@ def setup(tmp_path):
         log.write_text("")
         command, pipe = ["bash", "colab_setup.sh", *arguments], subprocess.PIPE
         how = dict(cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+        # Under nohup the signal is ignored, and bash cannot trap it.
+        how["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(command, **how)
         while interrupt and interrupt not in log.read_text():
             time.sleep(0.02)

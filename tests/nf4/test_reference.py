@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from helpers import machine
 from helpers.nf4 import reference
 from helpers.nf4.reference import DTYPES, SPECIAL, different, random_state, same_bits
 
@@ -13,7 +14,9 @@ functional = pytest.importorskip("bitsandbytes.functional")
 SECOND = ("absmax", "code", "blocksize", "dtype")
 FIRST = ("absmax", "shape", "blocksize", "quant_type", "dtype", "offset")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# bitsandbytes' CUDA build has CPU code of its own, which rounds halves away from zero in fp16.
+WITHOUT_GPU = pytest.mark.skipif(machine.has_gpu(), reason="the CUDA build rounds otherwise on a CPU")
+DEVICES = [pytest.param("cpu", marks=WITHOUT_GPU), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def library(weight, state):
@@ -56,7 +59,7 @@ def test_what_bitsandbytes_quantizes(quant_type, nested, device):
 def test_odd_states(device):
     """What bitsandbytes also takes. Its kernels know no larger blocks and no strides of the weight."""
     no = {"blocksize 2**13", "blocksize 2**40", "blocksize2 2**31", "blocksize2 2**40", "special scales"}
-    no |= {"weight not contiguous"}
+    no |= {"weight not contiguous", "shape (0, 64)"}  # of the latter there is nothing to compare
     if device == "cuda":
         no |= {"blocksize2 2**0"}  # wrong in bitsandbytes 0.50.2
     states = reference.odd_states(device)
