@@ -272,8 +272,8 @@ def evidence() -> str:
         if section in old:
             earlier.setdefault(old[section], []).append(name)
     for what, names in earlier.items():
-        which = ", ".join(names) if len(names) < len(lines) else "all of these"
-        notes.append(f"Run with an earlier version of the {what}: {which}.")
+        which = f"These ran ({', '.join(names)})" if len(names) < len(lines) else "All of these ran"
+        notes.append(f"{which} with an earlier version of the {what}.")
     return "\n\n".join([table("long test | result", lines), *notes])
 
 

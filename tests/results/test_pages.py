@@ -114,7 +114,7 @@ def test_results_of_an_earlier_kernel_are_named(copied):
     assert pages.environment().endswith("Measured with an earlier version of this code: compiled, training.")
     on_cpu = [store.Row("seeded_bugs", "cpu", who, "count", (2,)) for who in ("seeded", "caught")]
     store.save("cpu", on_cpu, {})
-    assert "earlier version of the kernel: random layers.\n\nRun with" in pages.evidence()
+    assert "These ran (random layers) with an earlier version of the kernel." in pages.evidence()
 
 
 def test_a_sent_result_is_filed_and_shown(copied):
