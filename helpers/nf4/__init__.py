@@ -36,9 +36,9 @@ __all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "rest
 # NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 
 if TYPE_CHECKING:
+    from .backend import dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
     from .launch import UnsupportedState
-    from .reference import dequantize_layer as dequantize
     from .switch import Switch, UnknownInternals, restore, use_nf4_kernel
 else:
     _HOMES = {
@@ -46,7 +46,7 @@ else:
         "Switch": "switch.Switch",
         "UnknownInternals": "switch.UnknownInternals",
         "UnsupportedState": "launch.UnsupportedState",
-        "dequantize": "reference.dequantize_layer",
+        "dequantize": "backend.dequantize",
         "restore": "switch.restore",
         "use_nf4_kernel": "switch.use_nf4_kernel",
     }

@@ -66,16 +66,16 @@ def _check() -> str | None:
     bf16 = "native bf16" if environment.native_bf16() else "no native bf16 (the kernel rounds with integers)"
     card = f"{facts['card']}, {sm}, {bf16}, driver {facts['driver']}" if facts["card"] else "none"
     print(f"GPU: {card}; CUDA {facts['cuda'] or 'not in this torch'}")
-    from . import reference
+    from . import backend, launch
 
-    if problem := reference.cannot_run():
+    if problem := backend.cannot_run():
         return problem
     import torch
 
     from . import use_nf4_kernel
 
     device = torch.device("cpu" if environment.interpreter() else "cuda")
-    problems = {dtype: reference.why_not_triton(device, dtype) for dtype in reference.DTYPES}
+    problems = {dtype: backend.why_not_triton(device, dtype) for dtype in launch.DTYPES}
     for dtype, problem in problems.items():
         print(f"{str(dtype)[6:]}: {problem or 'bit-identical to PyTorch'}")
     if any(problems.values()):

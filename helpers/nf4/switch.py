@@ -387,7 +387,7 @@ def _self_test() -> None:
     from bitsandbytes import __version__ as version
     from bitsandbytes import functional
 
-    from .reference import cannot_run
+    from .backend import cannot_run
 
     if problem := cannot_run():
         raise RuntimeError(problem)

@@ -57,7 +57,9 @@ def examine(case: str, dtype, nested: bool, arch: int, device="cuda") -> tuple[i
     return n, fault if differ or outside else ""
 
 
-def report(arch: int, device="cuda", dtypes=reference.DTYPES) -> tuple[bool | None, str]:
+def report(
+    arch: int, device="cuda", dtypes=(torch.float16, torch.bfloat16, torch.float32)
+) -> tuple[bool | None, str]:
     """Return (passed, or None if it cannot run here, the result in a few lines)."""
     if not environment.has_gpu() or environment.capability(device) < divmod(arch, 10):
         return None, f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)"

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import DTYPES, SPECIAL, default_device, differences
+from helpers.nf4.reference import default_device, differences
+from states import DTYPES, SPECIAL, random_state
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies  # noqa: E402
@@ -107,7 +108,7 @@ def build(case):
     draw = functools.partial(cut, packed), functools.partial(cut, special if case.special else plain)
     how = dict(nested=kind.blocksize2 > 0, quant_type=kind.quant_type, blocksize=kind.blocksize)
     how["blocksize2"] = kind.blocksize2 or 256
-    _, state = reference.random_state(case.shape, kind.dtype, **how, draw=draw)
+    _, state = random_state(case.shape, kind.dtype, **how, draw=draw)
     if state.nested:
         state.offset = cut(plain, 1)[0]
     length = -(-((math.prod(case.shape) + 1) // 2) // case.storage.itemsize)

@@ -18,7 +18,8 @@ import torch
 
 from helpers import machine
 from helpers.nf4 import kernel, launch
-from helpers.nf4.reference import default_device, dequantize, random_state, same_bits
+from helpers.nf4.reference import default_device, dequantize, same_bits
+from states import random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements), a large tile (8192), and just behind each.

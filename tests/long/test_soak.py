@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers.nf4 import launch
-from helpers.nf4.reference import DTYPES, default_device, dequantize, differences, random_state
+from helpers.nf4.reference import default_device, dequantize, differences
+from states import DTYPES, random_state
 
 GPU = default_device() == "cuda"
 LAUNCHES, EVERY, LAYERS = (10_000_000, 2000, 64) if GPU else (120, 20, 6)  # EVERY: between replacements

@@ -12,6 +12,7 @@ import triton
 from helpers import machine
 from helpers.nf4 import launch, reference
 from helpers.nf4.reference import same_bits
+from states import DTYPES
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
@@ -133,7 +134,7 @@ BROKEN = {
             is_now("weight", lambda t, d=dtype: torch.ones(512, 64, dtype=d, device=t.device)),
             ["weight is", "(512, 64)", "packed 4-bit codes"],
         )
-        for dtype in reference.DTYPES
+        for dtype in DTYPES
     },
     **{f"quant_type {x}": (value("quant_type", x), [repr(x), "'nf4' or 'fp4'"]) for x in ("int8", "af4")},
     **{
@@ -246,8 +247,10 @@ def test_the_text_on_blocksizes_is_true_of_bitsandbytes(make_layer):
 
 # In a process of its own: changed variables (None unsets one), and what runs there. Torch is imported once.
 CPU = """
-from helpers.nf4 import launch, reference
-try: launch._your_dequantize_nf4(*reference.random_state((64, 64), torch.float16, device="cpu"))
+from helpers.nf4 import launch
+import sys; sys.path.append("tests/nf4")
+import states
+try: launch._your_dequantize_nf4(*states.random_state((64, 64), torch.float16, device="cpu"))
 except launch.UnsupportedState as error: print("refused:", error)
 """
 VERSION = "import triton; triton.__version__ = {!r}; from helpers.nf4 import kernel, launch"

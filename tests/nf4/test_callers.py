@@ -108,7 +108,9 @@ def run(code, **variables):
         from helpers import machine; machine.prepare()
         import torch
         from helpers.nf4 import launch, reference
-        def make(seed=0): return reference.random_state((64, 96), torch.float16, seed=seed)
+        import sys; sys.path.append("tests/nf4")
+        import states
+        def make(seed=0): return states.random_state((64, 96), torch.float16, seed=seed)
         def same(case):
             results = [launch._your_dequantize_nf4(*case) for _ in range(2)]
             return all(reference.same_bits(result, reference.dequantize(*case)) for result in results)

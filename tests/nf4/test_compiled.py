@@ -15,6 +15,7 @@ from packaging import version
 from helpers import machine
 from helpers.nf4 import kernel, launch, reference
 from helpers.nf4.reference import same_bits
+from states import random_state
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -266,7 +267,7 @@ def test_a_contiguous_view_of_a_strided_weight(watched, layer):
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
 def test_a_single_byte(shape):
     """Its weight of shape (1, 1) counts as transposed, once."""
-    weight, state = reference.random_state(shape, torch.float16)
+    weight, state = random_state(shape, torch.float16)
     result, expected = torch.compile(call, **STATIC, **AOT_EAGER)(weight, state), call(weight, state)
     assert result.shape == expected.shape == shape[::-1] and same_bits(result, expected)
 
@@ -417,7 +418,9 @@ from helpers import machine; machine.prepare()
 import torch
 from torch._inductor.utils import run_and_get_code
 from helpers.nf4 import launch, reference
-weight, state = reference.random_state((64, 64), torch.float16)
+import sys; sys.path.append("tests/nf4")
+import states
+weight, state = states.random_state((64, 64), torch.float16)
 compiled = torch.compile(lambda w: launch._your_dequantize_nf4(w, state), fullgraph=True)
 result, codes = run_and_get_code(compiled, weight)
 wrong = reference.different(result, reference.dequantize(weight, state))

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import random_state, same_bits
+from helpers.nf4.reference import same_bits
+from states import random_state
 
 ON_GPU = pytest.mark.gpu
 

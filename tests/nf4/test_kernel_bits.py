@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import DTYPES, SPECIAL, odd_states, random_state, same_bits
+from helpers.nf4.reference import same_bits
 from helpers.puzzle import protocol
+from states import DTYPES, SPECIAL, odd_states, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 # Whole, partial and single bytes, words, blocks and tiles (2048 elements up to 2**21, 8192 above); odd tails.

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from helpers.nf4 import kernel, launch, reference
 from helpers.nf4.reference import same_bits
+from states import DTYPES
 
 pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -173,7 +174,7 @@ def test_every_layout_of_a_weight(watched, layer):
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
     memory = torch.cat([packed[:64], packed, packed[:64]])
     views = [layer.weight, packed, packed.t(), packed.view(-1), memory, memory[64:]]
-    views += [packed.view(-1).view(dtype) for dtype in reference.DTYPES]
+    views += [packed.view(-1).view(dtype) for dtype in DTYPES]
     views += [torch.nn.Parameter(views[-1]), memory[64:][: len(packed)]]
     views += [memory[start:] for start in (1, 2, 3, 4)]
     for turn in range(3):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import DTYPES, random_state, same_bits
+from helpers.nf4.reference import same_bits
+from states import DTYPES, random_state
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu

@@ -8,7 +8,8 @@ import torch
 
 from helpers import machine
 from helpers.nf4 import reference
-from helpers.nf4.reference import DTYPES, SPECIAL, different, random_state, same_bits
+from helpers.nf4.reference import different, same_bits
+from states import DTYPES, SPECIAL, odd_states, random_state
 
 functional = pytest.importorskip("bitsandbytes.functional")
 SECOND = ("absmax", "code", "blocksize", "dtype")
@@ -62,7 +63,7 @@ def test_odd_states(device):
     no |= {"weight not contiguous", "shape (0, 64)"}  # of the latter there is nothing to compare
     if device == "cuda":
         no |= {"blocksize2 2**0"}  # wrong in bitsandbytes 0.50.2
-    states = reference.odd_states(device)
+    states = odd_states(device)
     assert no < states.keys()
     assert not [name for name in states.keys() - no if not agrees(*states[name])]
 

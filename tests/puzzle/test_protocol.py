@@ -10,6 +10,7 @@ import torch
 
 from helpers.nf4 import reference
 from helpers.puzzle import protocol
+from states import DTYPES
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -385,7 +386,7 @@ def test_bitsandbytes_is_its_own_function_whatever_stands_in_its_place(fresh, mo
 @pytest.mark.parametrize("size", [(128, 64), (70, 33), (129, 1), (1, 1), (2, 1)])
 def test_expected_is_bitsandbytes_for_all_sizes(make_layer, size):
     """Also where its CPU code would take wrong blocks (rows of 70): the oracle agrees."""
-    for dtype in reference.DTYPES:
+    for dtype in DTYPES:
         layer = make_layer(*size, dtype)
         assert reference.same_bits(protocol.expected(layer), exact(layer))
 
