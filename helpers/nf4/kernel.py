@@ -16,9 +16,8 @@ if TRITON < (3, 3):
 _knobs = getattr(triton, "knobs", None)  # Triton 3.4 and newer
 INTERPRETED = _knobs.runtime.interpret if _knobs else os.environ.get("TRITON_INTERPRET") == "1"
 # The assembly needs one tensor element per thread, and a replayed launch bypasses Triton's own
-# code. Both were checked with these versions; others, and AMD, get the portable path and Triton's
-# ordinary launch.
-CHECKED = (3, 3) <= TRITON <= (3, 9) and torch.version.hip is None
+# launch code. Other versions and AMD take the portable path and Triton's ordinary launch.
+TRITON_TESTED = (3, 3) <= TRITON <= (3, 9) and torch.version.hip is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,44 +33,38 @@ class Settings:
     words_small: int  # ... for tensors of at most small_up_to elements, which do not fill the GPU
     small_up_to: int
     num_warps: int
-    programs_per_sm: int  # limit for tensors of more than one wave of programs; 0: none
-    programs_per_sm_huge: int  # ... for tensors of more than huge_above elements
-    huge_above: int
-    sms: int
     capability: tuple | None
     reason: str
 
 
-ALL = 1 << 34  # more elements than any tensor here has
-T4 = dict(hint_loads_up_to=ALL, stage=TRITON >= (3, 4), int_bf16=True, programs_per_sm=0,
-          programs_per_sm_huge=0, sms=40, capability=(7, 5), reason="T4 settings forced")
+MAX_ELEMENTS = 1 << 34  # of one tensor: the kernel counts 32-bit words in 32 bits
+NO_LIMIT = MAX_ELEMENTS  # for hint_loads_up_to
+T4 = dict(hint_loads_up_to=NO_LIMIT, stage=TRITON >= (3, 4), int_bf16=True, capability=(7, 5),
+          reason="T4 settings forced")
 _forced = {}
-# Filled by the launch path; force() empties them, so no launch is replayed under other settings.
-launches, compiled_launches = {}, {}
 
 
 @functools.lru_cache(None)
-def _card(index):
-    tile = dict(hints=True, words=8, words_small=2, small_up_to=1 << 21, huge_above=1 << 26,
-                num_warps=4)
+def default_settings(index):
+    """Return the Settings of a GPU, as nothing is forced."""
+    tile = dict(hints=True, words=8, words_small=2, small_up_to=1 << 21, num_warps=4)
     if INTERPRETED or not torch.cuda.is_available():
-        return Settings(asm=False, hint_loads_up_to=ALL, stage=False, int_bf16=True,
-                        programs_per_sm=0, programs_per_sm_huge=0, sms=1, capability=None,
-                        reason="no GPU in use: portable path", **tile)
+        return Settings(asm=False, hint_loads_up_to=NO_LIMIT, stage=False, int_bf16=True,
+                        capability=None, reason="no GPU in use: portable path", **tile)
     card = torch.cuda.get_device_properties(index)
-    old, hopper = card.major < 8, card.major == 9
-    unchecked = f"; portable path: not checked with Triton {triton.__version__}"
+    old = card.major < 8
+    reason = f"{card.name}, sm_{card.major}{card.minor}"
+    if not TRITON_TESTED:
+        reason += f"; portable path: not tested with Triton {triton.__version__}"
     return Settings(
-        asm=CHECKED,
-        # sm_75 has the hint in the load itself; from sm_80 it takes a register: pays up to 8M.
-        hint_loads_up_to=ALL if old else 1 << 23,
+        asm=TRITON_TESTED,
+        # sm_75 has the hint in the load itself. From sm_80 on it takes a register, which pays up
+        # to 8M elements.
+        hint_loads_up_to=NO_LIMIT if old else 1 << 23,
         stage=TRITON >= (3, 4),  # the first whose gather goes through shared memory
         int_bf16=old,
-        programs_per_sm=6 if hopper else 0,
-        programs_per_sm_huge=4 if hopper else 0,
-        sms=card.multi_processor_count,
         capability=(card.major, card.minor),
-        reason=f"{card.name}, sm_{card.major}{card.minor}" + unchecked * (not CHECKED),
+        reason=reason,
         **tile,
     )
 
@@ -81,7 +74,8 @@ def settings(device=None):
     index = getattr(device, "index", device)
     if index is None:
         index = torch.cuda.current_device() if torch.cuda.is_available() and not INTERPRETED else 0
-    return dataclasses.replace(_card(index), **_forced) if _forced else _card(index)
+    chosen = default_settings(index)
+    return dataclasses.replace(chosen, **_forced) if _forced else chosen
 
 
 def force(card=None, **overrides):
@@ -94,13 +88,12 @@ def force(card=None, **overrides):
     if card not in (None, "t4"):
         raise ValueError(f"force(card={card!r}): expected 't4', the only card that can be forced")
     before, chosen = _forced, {**(T4 if card else {}), **overrides}
-    dataclasses.replace(_card(0), **chosen)  # an unknown field fails here, before anything changes
+    dataclasses.replace(default_settings(0), **chosen)  # raises for an unknown field
 
     def apply(fields):
         global _forced
         _forced = fields
-        launches.clear()
-        compiled_launches.clear()
+        globals().get("launches", {}).clear()  # NF4_FORCE applies before the kernel exists
 
     @contextlib.contextmanager
     def restore():
@@ -117,20 +110,27 @@ if os.environ.get("NF4_FORCE"):
     force(card=os.environ["NF4_FORCE"])
 
 
-def _constexprs(dtype, nested, log2_block, log2_block2, tail, small, hint_loads, s):
-    """Return the kernel's constexprs for one kind of tensor under Settings `s`."""
+def kernel_constexprs(dtype, nested, log2_block, log2_block2, n, s):
+    """Return the kernel's constexprs, in its order, for a weight of n elements under Settings s."""
     mode = {torch.float32: FP32, torch.float16: FP16}.get(dtype, BF16_INT if s.int_bf16 else BF16)
     return dict(
-        ASM=s.asm and log2_block >= 6, NESTED=nested, LOG2_BLOCK=log2_block,
-        LOG2_BLOCK2=log2_block2, MODE=mode.value, TAIL=tail,
-        WORDS=s.words_small if small else s.words, THREADS=32 * s.num_warps, STAGE=s.stage,
-        LOAD_HINT="evict_first" if s.hints and hint_loads else "",
-        STORE_HINT=".cs" if s.hints else "", FLUSH=not INTERPRETED,
+        ASM=s.asm and log2_block >= 6,  # a block is at least half a segment of 128 elements
+        NESTED=nested,
+        LOG2_BLOCK=log2_block,
+        LOG2_BLOCK2=log2_block2,
+        MODE=mode.value,
+        TAIL=n % 8 != 0,
+        WORDS=s.words_small if n <= s.small_up_to else s.words,
+        THREADS=32 * s.num_warps,
+        STAGE=s.stage,
+        LOAD_HINT="evict_first" if s.hints and n <= s.hint_loads_up_to else "",
+        STORE_HINT=".cs" if s.hints else "",
+        FLUSH=not INTERPRETED,
     )
 
 
-def _options(s):
-    """Return Triton's launch options under Settings `s`; no fp fusion: an FMA changes bits."""
+def launch_options(s):
+    """Return Triton's launch options under Settings s. No fp fusion: an FMA changes bits."""
     return dict(num_warps=s.num_warps, enable_fp_fusion=False)
 
 # %% The portable path id="kernel-portable" part="device" folded=true tags=["kernel"]
@@ -207,6 +207,10 @@ def _scale(code2, absmax2, offset, ASM: tl.constexpr, FLUSH: tl.constexpr):
 # Inputs: $4 word, $5 the scale this lane decoded, $6 codebook[lane], $7 prmt selector (which half
 # of a register holds this lane's block), $8 row. Outputs: $0..$3, two 16-bit results each.
 # 0x101f limits shfl to the segment, where it ignores all but the index's low 4 bits: no masking.
+# is_pure=True is right although lanes exchange values: every lane of the warp runs it, and it
+# touches no memory. torch.compile assumes that other assembly changes every input of the kernel.
+# bar.warp.sync becomes a NOP that ptxas moves no shuffle across: a row is stored before the
+# shuffles of the next row begin. fp32 rows do without it.
 _TABLE = (  # each lane: the results that its code stands for, one for each of the two blocks
     ".reg .b32 row, table, other, bit, x, y; .reg .f32 a, b; .reg .b16 lo, hi; .reg .pred isnan; "
     "bar.warp.sync 0xffffffff; "
@@ -382,3 +386,6 @@ def _your_dequantize_nf4_kernel(
                 _elements(weight_ptr, out_ptr, absmax_ptr, table_ptr, code2_ptr, absmax2_ptr,
                           offset_ptr, e, tl.arange(0, 8) < n_tail, NESTED, LOG2_BLOCK, LOG2_BLOCK2,
                           MODE, FLUSH)
+
+
+launches = {}  # {spec: launches of this kernel}, filled by the launch path, emptied by force()
