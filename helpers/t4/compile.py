@@ -4,7 +4,6 @@ A process with TRITON_INTERPRET=1 cannot compile, so `build` starts another: `py
 reads and writes JSON.
 """
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -12,15 +11,18 @@ import subprocess
 import sys
 import tempfile
 import types
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
+
+import torch
 
 from helpers import machine
 
 CACHE = machine.ROOT / "build" / "triton-cache"
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-LARGE, SMALL = 2048 * 8192, 2**20  # elements: an official size, and one that gets the tile of small tensors
+KERNEL = machine.ROOT / "helpers" / "nf4" / "kernel.py"
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+NUMEL = 2048 * 8192  # elements of a variant: one of the official sizes
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,10 @@ class Variant:
     arch: int = 75
     dtype: str = "fp16"  # of the output, a key of DTYPES
     nested: bool = True
-    small: bool = False  # the tile of small tensors
-    settings: dict = field(default_factory=dict)  # fields of Settings to change
 
     def __str__(self):
-        changed = "".join(f" {name}={value}" for name, value in self.settings.items())
-        return f"sm_{self.arch} {self.dtype}{'' if self.nested else ' flat'}{' small' * self.small}{changed}"
+        state = "" if self.nested else " flat"
+        return f"sm_{self.arch} {self.dtype}{state}"
 
 
 @dataclass(frozen=True)
@@ -43,48 +43,52 @@ class Built:
     """A compiled variant."""
 
     variant: Variant
+    sass: str  # one line per instruction and encoding, as cuobjdump prints them
     ptx: str = ""
-    sass: str = ""  # one line per instruction and encoding, as cuobjdump prints them
+    ttgir: str = ""  # Triton's last form that has tensors, with their layouts
     registers: int = 0  # per thread
-    shared: int = 0  # bytes per program
-    threads: int = 32  # per program
     elements: int = 1  # outputs per thread
     triton: str = ""
 
 
-def settings(arch: int):
-    """Return the kernel's Settings on a GPU of sm_`arch`, whatever is forced here."""
-    from helpers.nf4 import kernel
+def load(path: str):
+    """Return a version of kernel.py as a module."""
+    spec = importlib.util.spec_from_file_location("kernel_to_compile", path)
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    if hasattr(kernel, "_card"):  # names of commits up to 0235d95
 
+        def kernel_constexprs(*variant, n, s):
+            tile = n % 8 != 0, n <= s.small_up_to, n <= s.hint_loads_up_to
+            return kernel._constexprs(*variant, *tile, s)
+
+        kernel.default_settings, kernel.launch_options = kernel._card, kernel._options
+        kernel.kernel_constexprs = kernel_constexprs
+    return kernel
+
+
+def settings_of(kernel, arch: int):
+    """Return the Settings that a version of kernel.py chooses on a GPU of sm_`arch`, whatever is forced."""
     major, minor = divmod(arch, 10)
     card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor, multi_processor_count=1)
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
-        mock.patch("torch.cuda.get_device_properties", lambda _: card),
+        mock.patch("torch.cuda.get_device_properties", lambda index: card),
         mock.patch.object(kernel, "INTERPRETED", False),
     ):
-        return kernel._card.__wrapped__(0)
+        return kernel.default_settings.__wrapped__(0)
 
 
-def launch(variant: Variant, numel: int | None = None):
-    """Return (kernel, arguments, constexprs, options) of a launch of `variant`; dtypes stand for tensors.
-
-    numel: elements of the output. Only this function and `settings` know the kernel's inner names.
-    """
-    import torch
-
-    from helpers.nf4 import kernel
-
-    chosen = dataclasses.replace(settings(variant.arch), **variant.settings)
-    n, dtype = numel or (SMALL if variant.small else LARGE), getattr(torch, DTYPES[variant.dtype])
-    tile = (n % 8 != 0, variant.small or n <= chosen.small_up_to, n <= chosen.hint_loads_up_to)
-    constexprs = kernel._constexprs(dtype, variant.nested, 6, 8 * variant.nested, *tile, chosen)
+def launch_of(kernel, variant: Variant):
+    """Return (arguments, constexprs, options) of a launch of `variant`; dtypes stand for tensors."""
+    chosen, dtype = settings_of(kernel, variant.arch), DTYPES[variant.dtype]
+    constexprs = kernel.kernel_constexprs(dtype, variant.nested, 6, 8, n=NUMEL, s=chosen)
     absmax = torch.uint8 if variant.nested else torch.float32
-    arguments = (torch.uint8, dtype, absmax, *[torch.float32] * 4, n // 8, n % 8)
-    return kernel._your_dequantize_nf4_kernel, arguments, constexprs, kernel._options(chosen)
+    arguments = (torch.uint8, dtype, absmax, *[torch.float32] * 4, NUMEL // 8, 0)
+    return arguments, constexprs, kernel.launch_options(chosen)
 
 
-def compiled(arch: int, kernel, arguments, named):
+def compile_for(arch: int, kernel, arguments, named):
     """Return Triton's CompiledKernel of kernel[grid](*arguments, **named) for a GPU of sm_`arch`."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -94,7 +98,8 @@ def compiled(arch: int, kernel, arguments, named):
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
     )
-    with mock.patch.object(driver, "_active" if "_active" in vars(driver) else "active", card):
+    name = "_active" if "_active" in vars(driver) else "active"  # the latter up to Triton 3.3
+    with mock.patch.object(driver, name, card):
         return kernel.warmup(*arguments, grid=(1,), **named)
 
 
@@ -111,39 +116,39 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
     return sass, int(re.search(r" REG:(\d+)", text)[1])
 
 
-def build(variants: list[Variant], source: str = "") -> list[Built]:
-    """Compile each variant.
+def build(variants: list[Variant], path: Path = KERNEL) -> list[Built]:
+    """Compile each variant of the kernel.py at `path`.
 
-    source: kernel.py of another commit, whose device code is then compiled with this tree's settings.
     Raises machine.ChildFailed, which names the variant, if one does not compile.
     """
-    request = json.dumps({"variants": list(map(asdict, variants)), "source": source})
+    request = json.dumps({"path": str(path), "variants": [asdict(variant) for variant in variants]})
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
     done = machine.python(["-m", "helpers.t4.compile"], variables=variables, stdin=request)
     answers = json.loads(done.out.splitlines()[-1])
-    return [Built(variant, *answer) for variant, answer in zip(variants, answers, strict=True)]
+    return [Built(variant, **answer) for variant, answer in zip(variants, answers, strict=True)]
 
 
 def main() -> None:
     import triton
 
-    request, other, answers = json.load(sys.stdin), None, []
-    with tempfile.TemporaryDirectory() as folder:
-        if request["source"]:
-            path = Path(folder, "other_kernel.py")
-            path.write_text(request["source"])
-            spec = importlib.util.spec_from_file_location("other_kernel", path)
-            other = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(other)
-        for variant in (Variant(**fields) for fields in request["variants"]):
-            print(f"compiling {variant}", file=sys.stderr)
-            kernel, arguments, constexprs, options = launch(variant)
-            kernel = other._your_dequantize_nf4_kernel if other else kernel
-            found = compiled(variant.arch, kernel, arguments, constexprs | options)
-            sass, registers = disassemble(found.asm["cubin"])
-            threads, elements = 32 * found.metadata.num_warps, 8 * constexprs["WORDS"]
-            shared, version = found.metadata.shared, triton.__version__
-            answers.append((found.asm["ptx"], sass, registers, shared, threads, elements, version))
+    request, answers = json.load(sys.stdin), []
+    kernel = load(request["path"])
+    for fields in request["variants"]:
+        variant = Variant(**fields)
+        print(f"compiling {variant}", file=sys.stderr)
+        arguments, constexprs, options = launch_of(kernel, variant)
+        found = compile_for(variant.arch, kernel._your_dequantize_nf4_kernel, arguments, constexprs | options)
+        sass, registers = disassemble(found.asm["cubin"])
+        answers.append(
+            {
+                "sass": sass,
+                "ptx": found.asm["ptx"],
+                "ttgir": found.asm["ttgir"],
+                "registers": registers,
+                "elements": 8 * constexprs["WORDS"],
+                "triton": triton.__version__,
+            }
+        )
     print(json.dumps(answers))
 
 

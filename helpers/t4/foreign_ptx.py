@@ -3,17 +3,15 @@
 The driver of a newer GPU accepts the same PTX, so it computes what the older GPU would.
 """
 
-import itertools
+import dataclasses
 import math
 
 import torch
 
-from helpers.nf4 import environment, reference
+from helpers.nf4 import environment, kernel, launch, reference
 from helpers.t4 import compile as cross
 
-EVERY = "every code with every scale"
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
-CASES = ((EVERY, True), *itertools.product(SIZES, (True, False)))  # and whether it is nested
 GUARD = 256  # elements on either side of the output that must stay as they are
 
 
@@ -22,50 +20,55 @@ def run_foreign(weight, state, out, arch: int) -> None:
 
     Raises RuntimeError with the driver's message if it does not accept the PTX.
     """
-    n = math.prod(state.shape)
-    names = {getattr(torch, long): short for short, long in cross.DTYPES.items()}
-    variant = cross.Variant(arch, names[state.dtype], state.nested)
-    kernel, _, constexprs, options = cross.launch(variant, n)
-    table = torch.tensor(reference.NF4_VALUES, dtype=torch.float32, device=weight.device)
-    second = (state.state2.code, state.state2.absmax, state.offset) if state.nested else (table,) * 3
-    packed = weight.reshape(-1).view(torch.uint8)
-    arguments = (packed, out, state.absmax, table, *second, n // 8, n % 8)
-    found = cross.compiled(arch, kernel, arguments, constexprs | options)
+    theirs = cross.settings_of(kernel, arch)
+    with kernel.force(**dataclasses.asdict(theirs)):
+        ours = launch.launch_kernel(weight, state, out)  # for the grid and the arguments
+    out.fill_(math.nan)
+    fn, named = kernel._your_dequantize_nf4_kernel, kernel.launch_options(theirs)
+    found = cross.compile_for(arch, fn, ours.arguments, named)
     if f".target sm_{arch}" not in found.asm["ptx"]:  # sm_90a counts as sm_90
         raise RuntimeError(f"Triton did not compile for sm_{arch}")
     found.kernel = found.asm["ptx"].encode()  # instead of the cubin: the driver loads either
-    grid = -(-n // (constexprs["THREADS"] * constexprs["WORDS"] * 8))
-    found[(grid, 1, 1)](*arguments, *constexprs.values())
+    found[(ours.grid, 1, 1)](*ours.arguments)
 
 
-def examine(case: str, dtype, nested: bool, arch: int, device="cuda") -> tuple[int, str]:
-    """Return (elements compared with bitsandbytes, what is wrong or "")."""
+def layers(dtype, device):
+    """Yield (name, layer) of what is compared."""
+    yield "every code with every scale", reference.every_code(dtype, device)
+    for name, size in SIZES.items():
+        yield name, reference.quantized_layer(*size, dtype, device=device)
+        yield f"{name}, flat", reference.quantized_layer(*size, dtype, nested=False, device=device)
+
+
+def compare(layer, arch: int) -> tuple[int, int]:
+    """Return how many elements of a layer differ from bitsandbytes, and how many outside it were written."""
     import bitsandbytes
 
-    if case == EVERY:
-        layer = reference.every_code(dtype, device)
-    else:
-        layer = reference.quantized_layer(*SIZES[case], dtype, nested=nested, device=device)
-    weight, state = layer.weight, layer.weight.quant_state
-    n = math.prod(state.shape)
-    around = torch.full((n + 2 * GUARD,), math.nan, dtype=dtype, device=device)
-    out = around[GUARD:-GUARD].view(state.shape)
-    run_foreign(weight.data, state, out, arch)
-    differ = reference.different(out, bitsandbytes.functional.dequantize_4bit(weight.data, state))
-    outside = int((~torch.cat([around[:GUARD], around[-GUARD:]]).isnan()).sum())
-    fault = f"{case}, {dtype}, {'nested' if nested else 'flat'}: {differ} differ, {outside} outside written"
-    return n, fault if differ or outside else ""
+    weight, state = layer.weight.data, layer.weight.quant_state
+    size = math.prod(state.shape) + 2 * GUARD
+    whole = torch.full((size,), math.nan, dtype=state.dtype, device=weight.device)
+    out = whole[GUARD:-GUARD].view(state.shape)
+    run_foreign(weight, state, out, arch)
+    differ = reference.different(out, bitsandbytes.functional.dequantize_4bit(weight, state))
+    out.fill_(math.nan)
+    return differ, int((~whole.isnan()).sum())
 
 
-def report(
-    arch: int, device="cuda", dtypes=(torch.float16, torch.bfloat16, torch.float32)
-) -> tuple[bool | None, str]:
-    """Return (passed, or None if it cannot run here, the result in a few lines)."""
-    if not environment.has_gpu() or environment.capability(device) < divmod(arch, 10):
-        return None, f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)"
-    kinds = [(case, dtype, nested) for case, nested in CASES for dtype in dtypes]
-    sizes, faults = zip(*(examine(*kind, arch, device) for kind in kinds), strict=True)
-    faults = list(filter(None, faults))
-    how = "NOT" if faults else f"all {sum(sizes)} elements"
-    text = f"PTX for sm_{arch} on {environment.gpu_name()}: {how} equal to bitsandbytes in {len(kinds)} cases"
-    return not faults, "\n  ".join([text, *faults])
+def report(archs: list[int], device="cuda") -> int:
+    """Compare and print what differs. Returns 1 if a bit does, 2 if no card's PTX can run here, else 0."""
+    statuses = []
+    for arch in archs:
+        if not environment.has_gpu() or environment.capability(device) < divmod(arch, 10):
+            print(f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)")
+            continue
+        cases = faults = 0
+        for dtype in cross.DTYPES.values():
+            for name, layer in layers(dtype, device):
+                cases += 1
+                differ, outside = compare(layer, arch)
+                if differ or outside:
+                    faults += 1
+                    print(f"  {name}, {dtype}: {differ} differ, {outside} written outside")
+        print(f"PTX for sm_{arch} on {environment.gpu_name()}: {cases - faults} of {cases} cases exact")
+        statuses.append(1 if faults else 0)
+    return max(statuses, default=2)

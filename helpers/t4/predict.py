@@ -4,7 +4,6 @@ Nothing was measured on a T4. results/tesla-t4-simulated/simulation.json has the
 (Accel-Sim over traces of the sm_75 machine code) and their assumptions.
 """
 
-import itertools
 import json
 import re
 import statistics
@@ -29,51 +28,65 @@ def overhead_share() -> tuple[float, float]:
 
     One is the time until a call returns, the other the official protocol less the kernels' time.
     """
-    rows, until_return, per_call = store.rows(HOST), {}, {}
-    for who in ("ours", "unsloth_today"):
-        until_return[who] = one(rows, "host_time", "until_return", who).median
-        gpu = statistics.mean(one(rows, "gpu_time", size, who).median for size in OFFICIAL)
-        per_call[who] = one(rows, "protocol", "total", who).median * 1e6 / CALLS - gpu
-    shares = [us["ours"] / us["unsloth_today"] for us in (until_return, per_call)]
+    rows = store.rows(HOST)
+
+    def until_return(who):
+        return one(rows, "host_time", "until_return", who).median
+
+    def in_protocol(who):
+        on_gpu = statistics.mean(one(rows, "gpu_time", size, who).median for size in OFFICIAL)
+        return one(rows, "protocol", "total", who).median * 1e6 / CALLS - on_gpu
+
+    shares = [overhead("ours") / overhead("unsloth_today") for overhead in (until_return, in_protocol)]
     return min(shares), max(shares)
 
 
 def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
-    """Return the rows of section t4_prediction; share: `overhead_share`.
+    """Return the rows of section t4_prediction, values low and high; share: `overhead_share`.
 
-    Values are low, high. DRAM is as slow for all; overheads vary independently, and classic's three launches
-    count as one.
+    Classic's three launches count as one.
     """
-    rows, spans = [], {}
+    rows, kernels, calls = kernel_rows(simulated), {}, {}
 
     def add(case, who, unit, *values):
         rows.append(Row("t4_prediction", case, who, unit, values))
 
+    def total(who, end, slower):
+        """Seconds at the low (0) or high (1) end, if DRAM is `slower` than simulated."""
+        return kernels[who][end] * slower + calls[who][end]
+
+    for name in ("ours", "unsloth_today", "classic"):
+        who, seconds = NAMES.get(name, name), simulated["official_protocol_kernels_only_s"][name]
+        kernels[who] = seconds if isinstance(seconds, list) else [seconds, seconds]
+        factors = share if who == "ours" else (1.0, 1.0)
+        calls[who] = [CALLS * 1e-6 * us * factor for us, factor in zip(CALL_US, factors, strict=True)]
+        add("kernels", who, "s", kernels[who][0], kernels[who][1] * SLOWER)
+        add("calls", who, "s", *calls[who])
+        add("total", who, "s", total(who, 0, 1.0), total(who, 1, SLOWER))
+    for who in ("unsloth_today", "unsloth_classic"):
+        # Overheads vary independently; DRAM is as slow for all.
+        low = min(total(who, 0, slower) / total("ours", 1, slower) for slower in (1.0, SLOWER))
+        high = max(total(who, 1, slower) / total("ours", 0, slower) for slower in (1.0, SLOWER))
+        add("speedup", who, "x", low, high)
+        add("points", who, "points", points(low), points(high))
+    return rows
+
+
+def kernel_rows(simulated: dict) -> list[Row]:
+    """Return the simulated time of one kernel at two clocks; the reference's counts for both dtypes."""
+    rows = []
     for clock in (1590, 1000):
         for name, us in simulated["us_at_4194304_elements"][f"sm_clock_{clock}_mhz"].items():
             who, dtype = re.match(r"(.+?)(?:_(fp16|bf16))?(?:_three_launches)?$", name).groups()
             for each in [dtype] if dtype else ["fp16", "bf16"]:
-                add(f"4194304 {each} at {clock} MHz", NAMES.get(who, who), "us", us)
-    for name in ("ours", "unsloth_today", "classic"):
-        who, kernels = NAMES.get(name, name), simulated["official_protocol_kernels_only_s"][name]
-        low, high = kernels if isinstance(kernels, list) else (kernels, kernels)
-        factors = share if who == "ours" else (1.0, 1.0)
-        calls = [CALLS * 1e-6 * us * factor for us, factor in zip(CALL_US, factors, strict=True)]
-        spans[who] = (low, high), calls
-        add("kernels", who, "s", low, high * SLOWER)
-        add("calls", who, "s", *calls)
-        add("total", who, "s", low + calls[0], high * SLOWER + calls[1])
-    for who in ("unsloth_today", "unsloth_classic"):
-        ranges = ((1.0, SLOWER), *spans[who], *spans["ours"])
-        speedups = [
-            (kernel * slower + call) / (our_kernel * slower + our_call)
-            for slower, kernel, call, our_kernel, our_call in itertools.product(*ranges)
-        ]
-        ends = min(speedups), max(speedups)
-        add("speedup", who, "x", *ends)
-        points = (9 + sum(more for line, more in POINTS.items() if end >= line) for end in ends)
-        add("points", who, "points", *points)
+                case = f"4194304 {each} at {clock} MHz"
+                rows.append(Row("t4_prediction", case, NAMES.get(who, who), "us", (us,)))
     return rows
+
+
+def points(speedup: float) -> int:
+    """Return the puzzle's points: 9 for everything else, and those of each line reached."""
+    return 9 + sum(more for line, more in POINTS.items() if speedup >= line)
 
 
 def write() -> None:
