@@ -37,29 +37,28 @@ def dequantize(
     if dtype is not None and quant_state is not None:
         quant_state = copy.copy(quant_state)
         quant_state.dtype = dtype
-    launch._fields(weight, quant_state)  # raises if either is missing
-    function = backends()[choose(weight.device, quant_state.dtype)]
-    return function(weight, quant_state, out)
-
-
-def backends() -> dict:
-    """Return both ways to dequantize, each (weight, quant_state, out=None) -> tensor."""
-    return {"triton": launch._your_dequantize_nf4, "torch": dequantize_in_torch}
+    # The kernel's own checks refuse other weights and dtypes, so nothing is tried for them.
+    known = isinstance(weight, torch.Tensor) and getattr(quant_state, "dtype", None) in launch.DTYPES
+    if known and choose(weight.device, quant_state.dtype) == "torch":
+        return dequantize_in_torch(weight, quant_state, out)
+    return launch._your_dequantize_nf4(weight, quant_state, out)
 
 
 def dequantize_in_torch(weight, quant_state, out=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    launch.check_state(weight, quant_state, any_device=True)
+    tensors, spec = launch.read_state(weight, quant_state)
+    launch.check(tensors, spec, any_device=True)
+    if out is not None:
+        launch.check_out(out, tensors, spec)
     result = reference.dequantize(weight, quant_state)
     if out is None:
         return result
-    if problem := launch._out_problem(out, weight, quant_state.shape, quant_state.dtype):
-        raise launch.UnsupportedState(problem)
     if weight.shape[0] == 1:
         return out.copy_(result.t()).t()
     return out.copy_(result)
 
 
+@torch.compiler.assume_constant_result  # a compiled call makes its choice once
 def choose(device: torch.device, dtype: torch.dtype) -> str:
     """Return "triton" or "torch". Raises ValueError for an unknown NF4_BACKEND."""
     name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
@@ -83,16 +82,16 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return "the weight is on the CPU"
     if problem := cannot_run():
         return problem
-    state = small_state(device, dtype if dtype in launch.DTYPES else torch.float16)
+    state = small_state(device, dtype)
     try:
-        triton, exact = (function(*state) for function in backends().values())
+        result = launch._your_dequantize_nf4(*state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # PyTorch works whatever stops the kernel
         return f"the kernel cannot run here: {type(error).__name__}: {error}"
-    if reference.same_bits(triton, exact):
-        return None
-    return "the kernel is not bit-exact here: please report it"
+    if not reference.same_bits(result, reference.dequantize(*state)):
+        return "the kernel is not bit-exact here: please report it"
+    return None
 
 
 def small_state(device, dtype):

@@ -4,6 +4,8 @@ Its sections are cells of the notebook and need only torch.
 """
 
 # %% id="reference-dequantize"
+import math
+
 import torch
 
 # bitsandbytes looks codes up in these tables, not in quant_state.code.
@@ -27,72 +29,74 @@ def dequantize(weight, quant_state, flush_subnormal=None):
     transposed.
     quant_state: bitsandbytes' QuantState, nf4 or fp4, nested or flat. It gives shape and dtype of the result.
     flush_subnormal: treat subnormal fp32 numbers as zeros. Default: only on a GPU, as bitsandbytes does.
-    Raises ValueError if a tensor is too short.
     """
-    flush = weight.is_cuda if flush_subnormal is None else flush_subnormal
-    multiply = multiply_flushing if flush else torch.mul
-    state, shape = quant_state, torch.Size(quant_state.shape)
-    blocks = -(-shape.numel() // state.blocksize)
-    scale = first(state.absmax, blocks, "absmax")
+    if flush_subnormal is None:
+        flush_subnormal = weight.is_cuda
+    multiply = multiply_flushing if flush_subnormal else torch.mul
+    state = quant_state
+    n = math.prod(state.shape)
+
+    blocks = -(-n // state.blocksize)
+    scale = state.absmax.reshape(-1)[:blocks]
     if state.nested:
-        code2 = state.state2.code[scale.int()]
-        absmax2 = first(state.state2.absmax, -(-blocks // state.state2.blocksize), "state2.absmax")
-        scale = by_block(multiply, code2, absmax2, state.state2.blocksize)
+        state2 = state.state2
+        scale = state2.code[scale.int()]
+        scale = by_block(multiply, scale, state2.absmax, state2.blocksize)
         scale += state.offset
-    packed = weight.detach().contiguous().view(-1).view(torch.uint8)
-    packed = first(packed, -(-shape.numel() // 2), "weight").int()
+
     values = FP4_VALUES if state.quant_type == "fp4" else NF4_VALUES
     table = torch.tensor(values, dtype=torch.float32, device=weight.device)
-    pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # of each possible byte
-    codes = pairs[packed].view(-1)[: shape.numel()]
-    out = by_block(multiply, codes, scale.float(), state.blocksize).to(state.dtype).view(shape)
+    packed = weight.detach().contiguous().view(-1)
+    packed = packed.view(torch.uint8).int()
+    high, low = packed >> 4, packed & 15
+    codes = torch.stack([high, low], dim=1)
+    codes = codes.view(-1)[:n]
+    out = by_block(multiply, table[codes], scale.float(), state.blocksize)
+    out = out.to(state.dtype).view(tuple(state.shape))
     return out.t() if weight.shape[0] == 1 else out
-
-
-def first(tensor, count, name):
-    """Return the first `count` elements of `tensor`, flattened. Raises ValueError if it has fewer."""
-    if tensor.numel() < count:
-        raise ValueError(f"{name} has {tensor.numel()} elements, expected {count} for quant_state.shape")
-    return tensor.reshape(-1)[:count]
 
 
 def by_block(multiply, values, scale, blocksize):
     """Return values[i] * scale[i // blocksize] for each i, without a scale per element in memory."""
     n = values.numel()
-    blocksize = min(blocksize, n) or 1
-    blocks = torch.nn.functional.pad(values, (0, -n % blocksize)).view(-1, blocksize)
-    return multiply(blocks, scale[:, None]).view(-1)[:n]
+    blocksize = max(1, min(blocksize, n))
+    blocks = -(-n // blocksize)
+    padded = torch.nn.functional.pad(values, (0, blocks * blocksize - n))
+    padded = padded.view(blocks, blocksize)
+    scale = scale[:blocks].view(blocks, 1)
+    return multiply(padded, scale).view(-1)[:n]
 
 
 def multiply_flushing(a, b):
     """Return a * b for |a| <= 1 as the GPU's `mul.rn.ftz.f32` does: subnormal factors and products become
     zeros of their sign. The GPU rounds to 24 bits before it looks; 2**64 times as large, they fit."""
-    smallest = torch.finfo(torch.float32).tiny
+    smallest = torch.finfo(torch.float32).tiny  # normal number: 2**-126
 
     def flush(x, subnormal):
-        return torch.where(subnormal, torch.copysign(torch.zeros_like(x), x), x)
+        zero = torch.copysign(torch.zeros_like(x), x)
+        return torch.where(subnormal, zero, x)
 
-    a, b = flush(a, a.abs() < smallest), flush(b, b.abs() < smallest)
-    return flush(a * b, (a * 2.0**64 * b).abs() < smallest * 2.0**64)
+    a = flush(a, a.abs() < smallest)
+    b = flush(b, b.abs() < smallest)
+    enlarged = (a * 2.0**64 * b).abs()
+    return flush(a * b, enlarged < smallest * 2.0**64)
 
 
 # %% id="reference-compare"
-def different(x: torch.Tensor, y: torch.Tensor) -> int:
+def different(x, y):
     """Count the elements whose bits differ; NaN equals NaN. Raises ValueError if shape or dtype differ."""
-    return int(differences(x, y))
-
-
-def differences(x, y):
-    """Return that count as a tensor on the device, without waiting for it."""
     if x.shape != y.shape or x.dtype != y.dtype:
         raise ValueError(f"cannot compare {x.dtype} {tuple(x.shape)} with {y.dtype} {tuple(y.shape)}")
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    differ = x.contiguous().view(bits) != y.contiguous().view(bits)
-    return (differ & ~(x.isnan() & y.isnan())).sum()
+    bits = torch.int32 if x.dtype == torch.float32 else torch.int16
+    x_bits = x.contiguous().view(bits)
+    y_bits = y.contiguous().view(bits)
+    both_nan = x.isnan() & y.isnan()
+    differ = (x_bits != y_bits) & ~both_nan
+    return int(differ.sum())
 
 
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether dtype, shape and every bit agree; NaN equals NaN."""
+def same_bits(x, y):
+    """Return whether dtype, shape, and every bit agree; NaN equals NaN."""
     return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
 
 
@@ -102,30 +106,44 @@ import os  # noqa: E402
 
 def default_device():
     """Return "cuda" if the kernel runs on a GPU, "cpu" if Triton's interpreter runs it."""
-    on_gpu = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-    return "cuda" if on_gpu else "cpu"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return "cuda" if torch.cuda.is_available() and not interpreted else "cpu"
 
 
 def quantized_layer(
-    in_features, out_features, dtype, nested=True, quant_type="nf4", blocksize=64, device=None, seed=3407
+    in_features,
+    out_features,
+    dtype,
+    nested=True,
+    quant_type="nf4",
+    blocksize=64,
+    device=None,
+    seed=3407,
 ):
     """Return a bitsandbytes Linear4bit: its (out, in) weight is standard normal, its output dtype `dtype`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     device = device or default_device()
-    how = dict(compress_statistics=nested, quant_type=quant_type)
-    layer = Linear4bit(in_features, out_features, False, dtype, device="meta", **how)
     generator = torch.Generator(device).manual_seed(seed)
     weight = torch.randn(out_features, in_features, generator=generator, device=device)
-    layer.weight = Params4bit(weight, requires_grad=False, blocksize=blocksize, **how)
-    layer.to(device).weight.quant_state.dtype = dtype
+    layer = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, device="meta")
+    layer.weight = Params4bit(
+        weight,
+        requires_grad=False,
+        blocksize=blocksize,
+        compress_statistics=nested,
+        quant_type=quant_type,
+    )
+    layer.to(device)  # quantizes the weight
+    layer.weight.quant_state.dtype = dtype
     return layer
 
 
 def every_code(dtype, device=None):
     """Return a layer with all 256 bytes under each of the 256 absmax codes: 131,072 elements."""
     layer = quantized_layer(64, 2048, dtype, device=device)
-    device = layer.weight.device
-    layer.weight.data.copy_(torch.arange(256, device=device).repeat(256).view(-1, 1))
-    layer.weight.quant_state.absmax.copy_(torch.arange(2048, device=device) // 8)
+    weight = layer.weight
+    every = torch.arange(256, device=weight.device)
+    weight.data.copy_(every.repeat(256).view(-1, 1))
+    weight.quant_state.absmax.copy_(every.repeat_interleave(8))
     return layer

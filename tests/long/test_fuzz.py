@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import default_device, differences
+from helpers.nf4.reference import default_device, different
 from states import DTYPES, SPECIAL, random_state
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -128,12 +128,12 @@ def wrong(case):
     with kernel.force(**WAYS[case.kind.way]):
         if case.out_skip is None:
             results = [call(weight, state) for _ in range(2 if weight.is_cuda else 1)]
-            return int(sum(differences(result, expected) for result in results))
+            return sum(different(result, expected) for result in results)
         n, first = state.shape.numel(), GUARD + case.out_skip
         memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
         result = call(weight, state, out=memory[first : first + n].view(state.shape))
         guards = torch.cat([memory[:first], memory[first + n :]])
-        return int(differences(result, expected) + (~guards.isnan()).sum())
+        return different(result, expected) + int((~guards.isnan()).sum())
 
 
 @hypothesis.settings(max_examples=400, **HOW)
