@@ -1,24 +1,20 @@
 """Switch the kernel on and off in the libraries people fine-tune with: one call, the same bits, reversible.
 
-`use_nf4_kernel` replaces functions of bitsandbytes and Unsloth in every imported module of PACKAGES that
-refers to them. PEFT and transformers dequantize through bitsandbytes. It does not reach a name that your own
-script imported before the call, a functools.partial, or libraries with kernels of their own: print(switch)
-lists those it can see. A state that the kernel does not accept goes to the library's own function, counted.
-
-A function is replaced if it takes the parameters listed here and a self-test is bit-identical. The
-replacement of bitsandbytes' matrix product repeats its code, so there the source must also be one in KNOWN.
+`use_nf4_kernel` replaces the functions listed in LIBRARIES, in every imported module of PACKAGES that refers
+to them. A function is replaced if it takes the parameters listed there and a self-test on a small layer is
+bit-identical. What fails stays the library's, and print(switch) names it. So does a name that your own script
+imported before the call, and a library with kernels of its own. A state that the kernel does not accept goes
+to the library's own function, counted.
 """
 
-import ast
 import collections
 import contextlib
+import dataclasses
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import logging
-import math
 import os
 import sys
 import threading
@@ -29,128 +25,299 @@ import torch
 from torch.nn.functional import linear
 
 from . import autoload, launch
+from .backend import cannot_run
+from .reference import same_bits
 
-LIBRARIES = ("unsloth", "bitsandbytes", "peft", "transformers")
 # Packages whose modules are searched; Unsloth writes and imports modules of its own ("unsloth_compiled...").
-PACKAGES = ("bitsandbytes", "unsloth", "peft", "transformers", "trl", "accelerate")
+PACKAGES = ("bitsandbytes", "unsloth", "axolotl", "peft", "transformers", "trl", "accelerate")
+THROUGH = {"peft": "bitsandbytes", "transformers": "bitsandbytes"}  # who dequantizes for them
 UNSLOTH = "unsloth.kernels.utils.fast_dequantize"
+AXOLOTL = "axolotl.kernels.quantize._ctypes_nf4_dequant"
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 PRODUCT = "bitsandbytes.autograd._functions.matmul_4bit"
-AUTOGRAD = "bitsandbytes.autograd._functions.MatMul4Bit"
-CUDA_OPS = "bitsandbytes.backends.cuda.ops"
+CUDA_OPS = "bitsandbytes.backends.cuda.ops"  # imported only where there is a GPU
 FALLBACK = f"{CUDA_OPS}._dequant_linear_fallback"
-LAST = f"{CUDA_OPS}._dequantize_4bit_impl"  # all that bitsandbytes itself dequantizes on CUDA ends here
-# Sources that a replacement repeats, as in bitsandbytes 0.50.0, 0.50.1 and 0.50.2. CUDA_OPS: its gemm_4bit.
-KNOWN = {
-    PRODUCT: "b1af5aac6955",
-    AUTOGRAD: "ed850bab240f",
-    CUDA_OPS: "9cef37263286",
-    FALLBACK: "4e5f00cbe3fb",
-}
-# The functions by which PEFT and transformers dequantize outside a layer's product.
-ROUTES = {
-    "peft": "peft.utils.integrations.dequantize_bnb_weight",
-    "transformers": "transformers.integrations.bitsandbytes.dequantize_bnb_weight",
-}
 # Functions that dequantize in kernels of their own (mixtures of experts), which no switch reaches.
 OWN_KERNELS = (
     "unsloth_zoo.temporary_patches.gpt_oss_grouped_qlora.nf4_dequant_expert_stack",
     "unsloth_zoo.temporary_patches.moe_nf4_grouped.nf4_grouped_mm",
 )
-RELOADED, OTHER = "was reloaded: call use_nf4_kernel() again", "is another function"
-REPLACED = "was wrapped or replaced by another library"
 log = logging.getLogger("nf4_triton")
-_KINDS = {types.FunctionType, functools.partial}
 _compiling = torch.compiler.is_dynamo_compiling
-_functorch = torch._C._are_functorch_transforms_active
-_plain_tensors = torch._C.DisableTorchFunctionSubclass  # Params4bit answers every method through Python
+State = types.SimpleNamespace  # a quant_state made of one call's arguments
 
 
 class UnknownInternals(RuntimeError):
     """A function of a library is missing or takes other arguments, so the library was left unchanged."""
 
 
-def your_fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-    """Dequantize with the signature of Unsloth's fast_dequantize.
-
-    W: packed 4-bit codes; without a quant_state W itself is returned. out: optional contiguous tensor of
-    quant_state's shape and dtype to fill. The result is a new tensor whatever use_global_buffer says; dtype
-    is for Unsloth's other formats and ignored. Raises UnsupportedState.
-    """
-    return W if quant_state is None else launch._your_dequantize_nf4(W, quant_state, out)
-
-
-class Library:
-    """A library's sites, and the holders that keep it switched on. All its replacements read `on`."""
-
-    def __init__(self):
-        self.on, self.sites, self.left, self.holders = False, [], {}, set()
-
-
+@dataclasses.dataclass(eq=False)
 class Site:
-    """A function of a library, its replacement, and how often each of them dequantized.
+    """A function of a library that dequantizes, and what answers for it.
 
-    kernel: calls by the kernel; library: calls by the library, by `reasons`; fused: products that the library
-    forms without dequantizing. Calls in compiled code are not counted; concurrent threads may miss a few.
+    Calls in compiled code are not counted; concurrent threads may miss a few.
     """
 
-    def __init__(self, name: str, library: Library):
-        self.name, self.original, self.library_switch = name, current(name), library
-        self.replacement: Callable | None = None
-        self.watched = False  # the replacement only counts
-        self.kernel = self.library = self.fused = 0
-        self.reasons: collections.Counter = collections.Counter()
+    name: str
+    answer: Callable  # answer(site, ...): the result of a call; None leaves it to the library
+    results: Callable  # results(function, packed, quant_state): what the self-test compares
+    exists: Callable[[], bool] = lambda: True
+    original: Callable | None = None
+    replacement: Callable | None = None  # None: not tested yet, or left to the library
+    # "kernel": dequantized by the kernel, "library": by the library, "fused": multiplied without dequantizing
+    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
-    def replace(self, function: Callable) -> "Site":
-        """Make `function` the replacement. It keeps the original's name and module, so it pickles alike."""
-        functools.update_wrapper(function, self.original, updated=())
-        function.nf4_site, self.replacement = self, function
-        return self
-
-    def changed(self) -> str:
-        """Return what others did to the function since, "" if it is as this module left it."""
-        now, original = current(self.name), self.original
-        if now is (self.replacement if self.library_switch.on else original):
-            return ""
-        files = [getattr(getattr(one, "__code__", None), "co_filename", None) for one in (now, original)]
-        alike = files[0] == files[1] and getattr(now, "__name__", "") == self.name.rpartition(".")[2]
-        return RELOADED if alike else REPLACED if self.library_switch.on else OTHER
-
-    def tally(self) -> dict:
-        kinds = {kind: getattr(self, kind) for kind in ("kernel", "library", "fused")}
-        return kinds | {"reasons": collections.Counter(self.reasons)}
-
-    def left(self, reason: Exception) -> None:
+    def count_fallback(self, reason: Exception) -> None:
         """Count a call that the library dequantizes because of `reason`."""
-        self.library += 1
+        self.counts["library"] += 1
         self.reasons[str(reason).split(":")[0]] += 1
 
 
-# A reload of this module keeps both: what is switched on must stay reachable.
-_lock = globals().get("_lock") or threading.RLock()
-_libraries: dict[str, Library] = globals().get("_libraries") or {name: Library() for name in LIBRARIES[:2]}
-_tested: set = set()  # (the library's function, the kernel's) that gave the same bits
+@dataclasses.dataclass(eq=False)
+class Library:
+    """Sites that are switched together, and the switches that keep them on."""
+
+    sites: tuple[Site, ...]  # without the first one the library is refused; others may be left as they are
+    on: bool = False
+    left: dict[str, str] = dataclasses.field(default_factory=dict)
+    holders: set = dataclasses.field(default_factory=set)
+
+    @property
+    def replaced(self) -> list[Site]:
+        return [site for site in self.sites if site.replacement]
+
+
+# The answers: each takes its original's arguments and returns the same bits.
+
+
+def _dequantize(site: Site, weight, state, out=None):
+    """Return the weight that the kernel dequantizes, counted; None if that is left to the library."""
+    try:
+        result = launch._your_dequantize_nf4(weight, state, out)
+    except launch.UnsupportedState as error:
+        return None if _compiling() else site.count_fallback(error)
+    if not _compiling():
+        site.counts["kernel"] += 1
+    return result
+
+
+def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False, *, dtype=None):
+    """Answer for Unsloth. The result is a new tensor, as `use_global_buffer` permits; `dtype` is for other
+    formats (8 bit, NVFP4, MXFP4), which have other state types."""
+    if type(quant_state).__name__ != "QuantState":
+        return None
+    return _dequantize(site, W, quant_state, out)
+
+
+def dequantize_4bit(site, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+    """Answer for bitsandbytes, which reads the other arguments only if there is no quant_state."""
+    return None if quant_state is None else _dequantize(site, A, quant_state, out)
+
+
+def _dequant_linear_fallback(
+    site, A, B, shapeB, absmax, blocksize, quant_type, bias=None,
+    absmax_8bit=None, absmax_code=None, absmax_offset=None,
+):  # fmt: skip
+    """Answer for the branch of bitsandbytes' CUDA operator gemm_4bit that dequantizes and multiplies. It runs
+    in compiled graphs, and in eager calls that `matmul_4bit` leaves to the operator."""
+    state = State(shape=shapeB, dtype=A.dtype, quant_type=quant_type, blocksize=blocksize)
+    state.nested, state.absmax = absmax_8bit is not None, absmax
+    if state.nested:
+        state.absmax, state.offset = absmax_8bit, absmax_offset
+        state.state2 = State(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
+    weight = _dequantize(site, B, state)
+    if weight is None:
+        return None
+    return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight
+
+
+def _ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
+    """Answer for Axolotl, whose LoRA kernels and operator axolotl::nf4_dequantize call it."""
+    state = State(shape=shape, dtype=dtype, quant_type="nf4", blocksize=blocksize, nested=True)
+    state.absmax, state.offset = absmax, offset
+    state.state2 = State(absmax=absmax2, code=code2, blocksize=blocksize2, dtype=torch.float32)
+    return _dequantize(site, W, state)
+
+
+def matmul_4bit(site, A, B, quant_state, out=None, bias=None):
+    """Answer for bitsandbytes where it dequantizes and multiplies: the same weight into the same `linear`
+    (forward) and `matmul` (backward), without the operator's dispatch and two helper kernels."""
+    if out is not None or _compiling() or not product_applies(A, quant_state, bias):
+        return None
+    if is_fused(A, quant_state):
+        site.counts["fused"] += 1
+        return None
+    with torch._C.DisableTorchFunctionSubclass():  # Params4bit answers every method through Python
+        packed = B.view(-1, 1)
+    try:
+        if A.requires_grad and torch.is_grad_enabled():
+            result = Product.apply(A, packed, quant_state, bias)
+        else:
+            result = product(A, packed, quant_state, bias)
+    except launch.UnsupportedState:
+        return None  # the operator's own branch counts it
+    site.counts["kernel"] += 1
+    return result
+
+
+def product_applies(A, quant_state, bias) -> bool:
+    """Return whether bitsandbytes forms the product of a plain tensor and a weight that was quantized as
+    (outputs, inputs), in whole blocks."""
+    if type(A) is not torch.Tensor or torch._C._are_functorch_transforms_active():
+        return False
+    if quant_state is None or len(quant_state.shape) != 2:
+        return False
+    outputs, inputs = quant_state.shape
+    return (
+        A.numel() > 0
+        and A.shape[-1] == inputs
+        and inputs % quant_state.blocksize == 0
+        and A.is_cuda == (CUDA_OPS in sys.modules)
+        and (bias is None or not bias.requires_grad)
+        and (not quant_state.nested or quant_state.state2.blocksize == 256)
+    )
+
+
+def is_fused(A, quant_state) -> bool:
+    """Return whether bitsandbytes takes a fused kernel for so few rows, whose sums round differently."""
+    cuda_ops = sys.modules.get(CUDA_OPS)
+    if cuda_ops is None:  # on a CPU it always dequantizes
+        return False
+    outputs, inputs = quant_state.shape
+    rows = A.numel() // inputs
+    if rows > cuda_ops._gemm_4bit_custom_max_m:
+        return False
+    return cuda_ops._gemm_4bit_use_custom_fn(A.device.index, A.dtype, rows, outputs, inputs)
+
+
+def product(A, packed, quant_state, bias):
+    """Return linear(A, weight, bias) of the weight dequantized to A's dtype, whatever the state's is."""
+    if quant_state.dtype is not A.dtype:
+        quant_state = State(**vars(quant_state) | {"dtype": A.dtype})
+    return linear(A, launch._your_dequantize_nf4(packed, quant_state), bias)
+
+
+class Product(torch.autograd.Function):
+    """`product`, and its gradient for A."""
+
+    @staticmethod
+    def forward(ctx, A, packed, quant_state, bias):
+        ctx.packed, ctx.quant_state = packed, quant_state
+        return product(A, packed, quant_state, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight = current(DEQUANTIZE)(ctx.packed, ctx.quant_state)
+        return torch.matmul(grad, weight.to(grad.dtype)), None, None, None
+
+
+# The self-tests: what a function, the library's or its replacement, returns for a small layer.
+
+
+def dequantized(function, packed, state):
+    return function(packed, state), function(packed.t(), state)
+
+
+def dequantized_from_parts(function, packed, state):
+    second = state.state2
+    parts = state.absmax, second.code, second.absmax, state.offset, state.blocksize, second.blocksize
+    return [function(packed, *parts, state.shape, state.dtype)]
+
+
+def multiplied_from_parts(function, packed, state):
+    x, bias = small_input(64, state), small_input(1, state)[0, : state.shape[0]]
+    sizes = state.blocksize, state.quant_type
+    second = state.absmax, state.state2.code, state.offset
+    return [function(x, packed, state.shape, state.state2.absmax, *sizes, bias, *second)]
+
+
+def products_and_gradients(function, packed, state):
+    """Of 1, 64, and 2,048 rows: bitsandbytes takes a fused kernel up to some hundred rows, at most 1,536."""
+    results = []
+    for rows in (1, 64, 2048):
+        x = small_input(rows, state).requires_grad_()
+        y = function(x, packed, state, bias=small_input(1, state)[0, : state.shape[0]])
+        y.backward(y.detach())
+        results += [y.detach(), x.grad]
+    return results
+
+
+def small_input(rows, state):
+    values = torch.linspace(-1, 1, rows * state.shape[1], device=state.absmax.device)
+    return values.view(rows, state.shape[1]).to(state.dtype)
+
+
+def small_layer(dtype, device):
+    """Return (packed, quant_state) of 128 x 192 nested NF4 weights: two second-level blocks, every code."""
+    ramp = torch.linspace(0.01, 0.5, 128 * 192, dtype=torch.float32, device=device)
+    values = (ramp * (1000 * ramp).sin()).view(128, 192).to(dtype)
+    quantize = current("bitsandbytes.functional.quantize_4bit")
+    return quantize(values, quant_type="nf4", compress_statistics=True)
+
+
+def self_test(site: Site, replacement: Callable) -> None:
+    """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = site.counts["kernel"]
+    # Models are often created on "meta" or in inference mode.
+    with torch.device(device), torch.inference_mode(False), torch.enable_grad():
+        for dtype in (torch.float16, torch.bfloat16):
+            try:
+                layer = small_layer(dtype, device)
+                expected = site.results(site.original, *layer)
+                same = all(map(same_bits, site.results(replacement, *layer), expected))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"the self-test of {site.name} failed: {problem}") from error
+            if not same:
+                raise RuntimeError(f"the kernel's {dtype} bits differ from those of {site.name}")
+    if site.counts["kernel"] == before:
+        raise RuntimeError(f"the kernel refused the self-test of {site.name}: {', '.join(site.reasons)}")
+
+
+# The table
+
+
+def has_gemm_4bit() -> bool:
+    """Return whether this is bitsandbytes 0.50 or newer. Older products call dequantize_4bit."""
+    return hasattr(torch.ops.bitsandbytes, "gemm_4bit")
+
+
+def has_gemm_4bit_on_cuda() -> bool:
+    return has_gemm_4bit() and CUDA_OPS in sys.modules
+
+
+LIBRARIES = {
+    "unsloth": Library((Site(UNSLOTH, fast_dequantize, dequantized),)),
+    "bitsandbytes": Library((
+        Site(DEQUANTIZE, dequantize_4bit, dequantized),
+        Site(FALLBACK, _dequant_linear_fallback, multiplied_from_parts, has_gemm_4bit_on_cuda),
+        Site(PRODUCT, matmul_4bit, products_and_gradients, has_gemm_4bit),
+    )),
+    "axolotl": Library((Site(AXOLOTL, _ctypes_nf4_dequant, dequantized_from_parts),)),
+}  # fmt: skip
+_lock = threading.RLock()
 
 
 class Switch(contextlib.AbstractContextManager):
     """What one call of use_nf4_kernel did. `off()` or the end of its `with` block undoes it.
 
-    libraries: switched on, as a tuple of "unsloth" and "bitsandbytes"; refused: {library: why it was not};
-    left: {function: why it stays the library's}; partial: whether imported libraries still dequantize
-    something themselves. str(switch) says all of it.
+    libraries: switched on, as a tuple of names in LIBRARIES; refused: {library: why it was not}; left:
+    {function: why it stays the library's}; partial: whether imported libraries still dequantize something
+    themselves. str(switch) says all of it.
     """
 
     def __init__(self):
         self.libraries: tuple[str, ...] = ()
-        self.routes: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self._before: dict[Site, dict] = {}
+        self._before: dict[Site, tuple[collections.Counter, collections.Counter]] = {}
 
     @property
     def on(self) -> bool:
         """Whether this switch still holds a library."""
-        return any(library.on and self in library.holders for library in self._held())
+        return any(self in library.holders for library in self._held())
 
     @property
     def partial(self) -> bool:
@@ -158,12 +325,12 @@ class Switch(contextlib.AbstractContextManager):
 
     @property
     def sites(self) -> list[Site]:
-        return [site for library in self._held() for site in library.sites]
+        return [site for library in self._held() for site in library.replaced]
 
     def off(self) -> None:
         """Put the libraries' own functions back, unless another open switch holds them."""
         with _lock:
-            for library in _libraries.values():
+            for library in self._held():
                 library.holders.discard(self)
                 if library.on and not library.holders:
                     _remove(library)
@@ -180,88 +347,92 @@ class Switch(contextlib.AbstractContextManager):
         """Return, for each function, the eager calls since this switch.
 
         {"kernel": dequantized by the kernel, "library": by the library, "reasons": {why: calls}, "fused":
-        products that bitsandbytes forms without dequantizing}. Raises RuntimeError if a library was reloaded.
+        products that bitsandbytes forms without dequantizing}.
         """
-        if gone := [site.name for site in self.sites if self.on and site.changed() == RELOADED]:
-            raise RuntimeError(f"{gone[0]} {RELOADED}")
         counts = {}
         for site in self.sites:
-            before = self._before.get(site, {})
-            counts[site.name] = {kind: n - before.get(kind, type(n)()) for kind, n in site.tally().items()}
+            before, reasons = self._before[site]
+            row = {kind: site.counts[kind] - before[kind] for kind in ("kernel", "library", "fused")}
+            counts[site.name] = row | {"reasons": site.reasons - reasons}
         return counts
 
     def summary(self) -> str:
         """Return one sentence: how many dequantizations the libraries did themselves."""
         if not self.libraries:
             return "The kernel was not used: the libraries dequantized everything."
-        counts = self.counts()
-        by_kernel = sum(row["kernel"] for row in counts.values())
-        by_library = sum(row["library"] for row in counts.values())
-        if LAST in counts:
-            by_library = counts[LAST]["library"]
-        return f"{by_library} of {by_kernel + by_library} dequantizations went through the library"
+        rows = self.counts().values()
+        by_kernel, by_library = (sum(row[who] for row in rows) for who in ("kernel", "library"))
+        text = f"{by_library} of {by_kernel + by_library} dequantizations went through the library"
+        return f"{text}; not counted: {', '.join(self.left)}" if self.left else text
 
     def __repr__(self) -> str:
-        libraries = ", ".join((*self.libraries, *self.routes)) or "nothing"
+        libraries = ", ".join(self.libraries) or "nothing"
         return f"<nf4_triton.Switch of {libraries}: {'on' if self.on else 'off'}>"
 
     def __str__(self) -> str:
-        names = [site.name for site in self.sites if not site.watched]
-        if not self.on and names:
+        names = [site.name for site in self.sites]
+        if names and not self.on:
             still_on = any(library.on for library in self._held())
             text = "off, but still on for another switch:" if still_on else "off. It had replaced:"
             return f"Switched {text} {', '.join(names)}."
         lines = ["The NF4 kernel is not used."]
         if names:
-            lines = [f"The NF4 kernel works here{' in part' * self.partial}. It dequantizes in:"]
+            part = " in part" if self.partial else ""
+            lines = [f"The NF4 kernel works here{part}. It dequantizes in:"]
             lines += [f"  {name}" for name in names]
-        lines += [f"  {name}, {how}" for name, how in self.routes.items()]
+        if "bitsandbytes" in self.libraries:
+            lines.append("PEFT and transformers dequantize through bitsandbytes.")
         lines += [f"Left to the library: {name}: {why}" for name, why in self.left.items()]
         lines += [f"Not replaced: {name}: {why}" for name, why in _not_replaced(self.sites).items()]
-        for reason in dict.fromkeys(self.refused.values()):
-            refused = [name for name, why in self.refused.items() if why == reason]
-            lines.append(f"Not in {', '.join(refused)}: {reason}")
-        changes = {site.name: site.changed() for site in self.sites if not site.watched}
-        lines += [f"Since then {name} {change}." for name, change in changes.items() if change]
+        lines += [f"Not in {name}: {why}" for name, why in self.refused.items()]
+        changed = [site.name for site in self.sites if current(site.name) is not site.replacement]
+        lines += [f"Since then {name} was wrapped or replaced by another library." for name in changed]
         return "\n".join(lines)
 
     def _held(self) -> list[Library]:
-        return [_libraries[name] for name in self.libraries]
+        return [LIBRARIES[name] for name in self.libraries]
 
     def _hold(self, name: str) -> None:
-        library = _libraries[name]
+        library = LIBRARIES[name]
         library.holders.add(self)
         self.libraries = tuple(dict.fromkeys((*self.libraries, name)))
         self.left |= library.left
-        self._before |= {site: site.tally() for site in library.sites}
+        for site in library.sites:
+            self._before[site] = site.counts.copy(), site.reasons.copy()
 
 
 def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Switch:
-    """Let the kernel dequantize in Unsloth, bitsandbytes, PEFT and transformers, or only in those named.
+    """Let the kernel dequantize in Unsloth, bitsandbytes, Axolotl, PEFT and transformers, or in those named.
 
-    names: of "unsloth", "bitsandbytes", "peft", "transformers"; without names, all that are imported.
+    names: of "unsloth", "bitsandbytes", "axolotl", "peft", "transformers"; without names, bitsandbytes and
+    those that are imported.
     quiet: log nothing, except why a library that was named is not switched. Otherwise the logger
     "nf4_triton" says what was replaced and what was not, on one process per host (LOCAL_RANK 0).
-    strict: raise if a library cannot be switched, and change nothing. Otherwise it is left as it is, and
-    switch.refused says why: training goes on without the kernel.
+    strict: raise if one of these libraries cannot be switched, and change nothing. Otherwise it is left as it
+    is, and switch.refused says why: training goes on without the kernel.
 
     Returns a Switch. Calls may overlap, in any order and thread: a library is restored when the last switch
     that holds it ends. Raises ValueError for an unknown name; with strict, ImportError (not installed),
     UnknownInternals (other functions than expected) or RuntimeError (no usable GPU, or other bits).
     """
-    if unknown := [name for name in names if name not in LIBRARIES]:
-        raise ValueError(f"{unknown[0]!r} is unknown, expected one of {', '.join(LIBRARIES)}")
+    if unknown := [name for name in names if name not in LIBRARIES and name not in THROUGH]:
+        raise ValueError(f"{unknown[0]!r} is unknown, expected one of {', '.join([*LIBRARIES, *THROUGH])}")
     autoload.waiting.clear()
     switch = Switch()
     with _lock:
         try:
             for name in names or LIBRARIES:
+                # PEFT and transformers may import bitsandbytes later
+                if not names and name != "bitsandbytes" and name not in sys.modules:
+                    if importlib.util.find_spec(name):
+                        switch.refused[name] = "not imported; import it first, then call use_nf4_kernel()"
+                    continue
                 try:
-                    _switch_on(name, switch, asked=bool(names))
+                    _switch_on(name, switch)
                 except Exception as error:
                     if strict:
                         raise
-                    switch.refused[name] = f"{error}" or type(error).__name__
+                    switch.refused[name] = str(error) or type(error).__name__
         except BaseException:
             switch.off()
             raise
@@ -274,13 +445,11 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
 
 
 def restore() -> None:
-    """Put every library's own functions back, whoever switched them. Also works twice, after this module was
-    reloaded, and beside a second copy of it."""
+    """Put every library's own functions back, whoever switched them."""
     with _lock:
         autoload.waiting.clear()
-        for library in _libraries.values():
-            library.on = False
-        _put_back()
+        for library in LIBRARIES.values():
+            _remove(library)
 
 
 class _Stderr(logging.Handler):
@@ -303,62 +472,97 @@ def say(text: str, level: int = logging.INFO) -> None:
 # Switching
 
 
-def _switch_on(name: str, switch: Switch, asked: bool) -> None:
+def _switch_on(name: str, switch: Switch) -> None:
     """Switch one library on for `switch`, all of its functions or none."""
     if name not in sys.modules:
         if importlib.util.find_spec(name) is None:
-            raise ImportError(f"{name} is not installed")
-        if not asked and name in ROUTES and "bitsandbytes" in switch.libraries:
-            switch.routes[name] = "once it is imported"
-            return
-        if not asked and name != "bitsandbytes":
-            raise ImportError("not imported; import it first, then call use_nf4_kernel()")
+            raise ImportError(f"{name} is not installed: pip install {name}")
         importlib.import_module(name)
-    through = "bitsandbytes" if name in ROUTES else name
-    _install(through)
-    switch._hold(through)
-    if name in ROUTES:
-        importlib.import_module(ROUTES[name].rpartition(".")[0])
-        calls = _calls(current(ROUTES[name]), "functional", "dequantize_4bit")
-        how = f"only in its layers: {ROUTES[name]} does not call {DEQUANTIZE}"
-        switch.routes[name] = f"whose {ROUTES[name]} calls {DEQUANTIZE}" if calls else how
-
-
-def _install(name: str) -> None:
-    library = _libraries[name]
-    if not library.on:
-        library.holders.clear()  # those that another copy of this package restored
-    if not library.sites or any(site.changed() in (RELOADED, OTHER) for site in library.sites):
-        if library.on:
-            _remove(library)
-        library.sites, library.left = {"bitsandbytes": _bitsandbytes, "unsloth": _unsloth}[name](library)
-    if not library.on:
-        _self_test()
-    replacements = {id(site.original): site.replacement for site in library.sites}
-    try:  # also if it is on: modules imported since may hold the originals
+    if name in THROUGH:
+        _switch_on(THROUGH[name], switch)
+        return
+    library = LIBRARIES[name]
+    try:
+        if not library.on:
+            library.on = True  # for the self-tests
+            library.left = _prepare(library)
+        replacements = {id(site.original): site.replacement for site in library.replaced}
+        # Also if it was on: modules imported since may hold the originals.
         for module, attribute, value in _references(PACKAGES):
             if id(value) in replacements:
                 setattr(module, attribute, replacements[id(value)])
-        library.on = True
     except BaseException:
-        library.holders.clear()
         _remove(library)
         raise
+    switch._hold(name)
+
+
+def _prepare(library: Library) -> dict[str, str]:
+    """Make and test the replacements. Return {function that stays the library's: why}."""
+    if problem := cannot_run():
+        raise RuntimeError(problem)
+    left = {}
+    for site in library.sites:
+        if site.replacement and current(site.name) in (site.original, site.replacement):
+            continue  # tested before
+        site.replacement = None
+        try:
+            if site.exists():
+                _replace(site, library)
+        except Exception as error:
+            if site is library.sites[0]:
+                raise
+            left[site.name] = str(error)
+    return left
+
+
+def _replace(site: Site, library: Library) -> None:
+    """Give a site a replacement that passed its self-test."""
+    importlib.import_module(site.name.rpartition(".")[0])
+    answer = inspect.getfullargspec(site.answer)
+    parameters = answer.args[1:]
+    require_parameters(site.name, parameters)
+    original = site.original = current(site.name)
+
+    @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
+    def replacement(*arguments, **named):
+        known = len(arguments) <= len(parameters)
+        for name in named:
+            known = known and (name in parameters or name in answer.kwonlyargs)
+        if known and library.on:
+            result = site.answer(site, *arguments, **named)
+            if result is not None:
+                return result
+        return original(*arguments, **named)
+
+    self_test(site, replacement)
+    site.replacement = replacement
+
+
+def require_parameters(name: str, parameters: list[str]) -> None:
+    """Raise UnknownInternals unless a function takes these parameters first and needs no others."""
+    function, problem = current(name), "is missing"
+    if inspect.isfunction(function):
+        have = inspect.signature(function).parameters
+        more = list(have.values())[len(parameters) :]
+        optional = all(parameter.default is not parameter.empty for parameter in more)
+        if optional and list(have)[: len(parameters)] == parameters:
+            return
+        problem = f"takes {tuple(have)}, expected {tuple(parameters)}"
+    library = name.partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", "")
+    raise UnknownInternals(f"{library} {version} is unknown and was left unchanged: {name} {problem}")
 
 
 def _remove(library: Library) -> None:
+    """Put a library's own functions back in all modules."""
     library.on = False  # all replacements at once; a copy that nobody can find only passes calls on
-    _put_back(library.sites)
-
-
-def _put_back(sites: list[Site] | None = None) -> None:
-    """Undo replacements in all modules: those of `sites`, or those of every copy of this package."""
+    library.holders.clear()
+    originals = {id(site.replacement): site.original for site in library.replaced}
     for module, attribute, value in _references():
-        site = site_of(value)
-        if site and (sites is None or site in sites):
-            site.library_switch.on = False
+        if id(value) in originals:
             with contextlib.suppress(Exception):  # a module that cannot be written keeps the detour
-                setattr(module, attribute, site.original)
+                setattr(module, attribute, originals[id(value)])
 
 
 def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple[types.ModuleType, str, object]]:
@@ -366,319 +570,23 @@ def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple[types.Modul
     for module in list(sys.modules.values()):
         name = str(getattr(module, "__name__", "")).lower()
         if isinstance(module, types.ModuleType) and name.startswith(packages):
-            names = list(vars(module).items())
-            for attribute, value in [row for row in names if type(row[1]) in _KINDS]:
-                yield module, attribute, value
+            for attribute, value in list(vars(module).items()):
+                if type(value) in (types.FunctionType, functools.partial):
+                    yield module, attribute, value
 
 
 def _not_replaced(sites: list[Site]) -> dict[str, str]:
     """Return {name: why} of what still dequantizes without the kernel, as far as modules show it."""
-    originals = {id(site.original) for site in sites if not site.watched}
+    originals = {id(site.original) for site in sites}
     kept = {name: "it has a kernel of its own" for name in OWN_KERNELS if sites and current(name)}
     for module, attribute, value in _references():
         function = value.func if type(value) is functools.partial else value
-        if id(function) in originals and not module.__name__.startswith(__package__):
+        if id(function) in originals:
             kept[f"{module.__name__}.{attribute}"] = "it was imported before use_nf4_kernel() was called"
     return kept
-
-
-def _self_test() -> None:
-    """Raise RuntimeError unless the kernel runs here, bit-identical to bitsandbytes. Only success is kept."""
-    from bitsandbytes import __version__ as version
-    from bitsandbytes import functional
-
-    from .backend import cannot_run
-
-    if problem := cannot_run():
-        raise RuntimeError(problem)
-    site, ours = site_of(functional.dequantize_4bit), launch._your_dequantize_nf4
-    library = site.original if site else functional.dequantize_4bit
-    if (library, ours) in _tested:
-        return
-    device = "cpu" if launch.INTERPRETED else "cuda"
-    for dtype in (torch.float16, torch.bfloat16):
-        name = f"bitsandbytes {version}"
-        try:
-            with torch.device(device):  # models are often created on "meta"
-                values = torch.linspace(-3, 3, 64 * 64, dtype=torch.float32, device=device)
-                values = values.view(64, 64).to(dtype)
-                packed, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-                expected = library(packed, state)
-                name = "the kernel"
-                same = torch.equal(ours(packed, state), expected)
-        except Exception as error:
-            raise RuntimeError(f"{name} does not run here: {type(error).__name__}: {error}") from error
-        if not same:
-            why = " (0.47 and 0.48 round the NF4 table first, but only on a CPU)" * (device == "cpu")
-            raise RuntimeError(f"the kernel's {dtype} bits differ from bitsandbytes {version}'s{why}")
-    _tested.add((library, ours))
-
-
-# What is known of the libraries
 
 
 def current(name: str):
     """Return what a module refers to by the last part of `name` now, None without the module or the name."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
-
-
-def site_of(function) -> Site | None:
-    """Return the site that a function is the replacement of. functools.wraps copies the mark to wrappers."""
-    site = getattr(function, "nf4_site", None) if type(function) is types.FunctionType else None
-    return site if site and site.replacement is function else None
-
-
-def _require(name: str, parameters: tuple[str, ...], more: tuple[str, ...] | None = None) -> None:
-    """Refuse a function that does not take `parameters` first. Others need a default and, if `more` is given,
-    one of its names."""
-    function, library = current(name), name.partition(".")[0]
-    if site_of(function):
-        raise RuntimeError(f"{name} was replaced by another copy of nf4_triton: call restore() first")
-    problem = "is missing"
-    if inspect.isfunction(function):
-        have = inspect.signature(function).parameters
-        fits = tuple(have)[: len(parameters)] == parameters
-        for rest in list(have.values())[len(parameters) :]:
-            fits &= rest.default is not rest.empty and (more is None or rest.name in more)
-        problem = "" if fits else f"takes {tuple(have)}, expected {parameters}"
-    if problem:
-        version = getattr(sys.modules.get(library), "__version__", "")
-        raise UnknownInternals(f"{library} {version} is unknown and was left unchanged: {name} {problem}")
-
-
-def _unknown(*names: str) -> str:
-    """Return why these sources are not the ones in KNOWN, "" if they are. Indentation and comments do not
-    count."""
-    for name in names:
-        try:
-            lines = (line.strip() for line in _source(current(name)).splitlines())
-        except (OSError, TypeError, SyntaxError) as error:  # no source files, as in a frozen application
-            return f"the code of {name} cannot be read ({error})"
-        text = "\n".join(line for line in lines if line and not line.startswith("#"))
-        if hashlib.sha256(text.encode()).hexdigest()[:12] != KNOWN[name]:
-            return f"the code of {name} is not known"
-    return ""
-
-
-def _source(code) -> str:
-    """Return the source of a function or class; of a module, that of the CUDA operator gemm_4bit."""
-    source = inspect.getsource(code)
-    for node in ast.parse(source).body if inspect.ismodule(code) else ():
-        decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
-        if any("'bitsandbytes::gemm_4bit', 'cuda'" in one for one in decorators):
-            return ast.get_source_segment(source, node)
-    return source
-
-
-def _calls(function, *names: str) -> bool:
-    return set(names) <= set(getattr(getattr(function, "__code__", None), "co_names", ()))
-
-
-def _bitsandbytes(library: Library) -> tuple[list[Site], dict[str, str]]:
-    """Return bitsandbytes' sites, with replacements that are not in place yet, and {function left: why}."""
-    _require(DEQUANTIZE, ("A", "quant_state", "absmax", "out", "blocksize", "quant_type"))
-    sites, left, cuda_ops = [_dequantize_4bit(Site(DEQUANTIZE, library))], {}, sys.modules.get(CUDA_OPS)
-    operator = (CUDA_OPS, FALLBACK) if cuda_ops else ()
-    if current(FALLBACK):
-        if why := _unknown(*operator):
-            left[FALLBACK] = why
-        else:
-            sites.append(_gemm_fallback(Site(FALLBACK, library)))
-    parts = [getattr(current(AUTOGRAD), part, None) for part in ("forward", "backward")]
-    if not all(_calls(part, "dequantize_4bit") for part in parts):  # from 0.50 on
-        site = Site(PRODUCT, library)
-        if why := _unknown(PRODUCT, AUTOGRAD, *operator):
-            left[PRODUCT] = why
-        sites.append(_watch(site) if why else _matmul_4bit(site, cuda_ops))
-    if current(LAST):
-        sites.append(_watch(Site(LAST, library)))
-    return sites, left
-
-
-def _unsloth(library: Library) -> tuple[list[Site], dict[str, str]]:
-    importlib.import_module("unsloth.kernels.utils")
-    _require(UNSLOTH, ("W", "quant_state", "out"), more=("use_global_buffer", "dtype"))
-    return [_fast_dequantize(Site(UNSLOTH, library))], {}
-
-
-# The replacements: each takes its original's arguments and returns the same bits. They look the kernel up at
-# each call, so that a reloaded one is used.
-
-
-class State(types.SimpleNamespace):
-    """Fields of a quant_state for one call."""
-
-
-def _covered(weight, state) -> bool:
-    """Return whether the kernel accepts these tensors, from metadata that torch.compile guards: compiled code
-    cannot catch UnsupportedState. A value that it refuses ends the trace, and the call runs eagerly."""
-    n, fp32 = math.prod(state.shape), (torch.float32,)
-    blocks = -(-n // state.blocksize)
-    needed = [(state.absmax, (torch.uint8,) if state.nested else fp32, blocks)]
-    if state.nested:
-        second, offset = state.state2, state.offset
-        if second is None or second.dtype is not torch.float32 or offset is None or offset.numel() != 1:
-            return False
-        needed += [(second.absmax, fp32, -(-blocks // second.blocksize)), (second.code, fp32, 256)]
-        needed += [(offset, (torch.float32, torch.bfloat16, torch.float16), 1)]
-    for tensor, dtypes, count in needed:
-        if tensor is None or tensor.dtype not in dtypes or tensor.device != weight.device:
-            return False
-        if tensor.numel() < count or not tensor.is_contiguous():
-            return False
-    return not (
-        not (weight.is_cuda or launch.INTERPRETED)
-        or getattr(state, "packing_format_for_cpu", False)
-        or weight.dtype not in launch.STORAGES
-        or not weight.is_contiguous()
-        or weight.numel() * weight.element_size() * 2 < n
-        or (weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(state.shape))
-    )
-
-
-def _dequantize(site: Site, weight, state, out=None):
-    """Return the weight that the kernel dequantizes, counted; None if that is left to the library."""
-    if _compiling():
-        return launch._your_dequantize_nf4(weight, state, out) if _covered(weight, state) else None
-    try:
-        result = launch._your_dequantize_nf4(weight, state, out)
-    except launch.UnsupportedState as error:
-        return site.left(error)
-    site.kernel += 1
-    return result
-
-
-def _fast_dequantize(site: Site) -> Site:
-    """Replace Unsloth's fast_dequantize. Results are new tensors, as `use_global_buffer` permits.
-    Other formats (8 bit, NVFP4, MXFP4) have other state types and pass through."""
-    from bitsandbytes.functional import QuantState
-
-    original, library = site.original, site.library_switch
-
-    def fast_dequantize(W, quant_state=None, out=None, *more, **named):
-        if type(quant_state) is QuantState and library.on:
-            if (result := _dequantize(site, W, quant_state, out)) is not None:
-                return result
-        return original(W, quant_state, out, *more, **named)
-
-    return site.replace(fast_dequantize)
-
-
-def _dequantize_4bit(site: Site) -> Site:
-    """Replace bitsandbytes.functional.dequantize_4bit. Calls without a quant_state, or with arguments that a
-    newer release adds, go to the library."""
-    original, library = site.original, site.library_switch
-
-    def dequantize_4bit(
-        A, quant_state=None, absmax=None, out=None, blocksize=64, quant_type="fp4", *more, **named
-    ):
-        if library.on and quant_state is not None and not more and not named:
-            if (result := _dequantize(site, A, quant_state, out)) is not None:
-                return result
-        return original(A, quant_state, absmax, out, blocksize, quant_type, *more, **named)
-
-    return site.replace(dequantize_4bit)
-
-
-def _gemm_fallback(site: Site) -> Site:
-    """Replace the branch of bitsandbytes' CUDA operator gemm_4bit that dequantizes and multiplies: compiled
-    graphs run it, and eager calls that `_matmul_4bit` leaves to the operator."""
-    original, library = site.original, site.library_switch
-
-    def fallback(
-        A, B, shapeB, absmax, blocksize, quant_type, bias=None,
-        absmax_8bit=None, absmax_code=None, absmax_offset=None,
-    ):  # fmt: skip
-        if library.on:
-            state = State(shape=torch.Size(shapeB), dtype=A.dtype, quant_type=quant_type, blocksize=blocksize)
-            state.nested, state.absmax = absmax_8bit is not None, absmax
-            if state.nested:
-                state.state2 = State(absmax=absmax, code=absmax_code, blocksize=256, dtype=torch.float32)
-                state.absmax, state.offset = absmax_8bit, absmax_offset
-            if (weight := _dequantize(site, B, state)) is not None:  # here one row means no transposed weight
-                return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)
-        return original(
-            A, B, shapeB, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
-        )
-
-    return site.replace(fallback)
-
-
-def _matmul_4bit(site: Site, cuda_ops: types.ModuleType | None) -> Site:
-    """Replace bitsandbytes' matmul_4bit where it dequantizes and multiplies: the same weight into the same
-    `linear` (forward) and `matmul` (backward), without the operator's dispatch and two helper kernels.
-    Products of few rows stay with bitsandbytes' fused kernels, whose sums round differently; `cuda_ops` says
-    which (None on a CPU, where it always dequantizes)."""
-    from bitsandbytes import functional
-
-    original, library, tensor = site.original, site.library_switch, torch.Tensor
-    fused = getattr(cuda_ops, "_gemm_4bit_use_custom_fn", None)
-    most_rows = getattr(cuda_ops, "_gemm_4bit_custom_max_m", 0)
-    on_cpu = launch.INTERPRETED and cuda_ops is None
-
-    def dequantized(B, state, dtype):  # to the dtype of the input, whatever the state's
-        state = state if state.dtype is dtype else State(**vars(state) | {"dtype": dtype})
-        return launch._your_dequantize_nf4(B, state)
-
-    class MatMul4Bit(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, A, B, bias, quant_state):
-            ctx.packed, ctx.state = B, quant_state
-            return linear(A, dequantized(B, quant_state, A.dtype), bias)
-
-        @staticmethod
-        def backward(ctx, grad):
-            weight = functional.dequantize_4bit(ctx.packed, ctx.state)
-            return torch.matmul(grad, weight.to(grad.dtype)), None, None, None
-
-    # Function.apply itself only adds a check for functorch, which is made below.
-    apply = super(torch.autograd.Function, MatMul4Bit).apply
-
-    def matmul_4bit(A, B, quant_state, out=None, bias=None):
-        if library.on and out is None and not _compiling() and type(A) is tensor and not _functorch():
-            try:
-                outputs, inputs = quant_state.shape
-                elements = A.numel()
-                rows = elements // inputs
-                if (
-                    A.shape[-1] == inputs
-                    and elements
-                    and inputs * outputs
-                    >= 64  # smaller: the packed column may be one row, read as transposed
-                    and (A.is_cuda or on_cpu)
-                    and (bias is None or not bias.requires_grad)
-                    and (not quant_state.nested or quant_state.state2.blocksize == 256)
-                ):
-                    if fused and rows <= most_rows:
-                        odd = inputs % quant_state.blocksize  # then bitsandbytes warns, and dequantizes
-                        if odd or fused(A.device.index, A.dtype, rows, outputs, inputs):
-                            site.fused += not odd
-                            return original(A, B, quant_state, out, bias)
-                    with _plain_tensors():
-                        B = B.data  # keeps the present storage, as bitsandbytes' view does, in half the time
-                        if B.size(0) == 1:
-                            B = B.view(-1, 1)
-                    if A.requires_grad and torch.is_grad_enabled():
-                        result = apply(A, B, bias, quant_state)
-                    else:
-                        result = linear(A, dequantized(B, quant_state, A.dtype), bias)
-                    site.kernel += 1
-                    return result
-            except (AttributeError, IndexError, TypeError, ValueError) as error:
-                site.left(error)  # whatever is wrong with the arguments, bitsandbytes says it best
-        return original(A, B, quant_state, out, bias)
-
-    return site.replace(matmul_4bit)
-
-
-def _watch(site: Site) -> Site:
-    """Count the calls of a function that stays the library's."""
-    original, site.watched = site.original, True
-
-    def watched(*arguments, **named):
-        if not _compiling():
-            site.library += 1
-        return original(*arguments, **named)
-
-    return site.replace(watched)

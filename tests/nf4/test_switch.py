@@ -20,11 +20,12 @@ bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
 from helpers.nf4 import autoload, environment, launch, reference, switch  # noqa: E402
-from helpers.nf4.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
+from helpers.nf4.switch import DEQUANTIZE, PRODUCT, UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 
-AUTOGRAD, DEQUANTIZE, PRODUCT, UNSLOTH = switch.AUTOGRAD, switch.DEQUANTIZE, switch.PRODUCT, switch.UNSLOTH
 BF16, DEVICE = torch.bfloat16, reference.default_device()
 quietly = functools.partial(use_nf4_kernel, quiet=True)
+BITSANDBYTES = switch.LIBRARIES["bitsandbytes"]
+PRODUCT_SITE = BITSANDBYTES.sites[2]
 
 
 def functions():
@@ -34,15 +35,21 @@ def functions():
 ORIGINAL = functions()
 
 
+def forget_self_tests():
+    for library in switch.LIBRARIES.values():
+        for site in library.sites:
+            site.replacement = None
+
+
 @pytest.fixture(autouse=True)
 def restored(own_bitsandbytes, monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     example()  # now: a switch that is on would count it
     yield
     monkeypatch.undo()
-    if functions() != ORIGINAL or any(library.on for library in switch._libraries.values()):
+    if functions() != ORIGINAL or any(library.on for library in switch.LIBRARIES.values()):
         restore()  # which searches all modules: 50 ms
-    assert functions() == ORIGINAL and not any(map(switch.site_of, functions()))
+    assert functions() == ORIGINAL
 
 
 @pytest.fixture
@@ -58,33 +65,31 @@ def fake_module(monkeypatch):
     return make
 
 
-@pytest.fixture
-def fake_unsloth(fake_module):
-    """Modules with Unsloth's names and function, and the list of calls that reach it."""
-    if "unsloth" in sys.modules:
-        pytest.skip("the real Unsloth is imported in this process")
-    calls = []
-
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-        calls.append((W, quant_state, out, use_global_buffer, dtype))
-        return "the library's"
-
-    fake_module("unsloth", __spec__=None)
-    names = [f"unsloth.kernels{part}" for part in ("", ".utils", ".fast_lora")]
-    return [fake_module(name, fast_dequantize=fast_dequantize) for name in names], calls
-
-
 @functools.cache
-def example(shape=(16, 64)):
+def example():
     """(packed, state, the library's result) of a nested NF4 weight in bf16."""
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
+    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
     packed, state = bnb.functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
     return packed, state, ORIGINAL[0](packed, state)
 
 
+@pytest.fixture
+def fake_unsloth(fake_module):
+    """A module with Unsloth's name and function."""
+    if "unsloth" in sys.modules:
+        pytest.skip("the real Unsloth is imported in this process")
+
+    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+        return reference.dequantize(W, quant_state)
+
+    fake_module("unsloth")
+    return fake_module("unsloth.kernels.utils", fast_dequantize=fast_dequantize)
+
+
 def dequantizes(function=None):
     packed, state, expected = example()
-    return torch.equal((function or bnb.functional.dequantize_4bit)(packed, state), expected)
+    function = function or bnb.functional.dequantize_4bit
+    return torch.equal(function(packed, state), expected)
 
 
 def by_kernel(on, name=DEQUANTIZE):
@@ -96,11 +101,14 @@ def by_kernel(on, name=DEQUANTIZE):
 
 def test_on_for_the_time_of_a_with_block(capsys):
     with pytest.raises(KeyError), use_nf4_kernel("bitsandbytes") as on:
-        assert not set(functions()) & set(ORIGINAL) and all(map(switch.site_of, functions()))
-        assert on.libraries == ("bitsandbytes",) and repr(on) == "<nf4_triton.Switch of bitsandbytes: on>"
-        assert capsys.readouterr().err == f"{on}\n" and DEQUANTIZE in str(on) and PRODUCT in str(on)
+        assert not set(functions()) & set(ORIGINAL)
+        assert on.libraries == ("bitsandbytes",)
+        assert repr(on) == "<nf4_triton.Switch of bitsandbytes: on>"
+        assert capsys.readouterr().err == f"{on}\n"
+        assert f"\n  {DEQUANTIZE}\n" in str(on) and f"\n  {PRODUCT}\n" in str(on)
         raise KeyError
-    assert functions() == ORIGINAL and repr(on) == "<nf4_triton.Switch of bitsandbytes: off>"
+    assert functions() == ORIGINAL
+    assert repr(on) == "<nf4_triton.Switch of bitsandbytes: off>"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
@@ -108,7 +116,8 @@ def test_overlapping_switches_end_in_any_order(order):
     switches = [quietly("bitsandbytes"), quietly("peft"), quietly()]
     replacements = functions()
     for ended, index in enumerate(order):
-        assert functions() == replacements and [one.on for one in switches].count(True) == 3 - ended
+        assert functions() == replacements
+        assert [one.on for one in switches].count(True) == 3 - ended
         switches[index].off()
         switches[index].off()
         assert not switches[index].on
@@ -142,24 +151,17 @@ def test_references_in_other_modules(fake_module):
         late.dequantize = theirs.dequantize
         assert late.dequantize is bnb.functional.dequantize_4bit is not original
         assert mine.dequantize is original  # a script may compare with it
-        for line in (
-            "Not replaced: my_script.dequantize: it was imported before use_nf4_kernel() was called",
-            "Not replaced: my_script.half: it was imported before use_nf4_kernel() was called",
-            "moe_nf4_grouped.nf4_grouped_mm: it has a kernel of its own",
-        ):
-            assert line in str(on)
+        before = "it was imported before use_nf4_kernel() was called"
+        assert f"Not replaced: my_script.dequantize: {before}" in str(on)
+        assert f"Not replaced: my_script.half: {before}" in str(on)
+        assert "moe_nf4_grouped.nf4_grouped_mm: it has a kernel of its own" in str(on)
         other = fake_module("peft.other", dequantize=original)  # imported since: the next call finds it
         with quietly("bitsandbytes"):
             assert other.dequantize is late.dequantize
     assert theirs.dequantize is other.dequantize is original
     counted = by_kernel(on)
-    assert (
-        dequantizes(late.dequantize) and by_kernel(on) == counted
-    )  # cannot be found, and only passes calls on
-
-
-def interrupted():
-    raise KeyboardInterrupt
+    assert dequantizes(late.dequantize)  # cannot be found, and only passes calls on
+    assert by_kernel(on) == counted
 
 
 class Stubborn(types.ModuleType):
@@ -170,20 +172,19 @@ class Stubborn(types.ModuleType):
 @pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
 def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module, before):
     """Also if a library of several fails, and whatever the error is."""
-    original = fake_unsloth[0][1].fast_dequantize
     if before:
         quietly("bitsandbytes")
     fake_module("transformers.stubborn", Stubborn, dequantize=ORIGINAL[0])
-    with pytest.raises(OSError):
-        quietly("unsloth", "bitsandbytes", strict=True)
-    assert fake_unsloth[0][1].fast_dequantize is original and functions() == ORIGINAL
-    install = switch._install
-    monkeypatch.setattr(
-        switch, "_install", lambda name: install(name) if name == "unsloth" else interrupted()
-    )
-    with pytest.raises(KeyboardInterrupt):
-        quietly("unsloth", "bitsandbytes")
-    assert fake_unsloth[0][1].fast_dequantize is original and functions() == ORIGINAL
+    for error in (OSError, KeyboardInterrupt):
+        original = fake_unsloth.fast_dequantize
+        with pytest.raises(error):
+            quietly("unsloth", "bitsandbytes", strict=True)
+        assert fake_unsloth.fast_dequantize is original and functions() == ORIGINAL
+
+        def interrupted():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(switch, "cannot_run", interrupted)
 
 
 def test_one_thread_switches_at_a_time():
@@ -197,12 +198,12 @@ def test_one_thread_switches_at_a_time():
 
 
 def test_threads_switch_and_restore_at_once():
-    seen = []
+    replaced = []
 
     def switched():
         for _ in range(4):
             with quietly("bitsandbytes"):
-                seen.append(switch.site_of(bnb.functional.dequantize_4bit))
+                replaced.append(bnb.functional.dequantize_4bit is not ORIGINAL[0])
 
     def restored():
         for _ in range(4):
@@ -214,7 +215,7 @@ def test_threads_switch_and_restore_at_once():
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
         assert functions() == ORIGINAL
-    assert all(seen) and len(seen) == 12
+    assert replaced == [True] * 12
 
 
 # What is refused, what is left
@@ -228,27 +229,42 @@ def full(*_):
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-NO_GPU = [(torch.cuda, "is_available", lambda: False), (launch, "INTERPRETED", False)]
-NO_GPU += [(environment, "driver", lambda: None)]
+def refuses(*_):
+    raise launch.UnsupportedState("the moon: is full")
+
+
+INTERPRETER_OFF = (launch, "INTERPRETED", False)
+NO_GPU = [(torch.cuda, "is_available", lambda: False), (environment, "driver", lambda: None), INTERPRETER_OFF]
 OLD_GPU = [
     (torch.cuda, "is_available", lambda: True),
     (torch.cuda, "get_device_name", lambda *_: "Tesla P100"),
+    (torch.cuda, "get_device_capability", lambda *_: (6, 0)),
+    INTERPRETER_OFF,
 ]
-OLD_GPU += [(torch.cuda, "get_device_capability", lambda *_: (6, 0)), (launch, "INTERPRETED", False)]
-LAMBDAS = (lambda A, state: A, lambda A, quant_state, absmax, out, blocksize, quant_type, more: A, None)
-NEW, NEW_MUST, MISSING = [[(bnb.functional, "dequantize_4bit", function)] for function in LAMBDAS]
-WRONG, FULL = [[(launch, "_your_dequantize_nf4", function)] for function in (wrong_bits, full)]
-BITS = r"torch.float16 bits differ from bitsandbytes 0\.\d+\.\d+'s"
-BITS += " .0.47 and 0.48 round" if launch.INTERPRETED else "$"
+
+
+def library_has(function):
+    return [(bnb.functional, "dequantize_4bit", function)]
+
+
+def kernel_is(function):
+    return [(launch, "_your_dequantize_nf4", function)]
+
+
 REFUSED = {
-    "arguments": (NEW, UnknownInternals, "bitsandbytes 0.* unknown.*unchanged.*dequantize_4bit takes"),
-    "needed argument": (NEW_MUST, UnknownInternals, "dequantize_4bit takes"),
-    "missing": (MISSING, UnknownInternals, "dequantize_4bit is missing"),
+    "other parameters": (library_has(lambda A, state: A), UnknownInternals, "takes .'A', 'state'., expected"),
+    "one more that is needed": (
+        library_has(lambda A, quant_state, absmax, out, blocksize, quant_type, more: A),
+        UnknownInternals,
+        "bitsandbytes 0.* is unknown and was left unchanged: .*dequantize_4bit takes",
+    ),
+    "missing": (library_has(None), UnknownInternals, "dequantize_4bit is missing"),
     "no GPU": (NO_GPU, RuntimeError, "No CUDA GPU"),
     "AMD": ([(torch.version, "hip", "6.4")], RuntimeError, "AMD GPU .ROCm 6.4.*NVIDIA"),
     "old GPU": (OLD_GPU, RuntimeError, "Tesla P100 is sm_60.*sm_75"),
-    "wrong bits": (WRONG, RuntimeError, BITS),
-    "full GPU": (FULL, RuntimeError, "kernel does not run.*OutOfMemoryError"),
+    "wrong bits": (kernel_is(wrong_bits), RuntimeError, "torch.float16 bits differ from those of .*4bit$"),
+    "full GPU": (kernel_is(full), RuntimeError, "the self-test of .*4bit failed: OutOfMemoryError: CUDA out"),
+    "not its state": (kernel_is(refuses), RuntimeError, "the kernel refused the self-test.*4bit: the moon$"),
 }
 
 
@@ -256,12 +272,12 @@ REFUSED = {
 def test_refused(monkeypatch, capsys, case):
     """strict raises. Otherwise nothing is replaced, and the reason is logged if the library was named."""
     changes, error, text = REFUSED[case]
-    switch._tested.clear()
+    forget_self_tests()
     for change in changes:
         monkeypatch.setattr(*change)
     before = functions()
     with pytest.raises(error, match=text) as problem:
-        quietly("bitsandbytes", strict=True)
+        quietly(strict=True)
     assert "\n" not in str(problem.value) and not capsys.readouterr().err
     for names in ((), ("peft",)):
         with quietly(*names) as on:
@@ -276,36 +292,34 @@ def test_refused(monkeypatch, capsys, case):
 
 
 def test_which_libraries(monkeypatch):
-    with pytest.raises(ValueError, match="'bnb' is unknown, expected one of unsloth, bitsandbytes"):
+    """Without names, bitsandbytes and those that are imported: strict is over these."""
+    with pytest.raises(
+        ValueError, match="'bnb' is unknown, expected one of unsloth, bitsandbytes, axolotl, peft"
+    ):
         use_nf4_kernel("bnb")
-    for name in ("unsloth", "peft", "transformers"):
+    for name in ("unsloth", "axolotl", "peft"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # installed, not imported
-    with quietly() as on:
-        assert on.routes == dict.fromkeys(("peft", "transformers"), "once it is imported") and not on.partial
-        assert "Not in unsloth: not imported; import it first, then call use_nf4_kernel()" in str(on)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.delitem(sys.modules, "bitsandbytes")
-    with pytest.raises(ImportError, match="peft is not installed"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "unsloth" else None)
+    with quietly(strict=True) as on:
+        assert on.libraries == ("bitsandbytes",) and not on.partial
+        assert on.refused == {"unsloth": "not imported; import it first, then call use_nf4_kernel()"}
+    with pytest.raises(ImportError, match="peft is not installed: pip install peft"):
         quietly("peft", strict=True)
-    refused = quietly().refused
-    assert refused == {name: f"{name} is not installed" for name in switch.LIBRARIES}
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_how_peft_dequantizes(monkeypatch, known):
-    integrations = pytest.importorskip("peft.utils.integrations")
-    if not known:
-        monkeypatch.setattr(integrations, "dequantize_bnb_weight", lambda weight, state=None: weight)
-    theirs = "peft.utils.integrations.dequantize_bnb_weight"
-    with quietly("peft") as on:
-        how = f"whose {theirs} calls" if known else f"only in its layers: {theirs} does not call"
-        assert f"peft, {how} {DEQUANTIZE}" in str(on)
-        assert on.libraries == ("bitsandbytes",)
+def test_without_bitsandbytes(monkeypatch, fake_module):
+    monkeypatch.delitem(sys.modules, "bitsandbytes")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    fake_module("peft")
+    problem = "bitsandbytes is not installed: pip install bitsandbytes"
+    for names in ((), ("peft",)):
+        assert list(quietly(*names).refused.values()) == [problem]
+        with pytest.raises(ImportError, match=problem):
+            quietly(*names, strict=True)
 
 
 def train_a_layer(*names):
-    packed, state, _ = example((64, 128))
+    packed, state, _ = example()
     x = torch.randn(200, 128, dtype=BF16, device=DEVICE, requires_grad=True)
     with quietly(*names) as on:
         _functions.matmul_4bit(x, packed, state).sum().backward()
@@ -313,26 +327,51 @@ def train_a_layer(*names):
     return on
 
 
-@pytest.mark.parametrize("unknown", [PRODUCT, AUTOGRAD, "no source files"])
-def test_a_product_whose_code_is_unknown_is_left_named_and_counted(monkeypatch, unknown):
+def another_gradient(A, B, quant_state, out=None, bias=None):
+    result = ORIGINAL[1](A, B, quant_state, out, bias)
+    if A.requires_grad:
+        result.register_hook(lambda gradient: 2 * gradient)
+    return result
+
+
+def another_bias(A, B, quant_state, out=None, bias=None):
+    return ORIGINAL[1](A, B, quant_state, out, bias if bias is None else bias + 1)
+
+
+def one_row_less(A, B, quant_state, out=None, bias=None):
+    rows = 2047 if len(A) == 2048 else len(A)
+    return torch.cat([ORIGINAL[1](A[:rows], B, quant_state, out, bias), A.new_zeros(len(A) - rows, 128)])
+
+
+LEFT = {
+    "another gradient": (another_gradient, f"the kernel's torch.float16 bits differ from those of {PRODUCT}"),
+    "another bias": (another_bias, "bits differ"),
+    "wrong from 2,048 rows on": (one_row_less, "bits differ"),
+    "other parameters": (lambda A, B, state: A, "was left unchanged"),
+    "fails": (
+        lambda A, B, quant_state, out=None, bias=None: full(),
+        f"self-test of {PRODUCT} failed: OutOfMemoryError",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_a_product_that_fails_its_self_test_is_left_and_named(monkeypatch, case):
     """A new release may cost speed, but no bit: its backward still dequantizes with the kernel."""
-
-    def gone(_):
-        raise OSError("could not get source code")
-
-    monkeypatch.setattr(switch._libraries["bitsandbytes"], "sites", [])
-    if unknown in switch.KNOWN:
-        monkeypatch.setitem(switch.KNOWN, unknown, "another release")
-    else:
-        monkeypatch.setattr(switch.inspect, "getsource", gone)
-    on = train_a_layer()
-    why = f"the code of {unknown} is not known" if unknown in switch.KNOWN else "cannot be read"
-    assert why in on.left[PRODUCT] and f"Left to the library: {PRODUCT}: " in on.text
-    assert on.partial and on.text.startswith("The NF4 kernel works here in part. It dequantizes in:\n")
-    assert f"  {PRODUCT}" not in on.text
-    assert by_kernel(on) == 1 and on.counts()[PRODUCT]["library"] == 1
-    if not torch.cuda.is_available():
-        assert on.summary() == "1 of 2 dequantizations went through the library"
+    function, why = LEFT[case]
+    monkeypatch.setattr(_functions, "matmul_4bit", function)
+    with quietly() as on:
+        assert _functions.matmul_4bit is function
+        assert why in on.left[PRODUCT] and f"Left to the library: {PRODUCT}: " in str(on)
+        assert on.partial and str(on).startswith("The NF4 kernel works here in part. It dequantizes in:\n")
+        assert f"\n  {PRODUCT}" not in str(on) and PRODUCT not in on.counts()
+        assert dequantizes() and by_kernel(on) == 1
+        assert on.summary() == f"0 of 1 dequantizations went through the library; not counted: {PRODUCT}"
+        with quietly() as second:
+            assert second.left == on.left
+    monkeypatch.undo()
+    with quietly() as on:
+        assert not on.left and _functions.matmul_4bit is not ORIGINAL[1]
 
 
 def test_an_older_product_dequantizes_through_the_switched_function(monkeypatch):
@@ -348,7 +387,8 @@ def test_an_older_product_dequantizes_through_the_switched_function(monkeypatch)
         def backward(ctx, grad):
             return grad @ bnb.functional.dequantize_4bit(*ctx.saved), None, None
 
-    monkeypatch.setattr(_functions, "MatMul4Bit", MatMul4Bit)
+    for site in BITSANDBYTES.sites[1:]:
+        monkeypatch.setattr(site, "exists", lambda: False)
     monkeypatch.setattr(_functions, "matmul_4bit", MatMul4Bit.apply)
     on = train_a_layer("bitsandbytes")
     assert not on.left and not on.partial and on.text.startswith("The NF4 kernel works here. It")
@@ -365,43 +405,13 @@ def test_a_newer_argument_goes_to_the_library(monkeypatch):
         return ORIGINAL[0](A, quant_state, absmax, out, blocksize, quant_type)
 
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize_4bit)
+    packed, state, _ = example()
     with quietly("bitsandbytes", strict=True) as on:
         seen.clear()
         assert dequantizes() and not seen and by_kernel(on) == 1
-        assert dequantizes(functools.partial(bnb.functional.dequantize_4bit, fast=True))
-        assert seen == [True] and by_kernel(on) == 1
-
-
-def test_unsloth(fake_unsloth):
-    (kernels, utils, fast_lora), calls = fake_unsloth
-    original, (packed, state, expected) = utils.fast_dequantize, example((48, 64))
-    state = copy.deepcopy(state)
-    with quietly("unsloth", strict=True) as on:
-        function = fast_lora.fast_dequantize
-        assert (
-            function is kernels.fast_dequantize is utils.fast_dequantize is not original
-            and UNSLOTH in str(on)
-        )
-        assert torch.equal(function(packed.t(), state, dtype=BF16), expected.t())
-        shared = [function(packed, state, use_global_buffer=True), function(packed, state, None, True)]
-        assert all(torch.equal(one, expected) for one in shared)
-        assert shared[0].data_ptr() != shared[1].data_ptr()
-        out = torch.full_like(expected, torch.nan)
-        assert function(packed, state, out=out) is out and torch.equal(out, expected) and not calls
-        assert function(expected) == function(packed, [1, 2]) == "the library's"  # other formats
-        assert on.counts()[UNSLOTH] == {"kernel": 4, "library": 0, "fused": 0, "reasons": {}}
-        state.absmax = None
-        assert function(packed, state, None, True, BF16) == "the library's"
-        assert calls[-1] == (packed, state, None, True, BF16) and on.counts()[UNSLOTH]["library"] == 1
-    assert utils.fast_dequantize is fast_lora.fast_dequantize is original
-    assert torch.equal(
-        switch.your_fast_dequantize(packed, example((48, 64))[1], use_global_buffer=True), expected
-    )
-    assert switch.your_fast_dequantize(expected) is expected
-    for arguments in (lambda W, quant_state=None: W, lambda W, quant_state=None, out=None, scale=1: W):
-        utils.fast_dequantize = arguments
-        with pytest.raises(UnknownInternals, match="fast_dequantize takes"):
-            quietly("unsloth", strict=True)
+        bnb.functional.dequantize_4bit(packed, state, fast=True)
+        bnb.functional.dequantize_4bit(packed, state, None, None, 64, "nf4", True)
+        assert seen == [True, True] and by_kernel(on) == 1
 
 
 # The process
@@ -416,75 +426,33 @@ def test_replaced_functions_pickle_as_the_originals():
 
 
 def test_a_wrapper_around_a_replacement(monkeypatch):
-    """As Unsloth makes one on import. functools.wraps copies a function's attributes, the mark too."""
+    """As Unsloth makes one on import."""
     on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
     wrapper = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))
-    with monkeypatch.context() as patch:
-        patch.setattr(bnb.functional, "dequantize_4bit", wrapper)
+    bnb.functional.dequantize_4bit = wrapper
+    try:
         assert dequantizes() and by_kernel(on) == 1
         assert f"Since then {DEQUANTIZE} was wrapped or replaced by another library." in str(on)
         restore()
         assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
-        patch.setattr(bnb.functional, "dequantize_4bit", ORIGINAL[0])
-
-
-def test_off_ends_replacements_that_cannot_be_found(monkeypatch):
-    """Wrapped wherever they stood: then they only pass calls on."""
-    on = quietly("bitsandbytes")
-    with monkeypatch.context() as patch:
-        for module, attribute, value in list(switch._references(("bitsandbytes",))):
-            if switch.site_of(value):
-                patch.setattr(module, attribute, lambda *a, ours=value, **k: ours(*a, **k))
-        on.off()
-        assert dequantizes() and by_kernel(on) == 0
-
-
-def test_the_switch_module_is_reloaded():
-    on, before = quietly("bitsandbytes"), switch.UnknownInternals
-    again = importlib.reload(switch)
-    switch.UnknownInternals = before  # which other tests hold
-    assert dequantizes() and by_kernel(on) == 1
-    with again.use_nf4_kernel("bitsandbytes", quiet=True):
-        assert not set(functions()) & set(ORIGINAL)
-    assert not set(functions()) & set(ORIGINAL)  # the first one is still open
-    on.off()
-    assert functions() == ORIGINAL
-
-
-def test_the_switch_module_is_lost_and_imported_again(monkeypatch):
-    """As in a notebook that drops modules."""
-    quietly("bitsandbytes")
-    monkeypatch.delitem(sys.modules, "helpers.nf4.switch")
-    monkeypatch.setattr(importlib.import_module("helpers.nf4"), "switch", switch)  # put back at the end
-    new = importlib.import_module("helpers.nf4.switch")
-    with pytest.raises(RuntimeError, match=r"another copy of nf4_triton: call restore\(\) first"):
-        new.use_nf4_kernel("bitsandbytes", quiet=True, strict=True)
-    new.restore()
-    assert functions() == ORIGINAL
-    with new.use_nf4_kernel("bitsandbytes", quiet=True, strict=True):
-        assert not set(functions()) & set(ORIGINAL)
-    quietly("bitsandbytes").off()  # what the new copy restored does not hold it
-    assert functions() == ORIGINAL
-
-
-def test_bitsandbytes_is_reloaded():
-    before, on = dict(vars(bnb.functional)), quietly("bitsandbytes")
-    try:
-        importlib.reload(bnb.functional)
-        fresh = bnb.functional.dequantize_4bit
-        vars(bnb.functional).update(before | {"dequantize_4bit": fresh})  # its classes stay the same
-        with pytest.raises(RuntimeError, match="dequantize_4bit was reloaded: call use_nf4_kernel"):
-            on.counts()
-        assert f"Since then {DEQUANTIZE} was reloaded" in str(on)
-        with quietly("bitsandbytes") as second:
-            assert dequantizes() and by_kernel(on) == by_kernel(second) == 1
-            assert "reloaded" not in str(on) + str(second)
-        assert switch.site_of(bnb.functional.dequantize_4bit)  # the first one is still open, and whole again
-        on.off()
-        assert bnb.functional.dequantize_4bit is fresh and functions()[1:] == ORIGINAL[1:]
+        with quietly("bitsandbytes") as again:
+            assert bnb.functional.dequantize_4bit is not wrapper and "Since then" not in str(again)
+            assert dequantizes() and by_kernel(again) == 1
+        assert bnb.functional.dequantize_4bit is wrapper
     finally:
-        restore()
-        vars(bnb.functional).update(before | {"dequantize_4bit": ORIGINAL[0]})
+        bnb.functional.dequantize_4bit = ORIGINAL[0]
+
+
+def test_a_replacement_that_another_library_puts_back(monkeypatch):
+    """It only passes calls on, until the kernel is switched on again."""
+    on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
+    on.off()
+    bnb.functional.dequantize_4bit = ours
+    assert dequantizes() and by_kernel(on) == 0
+    with quietly("bitsandbytes") as again:
+        assert bnb.functional.dequantize_4bit is ours
+        assert dequantizes() and by_kernel(again) == 1
+    assert functions() == ORIGINAL
 
 
 # What is logged
@@ -519,31 +487,14 @@ def variable(monkeypatch):
     autoload.waiting.clear()
 
 
-def test_the_self_test_names_its_device(monkeypatch):
-    """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
-    linspace = torch.linspace
-    monkeypatch.setattr(
-        torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how)
-    )
-    switch._tested.clear()
-    with torch.device("meta"), quietly("bitsandbytes", strict=True) as on:
-        assert on.on
-
-
-def test_the_self_test_where_models_are_created_on_meta(monkeypatch):
-    monkeypatch.setattr(bnb.functional, "name2qmap", {})  # its tables are made at the first use
-    switch._tested.clear()
-    with torch.device("meta"), quietly("bitsandbytes", strict=True) as on:
-        assert on.on
-
-
 def a_layer():
     return bnb.nn.Linear4bit(64, 32, bias=False, device="meta")
 
 
 def test_the_variable_switches_at_the_first_layer(variable, capsys):
-    """Also where a model is loaded: on the meta device, in another default dtype."""
-    switch._tested.clear()
+    """Also where a model is loaded: on the meta device, in another default dtype, in inference mode."""
+    forget_self_tests()
+    variable.setattr(bnb.functional, "name2qmap", {})  # its tables are made at the first use
     variable.setattr(torch, "get_default_dtype", torch.get_default_dtype)
     autoload.load()
     assert functions() == ORIGINAL and dequantizes()
@@ -554,10 +505,21 @@ def test_the_variable_switches_at_the_first_layer(variable, capsys):
     finally:
         torch.set_default_dtype(torch.float32)
     assert capsys.readouterr().err.startswith("NF4_TRITON=1: The NF4 kernel works here. It dequantizes in:\n")
-    assert all(map(switch.site_of, functions())) and dequantizes()
+    assert not set(functions()) & set(ORIGINAL) and dequantizes()
     restore()
     a_layer()
     assert functions() == ORIGINAL and not capsys.readouterr().err
+
+
+def test_the_self_test_names_its_device(monkeypatch):
+    """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
+    forget_self_tests()
+    linspace = torch.linspace
+    monkeypatch.setattr(
+        torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how)
+    )
+    with torch.device("meta"), quietly(strict=True) as on:
+        assert on.on and not on.left
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "off", " False "])
@@ -600,8 +562,8 @@ def callback():
     return NF4KernelCallback
 
 
-def test_the_callback(callback, monkeypatch, capsys):
-    one = pickle.loads(pickle.dumps(callback("bitsandbytes")))
+def test_the_callback(callback, capsys):
+    one = pickle.loads(pickle.dumps(callback("bitsandbytes", strict=True)))
     one.on_train_end(None, None, None)  # before it began
     for _ in range(2):
         one.on_train_begin(None, None, None)
@@ -610,23 +572,22 @@ def test_the_callback(callback, monkeypatch, capsys):
         one.on_train_end(None, None, None)
         printed = capsys.readouterr().err
         assert printed.startswith("The NF4 kernel works here")
-        assert (
-            printed.endswith("\n0 of 1 dequantizations went through the library\n")
-            and functions() == ORIGINAL
-        )
+        assert printed.endswith("\n0 of 1 dequantizations went through the library\n")
+        assert functions() == ORIGINAL
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_callback_where_the_kernel_cannot_run(callback, monkeypatch, capsys, quiet):
     for change in NO_GPU:
         monkeypatch.setattr(*change)
-    for quiet, text in (
-        (False, "The kernel was not used: the libraries dequantized everything.\n"),
-        (True, ""),
-    ):
-        one = callback(quiet=quiet)
-        one.on_train_begin(None, None, None)
-        one.on_train_end(None, None, None)
-        printed = capsys.readouterr().err
-        assert printed.endswith(text) and bool(printed) != quiet
+    one = callback(quiet=quiet)
+    one.on_train_begin(None, None, None)
+    one.on_train_end(None, None, None)
+    printed = capsys.readouterr().err
+    last = "The kernel was not used: the libraries dequantized everything.\n"
+    assert not printed if quiet else printed.endswith(last)
     with pytest.raises(RuntimeError, match="No CUDA GPU"):
-        callback("peft", strict=True).on_train_begin(None, None, None)
+        callback(strict=True).on_train_begin(None, None, None)
 
 
 @pytest.mark.parametrize("then", ["the next training ends", "it is deleted"])
