@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# bash colab_setup.sh                      set up only
-# bash colab_setup.sh run [--quick ...]    set up, execute the notebook, print the score and where the files are
-# bash colab_setup.sh test [pytest ...]    set up, run the tests
+# bash colab_setup.sh                             set up only
+# bash colab_setup.sh run [--quick] [--out DIR]   set up, execute the notebook, print the score and where the files are
+# bash colab_setup.sh test [PYTEST OPTION ...]    set up, run the tests
 #
 # In Colab and Kaggle it installs into the running Python and leaves every package that fits as it is, torch and triton
 # always. Elsewhere it installs into .venv beside this file. It never changes a .venv that it cannot use, or a Python
@@ -131,11 +131,18 @@ install() { # what is missing, and the package nf4_triton
     pip "nf4_triton from this folder" --no-deps --no-build-isolation -e . || explain
 }
 
+usage() { sed -n '2,10s/^# \{0,1\}//p' colab_setup.sh; }
+wrong() { echo "colab_setup.sh: unknown $*" >&2; usage >&2; exit 2; }
 mode=${1:-setup}
 [ $# -eq 0 ] || shift
 case $mode in
-  setup | run | test) ;;
-  *) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]##*/}"; exit 2 ;;
+  run) for option; do
+    case $option in -h | --help) usage; exit ;; --quick | --in-place | --out | --out=*) ;; -*) wrong "option of run: $option" ;; esac
+  done ;;
+  setup) [ $# -eq 0 ] || wrong "argument of setup: $1" ;;
+  test) ;;
+  -h | --help | help) usage; exit ;;
+  *) wrong "command: $mode" ;;
 esac
 hosted=$(compgen -e | grep -E '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)') || true
 check_gpu
@@ -164,7 +171,7 @@ fi
 import torch, triton, bitsandbytes
 from helpers.nf4 import environment
 print(f'torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}')
-if environment.nvidia_smi('name') and (problem := environment.no_gpu()): raise SystemExit(problem)
+if '$gpus' and (problem := environment.no_gpu()): raise SystemExit(problem)
 " 2>"$log" || fail "$(tail -n 3 "$log")"
 exec 9>&- # the lock
 rm -rf "$tmp"

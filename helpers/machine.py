@@ -1,7 +1,7 @@
 """What a checkout adds to helpers.nf4.environment: its root, child processes, setting a process up."""
 
 import contextlib
-import getpass
+import importlib.util
 import os
 import signal
 import subprocess
@@ -10,31 +10,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.nf4.environment import (  # noqa: F401
-    forced,
-    gpu_name,
-    has_gpu,
-    interpreter,
-    native_bf16,
-    no_gpu,
-    old_gpu,
-    version_of,
-)
+from helpers.nf4.environment import describe, gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def prepare() -> None:
-    """Set this process up to run kernels; the command line, the notebook and the tests call it first.
+    """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
 
-    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder or a user
-    name both. With NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Raises RuntimeError
-    if triton was imported too early for the interpreter.
+    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. With
+    NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Raises RuntimeError if triton was
+    imported too early for the interpreter.
     """
-    give_home()
-    if version_of("torch") is None:
+    if not os.access(os.path.expanduser("~"), os.W_OK):
+        home = ROOT / "build" / "home"  # for the caches of Triton and Inductor
+        home.mkdir(parents=True, exist_ok=True)
+        os.environ["HOME"] = str(home)
+    if importlib.util.find_spec("torch") is None:
         return
-    if not has_gpu() and not interpreter():
+    if not has_gpu() and os.environ.get("TRITON_INTERPRET") != "1":
         if "triton" in sys.modules:
             raise RuntimeError(
                 "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: kernels "
@@ -42,25 +36,14 @@ def prepare() -> None:
                 "`import triton`; in a notebook restart the runtime and run from the top."
             )
         os.environ["TRITON_INTERPRET"] = "1"
-    if forced() == "t4" and native_bf16():
-        _hide_native_bf16()
+    if os.environ.get("NF4_FORCE") == "t4" and native_bf16():
+        hide_native_bf16()
 
 
-def give_home() -> None:
-    """Put caches under build/home and name the user, where a container's user has no home or no name."""
-    if not os.access(os.path.expanduser("~"), os.W_OK):
-        home = ROOT / "build" / "home"
-        home.mkdir(parents=True, exist_ok=True)
-        os.environ["HOME"] = str(home)
-    try:
-        getpass.getuser()
-    except (ImportError, KeyError, OSError):  # which of them depends on the version of Python
-        os.environ["USER"] = f"uid{os.getuid()}"
-
-
-def _hide_native_bf16():
+def hide_native_bf16() -> None:
     """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
     import torch
+    from torch._dynamo.device_interface import CudaInterface
 
     supported = torch.cuda.is_bf16_supported
 
@@ -68,9 +51,7 @@ def _hide_native_bf16():
         return including_emulation and supported(including_emulation=True)
 
     torch.cuda.is_bf16_supported = is_bf16_supported
-    dynamo = sys.modules.get("torch._dynamo.device_interface")
-    if dynamo:  # what Inductor asks: a reference taken when the module was imported
-        dynamo.CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)
+    CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)  # Inductor asks this one
 
 
 class ChildFailed(RuntimeError):

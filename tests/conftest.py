@@ -27,7 +27,7 @@ def pytest_xdist_auto_num_workers(config):
 
 
 def pytest_collection_modifyitems(items):
-    if machine.no_gpu() or machine.old_gpu():
+    if machine.no_gpu():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of sm_75 or newer"))

@@ -1,7 +1,7 @@
 """NF4_TRITON=1: use the kernel in a script without changing a line of it.
 
-bitsandbytes calls `load` during its own import (entry point nf4_triton.autoload:load) and fails if it raises,
-so it lets nothing out. It waits for the first Linear4bit: by then Unsloth, PEFT, transformers are imported.
+bitsandbytes calls `load` during its own import (entry point nf4_triton.autoload:load), which fails if `load`
+raises. The switch waits for the first Linear4bit: by then Unsloth, PEFT, and transformers are imported.
 """
 
 import functools
@@ -9,13 +9,19 @@ import importlib
 import logging
 import os
 
+ON = ("1", "true", "on", "yes")
+OFF = ("", "0", "false", "off", "no")
 log = logging.getLogger("nf4_triton")
 waiting: list = []  # not empty until the switch is made; use_nf4_kernel and restore clear it
 
 
 def load() -> None:
     """With NF4_TRITON=1 switch the kernel on when the first Linear4bit is created."""
-    if os.environ.get("NF4_TRITON", "0").strip().lower() in ("", "0", "false", "off", "no"):
+    value = os.environ.get("NF4_TRITON", "").strip().lower()
+    if value in OFF:
+        return
+    if value not in ON:
+        log.warning("NF4_TRITON=%s has no effect, expected one of %s or %s", value, ON, OFF[1:])
         return
     try:
         layer = importlib.import_module("bitsandbytes.nn.modules").Linear4bit

@@ -116,6 +116,4 @@ def cannot_run() -> str | None:
     """Return why the kernel cannot run on the current device and what to do, None if it can."""
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    if launch.INTERPRETED:
-        return None
-    return environment.no_gpu() or environment.old_gpu()
+    return None if launch.INTERPRETED else environment.no_gpu()

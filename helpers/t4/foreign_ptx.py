@@ -58,7 +58,7 @@ def report(archs: list[int], device="cuda") -> int:
     """Compare and print what differs. Returns 1 if a bit does, 2 if no card's PTX can run here, else 0."""
     statuses = []
     for arch in archs:
-        if not environment.has_gpu() or environment.capability(device) < divmod(arch, 10):
+        if not environment.has_gpu() or torch.cuda.get_device_capability(device) < divmod(arch, 10):
             print(f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)")
             continue
         cases = faults = 0

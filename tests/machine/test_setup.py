@@ -1,14 +1,12 @@
-"""colab_setup.sh and requirements.txt, with stand-ins for Python, pip and nvidia-smi."""
+"""colab_setup.sh and requirements.txt, with stand-ins for Python, pip, and nvidia-smi."""
 
 import fcntl
-import functools
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from packaging.requirements import Requirement
@@ -43,7 +41,8 @@ def script(path, text):
 
 @pytest.fixture
 def setup(tmp_path):
-    """setup(*arguments, **variables) -> (CompletedProcess, calls), in a copy with only stand-ins on PATH."""
+    """setup(*arguments, **variables) -> (CompletedProcess, calls of Python), in a copy of the checkout with
+    only stand-ins on PATH."""
     folder, tools, log = tmp_path / "a checkout", tmp_path / "bin", tmp_path / "calls"
     folder.mkdir()
     for name in ("colab_setup.sh", "requirements.txt"):
@@ -53,22 +52,22 @@ def setup(tmp_path):
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
 
-    def run(*arguments, gpu="", interrupt=None, **variables):
+    def run(*arguments, gpu="", **variables):
         if gpu:
             script(tools / "nvidia-smi", SMI)
-        variables = {"PATH": str(tools), "CALLS": str(log), "GPU": gpu, "CAPABILITY": "7.5"} | variables
         log.write_text("")
-        command, pipe = ["bash", "colab_setup.sh", *arguments], subprocess.PIPE
-        how = dict(cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-        # Under nohup the signal is ignored, and bash cannot trap it.
-        how["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(command, **how)
-        while interrupt and interrupt not in log.read_text():
-            time.sleep(0.02)
-        if interrupt:
-            os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        return subprocess.CompletedProcess([], process.returncode, out, err), log.read_text().splitlines()
+        done = subprocess.run(
+            ["bash", "colab_setup.sh", *arguments],
+            cwd=folder,
+            env={"PATH": str(tools), "CALLS": str(log), "GPU": gpu, "CAPABILITY": "7.5"} | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            start_new_session=True,
+            # Started in the background, the tests ignore Ctrl-C, and bash cannot trap it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        return done, log.read_text().splitlines()
 
     run.folder, run.tools = folder, tools
     return run
@@ -86,8 +85,7 @@ def test_the_newest_python_makes_the_environment_once(setup):
     done, calls = setup()
     assert done.returncode == 0 and "ready" in done.stdout, done.stderr
     assert "python3.13 -m venv --without-pip .venv" in calls
-    installs = [call for call in calls if "pip" in call and "install" in call]
-    cpu, rest, own = installs
+    cpu, rest, own = [call for call in calls if "pip" in call and "install" in call]
     assert "--isolated" in cpu and "download.pytorch.org/whl/cpu" in cpu
     assert "-r " in rest and "-c " in rest and own.endswith("--no-deps --no-build-isolation -e .")
     done, calls = setup("run", "--quick")
@@ -100,7 +98,7 @@ def test_an_environment_that_cannot_be_used_stays_as_it_is(setup, content):
     mine = setup.folder / ".venv" / "bin" / "python"
     script(mine, f"#!/bin/sh\n{content}\nexit 1\n")
     done, calls = setup()
-    assert done.returncode == 0 and ".venv stays as it is" in done.stdout and content in mine.read_text()
+    assert ".venv stays as it is" in done.stdout and content in mine.read_text()
     assert "ready: " in done.stdout and ".venv-py3.12/bin/python" in done.stdout
 
 
@@ -142,11 +140,21 @@ def test_a_failure_says_why(setup, variables, message):
     assert done.returncode == 1 and f"SET-UP FAILED: {message}" in done.stderr
 
 
-def test_ctrl_c_ends_in_one_line_and_an_unknown_word_shows_how_to_use_it(setup):
-    done, _ = setup(PIP="echo Traceback; sleep 30", interrupt="install")
+@pytest.mark.parametrize("arguments", ["--help", "help", "run --help"])
+def test_help_comes_before_any_set_up(setup, arguments):
+    done, calls = setup(*arguments.split())
+    assert done.returncode == 0 and "bash colab_setup.sh test" in done.stdout and not calls
+
+
+@pytest.mark.parametrize("arguments", ["tset", "--quick", "run --quik", "setup now"])
+def test_an_unknown_word_is_named_before_any_set_up(setup, arguments):
+    done, calls = setup(*arguments.split())
+    assert done.returncode == 2 and f": {arguments.split()[-1]}\n" in done.stderr and not calls
+
+
+def test_ctrl_c_ends_in_one_line(setup):
+    done, _ = setup(PIP="echo Traceback; kill -INT 0; sleep 30")
     assert done.returncode == 130 and done.stderr == "\nInterrupted. Run the same command again to go on.\n"
-    done, calls = setup("tset")
-    assert done.returncode == 2 and "bash colab_setup.sh test" in done.stdout and not calls
 
 
 def test_a_second_setup_waits_for_the_first(setup):
