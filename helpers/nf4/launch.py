@@ -285,10 +285,9 @@ def launch_kernel(weight, quant_state, out=None):
         return launch_ordinary(*read_state(weight, quant_state), out)
 
 
-def plain_dequantize_nf4(weight, quant_state, out=None):
-    """Dequantize by Triton's ordinary launch. Otherwise as _your_dequantize_nf4."""
-    result = launch_kernel(weight, quant_state, out).result
-    return result.t() if weight.shape[0] == 1 else result
+def transpose(result, tensors):
+    """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do."""
+    return result.t() if tensors[0].shape[0] == 1 else result
 
 
 def launch_ordinary(tensors, spec, out=None):
@@ -334,7 +333,7 @@ class Launch:
     """A launch that was checked and compiled, to replay on other tensors of the same layout."""
 
     guards: Callable  # compares tensors with those that were checked, in one call into torch
-    layout: tuple  # shape, strides, and dtype of the result
+    layout: tuple  # shape, strides, and dtype of the result, as callers get it
     device: int  # index of the GPU
     run: Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
     grid: int  # programs
@@ -361,22 +360,30 @@ def is_observed():
 
 def check_and_launch(tensors, spec, out=None):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    if _modes() or _transforms() is not None or torch.jit.is_tracing() or _is_fake(tensors[0]):
-        return call_operator(tensors, spec, out)
-    launched = launch_ordinary(tensors, spec, out)
-    if CAN_REPLAY and launched.compiled and out is None:
-        launch = make_launch(tensors, launched)
-        if launch.matches(tensors):  # not for a misaligned weight, or one tensor given twice
-            if len(launches) >= 1024:  # a model has few shapes, a test may have many
-                launches.clear()
-            # Guards also depend on autocast, no_grad, and the like: a spec may need several.
-            launches[spec] = [launch, *launches.get(spec, ())][:32]
-    return launched.result
+    if is_traced(tensors[0]):
+        return transpose(call_operator(tensors, spec, out), tensors)
+    with _plain_tensors():
+        launched = launch_ordinary(tensors, spec, out)
+        result = transpose(launched.result, tensors)
+        if CAN_REPLAY and launched.compiled and out is None:
+            launch = make_launch(tensors, launched, result)
+            if launch.matches(tensors):  # not for a misaligned weight, or one tensor given twice
+                if len(launches) >= 1024:  # a model has few shapes, a test may have many
+                    launches.clear()
+                # Guards also depend on autocast, no_grad, and the like: a spec may need several.
+                launches[spec] = [launch, *launches.get(spec, ())][:32]
+        return result
 
 
-def make_launch(tensors, launched):
-    """Return the Launch that repeats an ordinary launch."""
-    compiled, arguments, result = launched.compiled, launched.arguments, launched.result
+def is_traced(weight):
+    """Return whether torch traces, transforms, or watches this call."""
+    return (_is_compiling() or _dynamo_callback() is not None or _modes()
+            or _transforms() is not None or torch.jit.is_tracing() or _is_fake(weight))
+
+
+def make_launch(tensors, launched, result):
+    """Return the Launch that repeats an ordinary launch, with the result as callers get it."""
+    compiled, arguments = launched.compiled, launched.arguments
     run, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
     if SKIP_PYTHON_LAUNCHER and not (run.global_scratch_size or run.profile_scratch_size):
         run = run.launch  # cooperative grid, dependent launch, and two scratch buffers: none
@@ -416,17 +423,12 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on malformed input.
     """
     tensors, spec = read_state(weight, quant_state)
-    if _is_compiling() or _dynamo_callback() is not None:
-        result = call_operator(tensors, spec, out)
-        return result.t() if weight.shape[0] == 1 else result
-    with _plain_tensors():
-        for launch in launches.get(spec, ()):
-            if out is None and launch.matches(tensors) and not is_observed():
-                result = replay(launch, tensors)
-                break
-        else:
-            result = check_and_launch(tensors, spec, out)
-        return result.t() if weight.shape[0] == 1 else result
+    if out is None and not _is_compiling() and _dynamo_callback() is None:
+        with _plain_tensors():
+            for launch in launches.get(spec, ()):
+                if launch.matches(tensors) and not is_observed():
+                    return replay(launch, tensors)
+    return check_and_launch(tensors, spec, out)
 
 
 def replay(launch, tensors):
@@ -434,11 +436,16 @@ def replay(launch, tensors):
     if launch.device != _current_device():
         with torch.cuda.device(launch.device):
             return replay(launch, tensors)
-    weight, absmax, *second = [tensor.data_ptr() for tensor in tensors]
-    code2, absmax2, offset = second or (absmax, absmax, absmax)  # a flat state has none of these
+    if len(tensors) == 5:
+        weight, absmax, code2, absmax2, offset = tensors
+    else:
+        weight, absmax = tensors
+        code2 = absmax2 = offset = absmax  # not read
     result = _empty_cuda(*launch.layout)
-    launch.run(launch.grid, 1, 1, _stream(launch.device), *launch.before, weight, result.data_ptr(),
-               absmax, launch.table, code2, absmax2, offset, *launch.after)
+    launch.run(
+        launch.grid, 1, 1, _stream(launch.device), *launch.before,
+        weight.data_ptr(), result.data_ptr(), absmax.data_ptr(), launch.table,
+        code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *launch.after)
     return result
 
 
