@@ -1,10 +1,11 @@
 """Exact 4-bit dequantization in plain PyTorch: the oracle of all tests and the fallback without Triton.
 
-Its sections are cells of the notebook and need only torch.
+Its section is a cell of the notebook and needs only torch.
 """
 
-# %% id="reference-dequantize"
+# %% Exact dequantization in plain PyTorch, to compare with id="reference" folded=true
 import math
+import os
 
 import torch
 
@@ -82,7 +83,6 @@ def multiply_flushing(a, b):
     return flush(a * b, enlarged < smallest * 2.0**64)
 
 
-# %% id="reference-compare"
 def different(x, y):
     """Count the elements whose bits differ; NaN equals NaN. Raises ValueError if shape or dtype differ."""
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -98,10 +98,6 @@ def different(x, y):
 def same_bits(x, y):
     """Return whether dtype, shape, and every bit agree; NaN equals NaN."""
     return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
-
-
-# %% id="reference-layers"
-import os  # noqa: E402
 
 
 def default_device():
