@@ -1,49 +1,55 @@
-"""Train a QLoRA adapter on several GPUs with the NF4 kernel, using DDP, or FSDP on GPUs with bf16.
-pip install "nf4-triton[train]"
+"""Train a QLoRA adapter from a fixed seed on several GPUs with the NF4 kernel: DDP, or FSDP on GPUs with bf16.
+
+pip install ".[train]"    in a checkout of this repository
 accelerate launch --num_processes 2 finetune_many_gpus.py MODEL TEXT_FILE OUT STEPS [fsdp]
 """
 
-import sys
-
-import torch
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-
-from nf4_triton import use_nf4_kernel
-
-GPU = torch.cuda.is_available()
-BF16 = GPU and torch.cuda.is_bf16_supported(including_emulation=False)
-DTYPE = torch.bfloat16 if BF16 else torch.float16 if GPU else torch.float32  # a T4 trains in fp16
+import argparse
 
 
-def main(name, text_file, out, steps, fsdp=None):
+def main(model, text_file, out, steps, fsdp):
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
+
+    from nf4_triton import use_nf4_kernel
+
+    set_seed(3407)
+    gpu = torch.cuda.is_available()
+    bf16 = gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = torch.bfloat16 if bf16 else torch.float16 if gpu else torch.float32  # a T4 trains in fp16
     shard = dict(fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False)
     plugin = FullyShardedDataParallelPlugin(**shard) if fsdp else None
-    mixed = "no" if fsdp or not GPU else "bf16" if BF16 else "fp16"
-    accelerator = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=not GPU)
+    mixed = "no" if fsdp or not gpu else "bf16" if bf16 else "fp16"
+    accelerator = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=not gpu)
     nf4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    nf4 |= dict(bnb_4bit_compute_dtype=DTYPE, bnb_4bit_quant_storage=DTYPE if fsdp else torch.uint8)
+    nf4 |= dict(bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=dtype if fsdp else torch.uint8)
     how = dict(quantization_config=BitsAndBytesConfig(**nf4), device_map={"": accelerator.device})
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPE, **how)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **how)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(model, lora, autocast_adapter_dtype=not fsdp)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    lora_model = get_peft_model(base, lora, autocast_adapter_dtype=not fsdp)
+    optimizer = torch.optim.AdamW([p for p in lora_model.parameters() if p.requires_grad], lr=2e-4)
+    lora_model, optimizer = accelerator.prepare(lora_model, optimizer)
     use_nf4_kernel()  # in each process; if the kernel cannot run, it says why and training continues
-    ids = torch.tensor(AutoTokenizer.from_pretrained(name)(open(text_file).read())["input_ids"])
-    for step in range(int(steps)):
+    ids = torch.tensor(AutoTokenizer.from_pretrained(model)(open(text_file).read())["input_ids"])
+    for step in range(steps):
         start = (step * accelerator.num_processes + accelerator.process_index) * 256 % max(1, len(ids) - 255)
         row = ids[None, start : start + 256].to(accelerator.device)
-        loss = model(input_ids=row, labels=row).loss
+        loss = lora_model(input_ids=row, labels=row).loss
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         accelerator.print(f"step {step + 1}: loss {loss.item():.4f}")
-    state = {name: x for name, x in accelerator.get_state_dict(model).items() if "lora_" in name}
-    save = accelerator.unwrap_model(model).save_pretrained
+    state = {name: x for name, x in accelerator.get_state_dict(lora_model).items() if "lora_" in name}
+    save = accelerator.unwrap_model(lora_model).save_pretrained
     save(out, state_dict=state, is_main_process=accelerator.is_main_process)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:]) if len(sys.argv) > 4 else sys.exit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for name in ("model", "text_file", "out"):
+        parser.add_argument(name)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("fsdp", nargs="?", choices=["fsdp"])
+    main(**vars(parser.parse_args()))

@@ -4,11 +4,11 @@ Train with it: one call after the imports and before training.
 
     from nf4_triton import use_nf4_kernel      # in a checkout: from helpers.integrate import use_nf4_kernel
 
-    use_nf4_kernel()                           # Unsloth, bitsandbytes, PEFT, transformers: the imported ones
+    use_nf4_kernel()                           # Unsloth, bitsandbytes, Axolotl: the imported ones
     trainer.train()
 
-It logs which functions it replaced and which it left alone. Results stay bit-identical: the same losses, the
-same adapter. Other ways to switch it on:
+PEFT and transformers dequantize through bitsandbytes. It logs which functions it replaced and which it left
+alone. Results stay bit-identical: the same losses, the same adapter. Other ways to switch it on:
 
     with use_nf4_kernel() as switch: ...           # for a while; switch.counts() says what dequantized
     Trainer(..., callbacks=[NF4KernelCallback()])  # while training runs
@@ -18,14 +18,20 @@ same adapter. Other ways to switch it on:
 
 Dequantize by hand:
 
-    weight = dequantize(layer)                 # a Linear4bit: (out, in) in quant_state.dtype
-    weight = dequantize(packed, quant_state)   # what bitsandbytes.functional.quantize_4bit returned
+    weight = dequantize(layer)                     # a Linear4bit: (out, in) in quant_state.dtype
+    weight = dequantize(layer, dtype=torch.bfloat16)
+    weight = dequantize(packed, quant_state)       # what bitsandbytes.functional.quantize_4bit returned
 
-Environment variables: NF4_TRITON=1 as above. NF4_BACKEND=triton|torch|auto chooses what `dequantize` uses
-(auto, the default: the kernel if it runs and is exact here, else plain PyTorch). TRITON_INTERPRET=1, set
-before Python starts, runs without a GPU. `python -m nf4_triton doctor` checks whether it works here.
+Environment variables:
 
-Needs torch 2.7 or newer, Triton 3.3 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
+    NF4_TRITON=1        as above (or true, on, yes; off with 0, false, off, no, or unset)
+    NF4_BACKEND=auto    what `dequantize` uses: the kernel if it runs and is exact here, else plain PyTorch;
+                        triton or torch: that one
+    NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
+    TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
+
+`nf4_triton doctor` checks whether the kernel works here. It needs torch 2.7 or newer, Triton 3.3 or newer,
+and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """
 
 import importlib
