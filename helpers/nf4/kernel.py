@@ -44,7 +44,7 @@ T4 = dict(hint_loads_up_to=NO_LIMIT, stage=TRITON >= (3, 4), int_bf16=True, capa
 _forced = {}
 
 
-@functools.lru_cache(None)
+@functools.cache
 def default_settings(index):
     """Return the Settings of a GPU, as nothing is forced."""
     tile = dict(hints=True, words=8, words_small=2, small_up_to=1 << 21, num_warps=4)

@@ -11,7 +11,7 @@ Everything after read_state takes these two. Nothing about a layer is kept. `# %
 # %% tags=["module-only"]
 from .kernel import (
     FP4, INTERPRETED, MAX_ELEMENTS, NF4, TRITON, TRITON_TESTED, _knobs,
-    _your_dequantize_nf4_kernel, force, kernel_constexprs, launch_options, launches, settings,
+    _your_dequantize_nf4_kernel, kernel_constexprs, launch_options, launches, settings,
 )
 
 # %% Read and check a state id="launch-checks" part="launch" folded=true tags=["launch"]
@@ -29,6 +29,7 @@ import triton
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # torch's default dtype
+NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"  # of `tensors`, in errors
 
 
 def _private(root, path, public):
@@ -207,17 +208,15 @@ def check_tensor(name, tensor, dtypes, weight, least):
             f"{name} is not contiguous, expected contiguous memory: use {name}.contiguous()")
 
 
-def check_memory(tensors):
-    """Check that real tensors have memory, not freed by FSDP, and are no negated views."""
-    names = "weight", "absmax", "state2.code", "state2.absmax", "offset"
-    for name, tensor in zip(names, tensors, strict=False):
-        if tensor.is_neg():
-            raise UnsupportedState(
-                f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()")
-        if is_freed(tensor):
-            raise UnsupportedState(
-                f"{name} has no memory, expected its values: gather it first if FSDP freed it, or "
-                "pass full_tensor() of a DTensor")
+def check_memory(name, tensor):
+    """Check that a real tensor has memory, not freed by FSDP, and is no negated view."""
+    if tensor.is_neg():
+        raise UnsupportedState(
+            f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()")
+    if is_freed(tensor):
+        raise UnsupportedState(
+            f"{name} has no memory, expected its values: gather it first if FSDP freed it, or pass "
+            "full_tensor() of a DTensor")
 
 
 def is_freed(tensor):
@@ -234,7 +233,8 @@ def check_out(out, tensors, spec):
     if not isinstance(out, torch.Tensor):
         raise UnsupportedState(
             f"out is {type(out).__name__}, expected a tensor, or None for a new one")
-    expected = (spec[0], spec[1], tensors[0].device, True, False)
+    shape, dtype, *_ = spec
+    expected = (shape, dtype, tensors[0].device, True, False)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), out.requires_grad)
     if given != expected:
         raise UnsupportedState(
@@ -242,16 +242,15 @@ def check_out(out, tensors, spec):
             f"{expected}: pass such a tensor, or None for a new one")
 
 
-def check_out_memory(out, weight):
-    """Check that `out` has memory of its own, so that the kernel overwrites no codes."""
+def check_overlap(out, weight):
+    """Check that writing into `out` overwrites no codes."""
     start, first = out.data_ptr(), weight.data_ptr()
-    overlap = start < first + weight.nbytes and first < start + out.nbytes
-    if overlap or out.is_neg() or is_freed(out):
+    if start < first + weight.nbytes and first < start + out.nbytes:
         raise UnsupportedState(
-            "out has no memory of its own, expected a plain tensor: pass another, or None")
+            "out shares memory with the weight, expected its own: pass another tensor, or None")
 
 
-@functools.lru_cache(None)
+@functools.cache
 def codebook(device, quant_type):
     """Return the 16 fp32 values of NF4 or FP4 on `device`, uploaded once for each device.
 
@@ -271,7 +270,7 @@ class Launched(typing.NamedTuple):
     """One ordinary launch: what it wrote, and all that is needed to launch again."""
 
     result: torch.Tensor  # not transposed
-    compiled: typing.Any  # Triton's CompiledKernel; None if interpreted or nothing was launched
+    compiled: object  # Triton's CompiledKernel; None if interpreted or nothing was launched
     grid: int  # programs
     arguments: list  # all of the kernel's arguments, in order
 
@@ -294,17 +293,18 @@ def launch_ordinary(tensors, spec, out=None):
     """Check tensors and spec, then launch with kernel[grid](...). Return Launched."""
     weight = tensors[0]
     sizes = check(tensors, spec)
-    check_memory(tensors)
+    for name, tensor in zip(NAMES, tensors, strict=False):
+        check_memory(name, tensor)
     if out is None:
         out = torch.empty(spec[0], dtype=spec[1], device=weight.device)
     else:
         check_out(out, tensors, spec)
-        check_out_memory(out, weight)
+        check_memory("out", out)
+        check_overlap(out, weight)
         torch.autograd.graph.increment_version(out)  # so that autograd notices the change
     aligned = weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0
     table = codebook(weight.device, spec[2])
-    grid, arguments = kernel_arguments(tensors, sizes, table, out, aligned)
-    options = launch_options(settings(weight.device))
+    grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
     compiled = None
     with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
         if grid:
@@ -313,7 +313,10 @@ def launch_ordinary(tensors, spec, out=None):
 
 
 def kernel_arguments(tensors, sizes, table, out, aligned):
-    """Return (grid, all arguments of the kernel). aligned: weight to 4 bytes, out to 16."""
+    """Return (grid, all arguments of the kernel, launch options).
+
+    aligned: the weight's address is a multiple of 4, and out's of 16.
+    """
     weight, absmax, *second = tensors
     n, log2_block, log2_block2 = sizes
     s = settings(weight.device)
@@ -322,13 +325,14 @@ def kernel_arguments(tensors, sizes, table, out, aligned):
         constexprs["ASM"] = False
     grid = -(-n // (constexprs["THREADS"] * constexprs["WORDS"] * 8))
     code2, absmax2, offset = second or (absmax, absmax, absmax)  # a flat launch reads none of them
-    packed = weight.reshape(-1).view(torch.uint8)
-    addresses = [packed, out, absmax, table, code2, absmax2, offset]
-    return grid, [*addresses, n // 8, n % 8, *constexprs.values()]
+    if weight.dtype != torch.uint8:  # quant_storage
+        weight = weight.view(-1).view(torch.uint8)
+    pointers = [weight, out, absmax, table, code2, absmax2, offset]
+    return grid, [*pointers, n // 8, n % 8, *constexprs.values()], launch_options(s)
 
 
 # %% Keep a launch id="launch-cache" part="launch" folded=true tags=["launch"]
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass
 class Launch:
     """A launch that was checked and compiled, to replay on other tensors of the same layout."""
 
@@ -358,7 +362,7 @@ def is_observed():
     return _modes() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
-def check_and_launch(tensors, spec, out=None):
+def check_and_launch(tensors, spec, out):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
     if is_traced(tensors[0]):
         return transpose(call_operator(tensors, spec, out), tensors)
@@ -455,7 +459,7 @@ def traced_codebook(device, quant_type):
     return codebook(device, quant_type)
 
 
-def call_operator(tensors, spec, out=None):
+def call_operator(tensors, spec, out):
     """Dequantize by the operator, which tracers record as one call."""
     check(tensors, spec)
     if out is not None:
@@ -490,23 +494,25 @@ def _dequantize(
     out = torch.empty(shape, dtype=dtype, device=weight.device)
     # Inductor copies an input that is less aligned at run time than it was here.
     aligned = weight.storage_offset() * weight.itemsize % 4 == 0
-    grid, arguments = kernel_arguments(tensors, sizes, table, out, aligned)
+    grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
     if grid and not INTERPRETED:
-        num_warps = settings(weight.device).num_warps
-        torch.library.wrap_triton(_your_dequantize_nf4_kernel)[(grid,)](
-            *arguments, num_warps=num_warps)
+        kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)
+        kernel[(grid,)](*arguments, num_warps=options["num_warps"])
     return out
 
 
 def register():
-    """Register the operator: Inductor inlines the kernel. Triton's interpreter cannot be traced,
-    so there the operator is opaque. A notebook has a namespace of its own."""
+    """Register the operator, with a namespace of its own in a notebook.
+
+    Inductor inlines the kernel of a triton_op. Triton's interpreter cannot be traced, so there the
+    operator is opaque.
+    """
     name = "nf4_triton_live" if __name__ == "__main__" else "nf4_triton"
-    if not INTERPRETED:
-        return torch.library.triton_op(f"{name}::dequantize", _dequantize, mutates_args=())
-    operator = torch.library.custom_op(f"{name}::dequantize", _dequantize, mutates_args=())
-    operator.register_fake(_dequantize)
-    return operator
+    register_as = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+    registered = register_as(f"{name}::dequantize", _dequantize, mutates_args=())
+    if INTERPRETED:
+        registered.register_fake(_dequantize)
+    return registered
 
 
 dequantize_operator = register()
