@@ -7,7 +7,7 @@ import torch
 from helpers.nf4.kernel import _your_dequantize_nf4_kernel, launch_options, settings
 from helpers.nf4.launch import launch_kernel
 
-# %% The puzzle's layers, MLP, and checks id="protocol-names" folded=true
+# %% The puzzle's layers, MLP, and comparisons id="protocol-names" folded=true
 import collections
 import os
 import statistics
@@ -110,6 +110,24 @@ def assert_correct_bnb(layer, dtype):
     assert (state.blocksize, second.blocksize) == (64, 256)
 
 
+def attempt(check, candidate, needs_gpu=True):
+    """Return check(candidate). If something is missing, say so and return None; after an error, False."""
+    needs = baselines()["bitsandbytes"].reason
+    if needs_gpu and not ON_GPU:
+        needs = NEEDS_GPU
+    if needs:
+        print(f"not measured (needs {needs})")
+        return None
+    try:
+        verdict = check(candidate)
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error).strip()[:500]}")
+        verdict = False
+    if verdict in (True, False):
+        print("passed" if verdict else "FAILED")
+    return verdict
+
+
 # %% The libraries to compare with id="protocol-libraries" folded=true
 import contextlib
 import dataclasses
@@ -196,24 +214,6 @@ def reference(layer):
     """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
     known = baselines()
     return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
-
-
-def attempt(check, candidate, needs_gpu=True):
-    """Return check(candidate). If something is missing, say so and return None; after an error, False."""
-    needs = baselines()["bitsandbytes"].reason
-    if needs_gpu and not ON_GPU:
-        needs = NEEDS_GPU
-    if needs:
-        print(f"not measured (needs {needs})")
-        return None
-    try:
-        verdict = check(candidate)
-    except Exception as error:
-        print(f"{type(error).__name__}: {str(error).strip()[:500]}")
-        verdict = False
-    if verdict in (True, False):
-        print("passed" if verdict else "FAILED")
-    return verdict
 
 
 # %% id="protocol-test"
