@@ -1,22 +1,23 @@
 """The contenders, and the comparison of bits that comes before any clock."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 from helpers.bench import clocks
 from helpers.nf4 import launch
-from helpers.nf4.reference import same_bits
+from helpers.nf4.reference import dequantize, same_bits
 from helpers.puzzle import protocol
+from helpers.results.store import Row
 
 ON_GPU = ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")  # PEFT launches bitsandbytes' kernels
 
 
 def all_contenders() -> dict[str, Callable]:
     """Return {name: layer -> weight}: ours, its two public launch forms, and every library installed here."""
-    forms = protocol.launch_forms(launch.your_dequantize_nf4).values()  # without a GPU ours alone
-    found = dict(zip(("ours", "ordinary", "compiled_grid"), forms, strict=False))
-    return found | {name: one.fn for name, one in protocol.baselines().items() if one.fn}
+    forms = protocol.launch_forms(launch.your_dequantize_nf4)  # without a GPU ours alone
+    return forms | {name: one.fn for name, one in protocol.baselines().items() if one.fn}
 
 
 def missing() -> dict[str, str]:
@@ -40,17 +41,30 @@ def check(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) ->
     del poison
     result = call()
     clocks.synchronize()
-    if not same_bits(result if out is None else out, expected):
+    same = same_bits if expected.is_floating_point() else torch.equal  # a copy kernel writes integers
+    if not same(result if out is None else out, expected):
         raise AssertionError("not bit-identical to the reference: not timed")
 
 
-def right(calls: dict[str, Callable], expected: torch.Tensor, problems: list[str]) -> dict[str, Callable]:
-    """Return the calls whose result is `expected`, bit for bit; say of the others why not in `problems`."""
-    kept = {}
-    for name, call in calls.items():
-        try:
-            check(call, expected)
-            kept[name] = call
-        except Exception as error:  # also of a result that is no tensor
-            problems.append(f"{name}: {why(error)}")
+def exact_weight(layer) -> torch.Tensor:
+    """Return the layer's weight from the plain torch reference."""
+    return dequantize(layer.weight, layer.weight.quant_state)
+
+
+def exact_calls(functions: dict[str, Callable], layer, problems: list[str]) -> dict[str, Callable]:
+    """Return {name: call on the layer} of the functions whose result is exact; `problems` has the others."""
+    kept, expected = {}, exact_weight(layer)
+    with protocol.own_libraries():
+        for name, function in functions.items():
+            call = functools.partial(function, layer)
+            try:
+                check(call, expected)
+                kept[name] = call
+            except Exception as error:  # also of a result that is no tensor
+                problems.append(f"{name}: {why(error)}")
     return kept
+
+
+def us(section: str, case: str, seconds: dict[str, list[float]]) -> list[Row]:
+    """Return a row in microseconds for each contender."""
+    return [Row(section, case, name, "us", [1e6 * s for s in values]) for name, values in seconds.items()]

@@ -4,13 +4,11 @@ It loads every packed weight and every scale of a layer once and writes 16 bits 
 does. No kernel can be faster for long, so its time is the limit that GPU times are compared with.
 """
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
-
-# words: of a thread. All are timed, and the fastest at a size is the reference. Within 1% of the best of
-# 16 variants in CUDA C from 4M elements on (H200); plain stores were never faster than streaming ones.
-VARIANTS = tuple(dict(words=words, num_warps=warps) for words in (2, 4, 8) for warps in (4, 8))
 
 
 @triton.jit
@@ -45,27 +43,37 @@ def _copy_kernel(
         tl.store(out_ptr + target, quad, mask=(index < left)[:, None], cache_modifier=".cs")
 
 
-def copy(layer, words, num_warps, out=None) -> torch.Tensor:
-    """Move the bytes of a nested layer of n weights (blocks of 64 and 256) into `out`, and return it.
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A variant of the memory-bound reference, for nested layers in blocks of 64 and 256."""
 
-    words, num_warps: see VARIANTS. out: int32 (n / 2), overwritten with no weight; new by default.
-    """
-    weight, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
-    out = weight.new_empty(4 * weight.numel()) if out is None else out
-    absmax2, threads = state.state2.absmax.view(torch.int32), 32 * num_warps
-    _copy_kernel[(triton.cdiv(weight.numel(), words * threads),)](
-        weight, state.absmax, absmax2, out, weight.numel(), words, threads, num_warps=num_warps
-    )
-    return out
+    words: int  # per thread
+    num_warps: int
+
+    def __call__(self, layer, out=None) -> torch.Tensor:
+        """Move the bytes of a layer of n weights into `out`, and return it: int32 (n / 2), no weights."""
+        weight, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
+        n, threads = weight.numel(), 32 * self.num_warps
+        if out is None:
+            out = weight.new_empty(4 * n)
+        absmax2 = state.state2.absmax.view(torch.int32)
+        programs = triton.cdiv(n, self.words * threads)
+        options = dict(WORDS=self.words, THREADS=threads, num_warps=self.num_warps)
+        _copy_kernel[(programs,)](weight, state.absmax, absmax2, out, n, **options)
+        return out
+
+    def expected(self, layer) -> torch.Tensor:
+        """Return what a call must write, in plain torch. It depends on every byte of the layer."""
+        packed, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
+        tile = 32 * self.num_warps * self.words
+        word = torch.arange(packed.numel(), device=packed.device)
+        block = word // tile * (tile // 8) + word % (32 * self.num_warps) % (tile // 8)
+        exists = block * 8 < packed.numel()
+        block = torch.where(exists, block, 0)
+        absmax, absmax2 = state.absmax[block].int(), state.state2.absmax.view(torch.int32)[block // 256]
+        return (packed ^ torch.where(exists, absmax ^ absmax2, 0)).repeat_interleave(4)
 
 
-def written(layer, words, num_warps) -> torch.Tensor:
-    """Return what `copy` must write, in plain torch: int32 (n / 2). It depends on every byte of the layer."""
-    state, threads = layer.weight.quant_state, 32 * num_warps
-    packed = layer.weight.data.view(-1).view(torch.int32)
-    word, scales = torch.arange(packed.numel(), device=packed.device), words * threads // 8
-    block = word // (words * threads) * scales + (word % threads & (scales - 1))
-    exists = block * 8 < packed.numel()
-    block = torch.where(exists, block, 0)
-    mix = state.absmax[block].int() ^ state.state2.absmax.view(torch.int32)[block // 256]
-    return (packed ^ torch.where(exists, mix, 0)).repeat_interleave(4)
+# All are timed, and the fastest at a size is the reference. Within 1% of the best of 16 variants in CUDA C
+# from 4M elements on (H200); plain stores were never faster than streaming ones.
+VARIANTS = [Copy(words, num_warps) for words in (2, 4, 8) for num_warps in (4, 8)]

@@ -1,5 +1,6 @@
 """The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -10,48 +11,41 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from helpers.bench import bench, clocks, contenders
+from helpers.bench import bench, clocks, contenders, copy_kernel
+from helpers.bench.copy_kernel import Copy
 from helpers.nf4.reference import dequantize
 from helpers.results import store
 from helpers.results.store import Row
 
 pytest.importorskip("bitsandbytes")
-MLP = bench.official.Config(1, 3, 64, 128, 3407, torch.float16)
-TINY = dataclasses.replace(bench.ON_CPU, sizes=(2**10,), configs=(MLP,))
+TINY = dataclasses.replace(bench.ON_CPU, sizes=(2**10,))
 LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & contenders.all_contenders().keys())
 FORMS = {"ours"} | ({"ordinary", "compiled_grid"} if clocks.ON_GPU else set())
 
 
 def run(name, scope=TINY):
     """A section's rows as {case: {contender: values}}, and its problems."""
-    rows, problems = bench.run(name, scope)
+    rows, problems = bench.run_section(name, scope)
     cases = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.contender] = row.values
     return cases, problems
 
 
-@pytest.mark.skipif(clocks.ON_GPU, reason="timed below")
-def test_protocol(capsys):
-    assert bench.run("protocol", TINY) == ([], [])
-    lines = capsys.readouterr().out.splitlines()
-    exact = {line.split()[0] for line in lines if "exact; not measured" in line}
-    assert exact == {"your_dequantize_nf4", "bitsandbytes", "PEFT"}
-
-
-def test_rows_of_the_protocol(monkeypatch):
-    entry = types.SimpleNamespace(failure="", seconds=[1.0], per_config={"64x128 fp16": [1.0]})
-    lost = types.SimpleNamespace(failure="wrong", seconds=[])
-    entries = {**dict.fromkeys([*bench.FORMS, "unsloth_today", "peft"], entry), "bitsandbytes": lost}
-    comparison = types.SimpleNamespace(entries=entries)
-    monkeypatch.setattr(bench.official, "compare", lambda *arguments, **more: comparison)
-    rows, problems = bench.run("protocol", TINY)
-    found = [(row.section, row.case, row.contender) for row in rows]
-    names, cases = ("ours", "unsloth_today", "peft"), ("total", "64x128 fp16")
-    protocol = [("protocol", case, name) for name in names for case in cases]
-    forms = ("direct", "ordinary", "compiled_grid", "unsloth_today")
-    assert found == protocol + [("launch_forms", "total", name) for name in forms]
-    assert problems == ["bitsandbytes: wrong"]
+def test_protocol(monkeypatch):
+    """The puzzle's line, every contender in turns, and ordinary launches from a process of their own."""
+    seconds = {"ours": [1.0], "unsloth_today": [2.0]}
+    monkeypatch.setattr(clocks, "ON_GPU", True)
+    monkeypatch.setattr(bench, "exact_calls", lambda *arguments: {})
+    monkeypatch.setattr(bench.protocol, "puzzles_line", lambda candidate: [1.5, 1.6])
+    monkeypatch.setattr(bench.protocol, "in_turns", lambda functions: (seconds, {"peft": "wrong"}))
+    monkeypatch.setattr(bench, "in_new_process", lambda function, **variables: '{"ordinary": [3.0]}')
+    cases, problems = run("protocol")
+    assert problems == ["peft: wrong"] and cases == {
+        "puzzle's line": {"unsloth_today": (1.5, 1.6)},
+        "total": {"ours": (1.0,), "unsloth_today": (2.0,)},
+        "ordinary launches": {"ordinary": (3.0,)},
+    }
 
 
 def test_gpu_time():
@@ -62,24 +56,17 @@ def test_gpu_time():
         assert all(len(values) == TINY.rounds for values in found.values())
 
 
-def test_settings_are_restored_and_each_is_timed_beside_the_default(kernel):
+@pytest.mark.parametrize("numel, default", [(2**10, 2), (2**28, 8)])
+def test_settings_that_change_the_launch_are_timed_and_put_back(kernel, numel, default):
     with kernel.force(card="t4"):  # a change is made to the settings in force
         before = kernel.settings()
+        found = bench.changes(numel, "bf16").keys() - {"asm=False"}  # asm is off without a GPU
         cases, problems = run("settings")
-        assert kernel.settings() == before and not problems and len(cases) > 5
-    assert all(case.endswith(" at 1024 bf16") for case in cases)
+        assert kernel.settings() == before and not problems
+    words = {f"words={count}" for count in (2, 4, 8) if count != default}
+    assert found == {"hints=False", "stage=False", "num_warps=2", "num_warps=8"} | words
+    assert "hints=False at 1024 bf16" in cases
     assert all(found.keys() == {"default", "changed"} for found in cases.values())
-
-
-@pytest.mark.parametrize("card", [None, "t4"])
-@pytest.mark.parametrize("numel", [2**10, 2**28])
-def test_changes_are_real_changes_of_existing_settings(kernel, card, numel):
-    with kernel.force(card=card, hints=True, stage=True, num_warps=4):
-        now = dataclasses.asdict(kernel.settings())
-        found = bench.changes(kernel.settings(), numel, "bf16")
-    assert {"hints=False", "stage=False", "num_warps=8"} <= found.keys() and "num_warps=4" not in found
-    for change in found.values():
-        assert change.keys() <= now.keys() and any(now[name] != value for name, value in change.items())
 
 
 def test_host_time():
@@ -92,22 +79,43 @@ def test_host_time():
 def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
     counters.clear()
     cases, problems = run("compiled", dataclasses.replace(TINY, tokens=(8, 16)))
-    assert not problems and counters["stats"]["unique_graphs"] == len(cases["forward 8 tokens"]) // 2
     names = {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"}
+    names = {name + mode for name in names for mode in ("", "_eager", "_reduce_overhead")}
     forward = [cases[f"forward {tokens} tokens"] for tokens in (8, 16)]
-    assert all(found.keys() == names | {f"{name}_eager" for name in names} for found in forward)
+    assert not problems and all(found.keys() == names for found in forward)
+    assert counters["stats"]["unique_graphs"] == len(names) * 2 // 3
     ratios = [statistics.median(x["bitsandbytes"]) / statistics.median(x["ours"]) for x in forward]
     assert cases["geometric mean"]["bitsandbytes"] == pytest.approx((statistics.geometric_mean(ratios),))
 
 
-@pytest.mark.parametrize("section", ["gpu_time", "settings", "host_time", "compiled"])
+def test_axolotl_is_timed_without_the_switch_and_with_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "axolotl", None)
+    assert run("axolotl") == ({}, []) and "axolotl: not measured" in capsys.readouterr().out
+    switched, stand_in = [], types.SimpleNamespace(dequantize=dequantize)
+    for name in ("axolotl", "axolotl.kernels", "axolotl.kernels.quantize"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+
+    def arm(library, name):
+        switched.append(name)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(bench.training, "arm", arm)
+    cases, problems = run("axolotl")
+    assert not problems and [len(values) for values in cases["synchronized"].values()] == [2, 2]
+    assert switched == ["without", "with", "with", "without"]
+
+
+@pytest.mark.parametrize("section", ["protocol", "gpu_time", "settings", "host_time", "compiled"])
 def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
     def nearly(layer):
-        weight = dequantize(layer.weight, layer.weight.quant_state)
+        weight = contenders.exact_weight(layer)
         weight.view(torch.int16).view(-1)[-1] ^= 1 << 14  # the exponent's highest bit: a zero becomes 2.0
         return weight
 
     monkeypatch.setattr(contenders.launch, "your_dequantize_nf4", nearly)
+    monkeypatch.setattr(bench, "your_dequantize_nf4", nearly)
+    monkeypatch.setattr(bench.protocol, "puzzles_line", lambda candidate: None)
+    monkeypatch.setattr(bench.protocol, "in_turns", lambda fns: (dict.fromkeys(fns, [1.0]), {}))
     cases, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
     cases.pop("first_call", None)  # of other processes
@@ -122,47 +130,46 @@ def captures_nothing(calls, pool, whole=clocks.capture):
     return types.SimpleNamespace(replay=int, pool=lambda: None), whole(calls, pool)[1]
 
 
-def lost_bytes(layer, words, num_warps):
-    return bench.copy_kernel.written(layer, words, num_warps) & 255
+def lost_bytes(self, layer):
+    return self.expected(layer) & 255
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "fault", "problem"),
+    ("owner", "name", "fault", "problem"),
     [
-        (bench.copy_kernel, "copy", lost_bytes, "copy_kernel {'words': 2"),
+        (Copy, "__call__", lost_bytes, "Copy(words=2, num_warps=4) at 1024 fp16: AssertionError"),
         (clocks, "capture", refuses_capture, "ours at 1024 fp16: RuntimeError: not permitted"),
         (clocks, "capture", captures_nothing, "ours at 1024 fp16: AssertionError: not bit-identical"),
     ],
 )
-def test_what_cannot_be_measured_is_named(module, name, fault, problem, monkeypatch):
-    monkeypatch.setattr(module, name, fault)
+def test_what_cannot_be_measured_is_named(owner, name, fault, problem, monkeypatch):
+    monkeypatch.setattr(owner, name, fault)
     cases, problems = run("gpu_time")
     assert any(text.startswith(problem) for text in problems), problems
-    assert problem.split()[0] not in cases.get("1024 fp16", {})
+    assert ("copy_kernel" if owner is Copy else "ours") not in cases.get("1024 fp16", {})
 
 
 def test_the_memory_bound_reference_is_its_fastest_variant(monkeypatch):
-    names = [f"copy_kernel {how}" for how in bench.copy_kernel.VARIANTS]
-    seconds = {name: [1.0 + index] for index, name in enumerate(names[::-1])} | {"ours": [9.0]}
+    seconds = {str(copy): [9.0 - index] for index, copy in enumerate(copy_kernel.VARIANTS)} | {"ours": [20.0]}
     monkeypatch.setattr(bench, "gpu_seconds", lambda *arguments: dict(seconds))
-    assert run("gpu_time")[0]["1024 fp16"] == {"ours": (9e6,), "copy_kernel": (1e6,)}
+    assert run("gpu_time")[0]["1024 fp16"] == {"ours": (20e6,), "copy_kernel": (4e6,)}
 
 
 # --- the command ---
 
 
 def good(scope, problems):
-    yield Row("gpu_time", "64 fp16", "ours", "us", [1.0, 2.0])
-    yield Row("other", "a", "ours", "s", [3.0])
+    yield Row("good", "64 fp16", "ours", "us", [1.0, 2.0])
+    yield Row("good", "64 fp16", "peft", "us", [3.0])
 
 
 def bad(scope, problems):
     problems.append("peft: not bit-identical")
-    yield Row("settings", "a", "default", "us", [1.0])
+    yield Row("bad", "a", "default", "us", [1.0])
 
 
 def broken(scope, problems):
-    yield Row("host_time", "a", "ours", "us", [1.0])
+    yield Row("broken", "a", "ours", "us", [1.0])
     raise ValueError("first line\nsecond line")
 
 
@@ -178,41 +185,38 @@ def stored(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "DEFAULT", ("good", "bad"))
     monkeypatch.setattr(bench, "SECTIONS", dict(good=good, bad=bad, broken=broken, cut=cut))
     monkeypatch.setattr(contenders, "missing", lambda: {"peft": "no such thing"})
-    return lambda: [row.section for folder in tmp_path.iterdir() for row in store.rows(folder.name)]
+
+    def sections():
+        [card] = tmp_path.iterdir()
+        return list(dict.fromkeys(row.section for row in store.rows(card.name))), store.meta(card.name)
+
+    return sections
 
 
-def test_sections_are_stored_with_what_went_wrong(stored, tmp_path, capsys):
-    assert bench.main(["--only", "good"]) == 0 and stored() == ["gpu_time", "other"]
+def test_sections_are_stored_with_what_went_wrong(stored, capsys):
+    assert bench.main(["--only", "good"]) == 0 and stored()[0] == ["good"]
     assert bench.main([]) == 1
     shown = capsys.readouterr().out
     assert "peft: not measured (needs no such thing)" in shown and "FAILED peft: not bit-identical" in shown
-    assert "(1 to 2)" in shown and stored() == ["gpu_time", "other", "settings"]
-    [card] = tmp_path.iterdir()
-    assert store.meta(card.name)["sections"]["settings"]["note"] == "peft: not bit-identical"
+    assert "1.00x  (1 to 2)" in shown and "2.00x\n" in shown  # relative to the first of a case
+    names, meta = stored()
+    assert names == ["good", "bad"] and meta["sections"]["bad"]["note"] == "peft: not bit-identical"
 
 
 def test_a_broken_section_stops_no_other_and_keeps_what_it_has(stored, capsys):
-    assert bench.main(["--only", "broken", "good"]) == 1 and stored() == ["host_time", "gpu_time", "other"]
+    assert bench.main(["--only", "broken", "good"]) == 1 and stored()[0] == ["broken", "good"]
     assert "FAILED ValueError: first line\n" in capsys.readouterr().out
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--only", "bad", "cut"])
-    assert stored() == ["host_time", "gpu_time", "other", "settings"]
+    assert stored()[0] == ["broken", "good", "bad"]
 
 
-def test_without_a_gpu_no_time_is_shown_or_stored(stored, monkeypatch, capsys):
+def test_without_a_gpu_no_time_is_shown_or_stored(stored, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(clocks, "ON_GPU", False)
     monkeypatch.setattr(bench.machine, "no_gpu", lambda: "No GPU here.")
-    assert bench.main(["--only", "good"]) == 0 and stored() == []
+    assert bench.main(["--only", "good"]) == 0 and not list(tmp_path.iterdir())
     shown = capsys.readouterr().out
     assert "No GPU here." in shown and "bit-identical, not timed" in shown and "1.5" not in shown
-
-
-def test_ratios_are_to_the_first_row_of_a_case(monkeypatch):
-    monkeypatch.setattr(clocks, "ON_GPU", True)
-    rows = [
-        Row("s", case, name, "us", [us]) for case, name, us in (("a", "x", 2), ("a", "y", 3), ("b", "y", 4))
-    ]
-    assert [line.split()[-1] for line in bench.text(rows).splitlines()] == ["1.00x", "1.50x", "1.00x"]
 
 
 @pytest.mark.parametrize(("fused", "failed"), [(True, 0), (False, 1)])
@@ -223,15 +227,16 @@ def test_unsloths_fallback_to_its_classic_path_is_a_problem(stored, monkeypatch,
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nobody_fails():
+def test_on_a_gpu_nobody_fails(monkeypatch):
+    monkeypatch.setattr(bench.protocol, "ROUNDS", 100)
     scope = dataclasses.replace(
-        bench.FULL, sizes=(2**16, 2**22), settings=((2**20, "bf16"),), tokens=(64,), weights=4, rounds=5,
-        configs=bench.FULL.configs[:1],
-    )  # fmt: skip
+        bench.FULL, sizes=(2**16, 2**22), settings=((2**20, "bf16"),), tokens=(64,), weights=4, rounds=5
+    )
     for section in bench.DEFAULT:
         cases, problems = run(section, scope)
-        assert not problems and cases, section
+        assert not problems and (cases or section == "axolotl"), section
         assert not any(math.isnan(x) for found in cases.values() for values in found.values() for x in values)
+        assert section != "protocol" or cases["ordinary launches"].keys() == {"unsloth_ordinary", "ordinary"}
         if section == "host_time":
             medians = {name: statistics.median(values) for name, values in cases["until_return"].items()}
             assert medians["ours"] < min(medians["ordinary"], medians["compiled_grid"])

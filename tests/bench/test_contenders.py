@@ -2,48 +2,44 @@ import pytest
 import torch
 
 from helpers.bench import contenders, copy_kernel
-from helpers.nf4.reference import dequantize, quantized_layer
+from helpers.nf4.reference import quantized_layer
 
 pytest.importorskip("bitsandbytes")
 
 
 def test_wrong_and_unwritten_elements_are_named(device):
     layer = quantized_layer(64, 64, torch.float16)
-    expected = dequantize(layer.weight, layer.weight.quant_state)
+    expected = contenders.exact_weight(layer)
     out, off, problems = expected.clone(), expected.clone(), []
     off.view(torch.int16).view(-1)[-1] ^= 1
     with pytest.raises(AssertionError, match="not bit-identical"):
         contenders.check(lambda: out, expected, out)  # writes nothing
     contenders.check(lambda: out.copy_(expected), expected, out)
-    calls = {
-        "right": lambda: expected,
-        "one bit": lambda: off,
-        "dtype": expected.float,
-        "none": int,
-        "error": lambda: 1 / 0,
-    }
-    assert list(contenders.right(calls, expected, problems)) == ["right"]
+    results = {"exact": expected, "one bit": off, "dtype": expected.float(), "none": 0}
+    functions = {name: lambda layer, result=result: result for name, result in results.items()}
+    functions["error"] = lambda layer: 1 / 0
+    assert list(contenders.exact_calls(functions, layer, problems)) == ["exact"]
     assert [text.split(":")[0] for text in problems] == ["one bit", "dtype", "none", "error"]
     assert "ZeroDivisionError" in problems[-1] and "not bit-identical" in problems[0]
 
 
 @pytest.mark.parametrize("numel", [64, 64 * 40, 2**14 + 64])  # less than a program, part of one, one over
 def test_the_copy_kernel_moves_every_byte_and_no_other(device, numel):
-    """`written` depends on every byte: see the next test."""
+    """What is expected depends on every byte: see the next test."""
     layer = quantized_layer(64, numel // 64, torch.bfloat16)
-    for how in copy_kernel.VARIANTS:
+    for copy in copy_kernel.VARIANTS:
         guarded = torch.full((numel // 2 + 16,), -7, dtype=torch.int32, device=device)
-        copy_kernel.copy(layer, **how, out=guarded[8:-8])
-        assert torch.equal(guarded[8:-8], copy_kernel.written(layer, **how)), how
+        copy(layer, out=guarded[8:-8])
+        assert torch.equal(guarded[8:-8], copy.expected(layer)), copy
         assert (guarded[:8] == -7).all() and (guarded[-8:] == -7).all()
 
 
 def test_what_the_copy_kernel_must_write_depends_on_every_byte():
-    layer, how = quantized_layer(64, 2**15 // 64, torch.float16), copy_kernel.VARIANTS[0]
-    state, before = layer.weight.quant_state, copy_kernel.written(layer, **how)
+    layer, copy = quantized_layer(64, 2**15 // 64, torch.float16), copy_kernel.VARIANTS[0]
+    state, before = layer.weight.quant_state, copy.expected(layer)
     for tensor in (layer.weight.data, state.absmax, state.state2.absmax):
         raw = tensor.view(-1).view(torch.uint8)
-        for index in {0, 1, raw.numel() // 2, raw.numel() - 1}:
+        for index in (0, 1, raw.numel() // 2, raw.numel() - 1):
             raw[index] ^= 255
-            assert not torch.equal(copy_kernel.written(layer, **how), before)
+            assert not torch.equal(copy.expected(layer), before)
             raw[index] ^= 255

@@ -14,7 +14,11 @@ from helpers import machine
 from helpers.bench import training
 from helpers.bench.training import digest
 
-SMALLEST = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+SIZES = dict(
+    hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=320,  # what the tokenizer knows, and some
+)  # fmt: skip
+SMALLEST = SIZES | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
 KERNELS = {  # what the profiler calls the kernels that dequantize, by who launches them
     "ours": "_your_dequantize_nf4_kernel",
     "bitsandbytes": "kDequantizeBlockwise",
@@ -22,67 +26,80 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
 }
 
 
+def load(folder, library, dtype, autocast, checkpointing, lora):
+    """Return the model to train."""
+    if library == "unsloth":
+        return training.unsloth_model(folder, dtype, checkpointing)
+    model = training.peft_model(folder, dtype, autocast=autocast is not None, **lora)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
 def train(
-    kernel: bool, folder, library="peft", dtype="bfloat16", autocast=None, steps=50, compiled=False, rows=4,
-    length=64, new_tokens=16, **how,
+    kernel: bool, folder, library="peft", dtype="bfloat16", autocast=None, checkpointing=False,
+    compiled=False, steps=50, rows=4, length=64, new_tokens=16, **lora,
 ) -> dict:  # fmt: skip
     """Train a model of make_model with the kernel or without, then generate, merge and dequantize with it.
 
-    autocast: a dtype's name. how: of training.adapted. Returns what must not depend on the kernel as "same",
-    Switch.counts(), and on a GPU peak_bytes and the launches of dequantizing kernels in one more step.
+    autocast: a dtype's name. Returns what must not depend on the kernel as "same", Switch.counts(), and on a
+    GPU peak_bytes and the launches of dequantizing kernels in one more step.
     """
-    from helpers.puzzle.protocol import gpu_events
-
-    gpu = torch.cuda.is_available()
-    same = {"losses": [], "gradients": []}
-    record = {"same": same, "counts": {}}
+    dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
     with training.arm(library, training.ARMS[kernel]) as switch, training.deterministic():
-        model = training.adapted(folder, library, dtype, 8, autocast=autocast is not None, **how)
-        adapters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(adapters, lr=1e-3)
-        call, device = torch.compile(model) if compiled else model, adapters[0].device
+        model = load(folder, library, dtype, autocast, checkpointing, lora)
+        trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
-        batches = ((starts + torch.arange(length)) % model.config.vocab_size).to(device)
-
-        def step(ids):
-            with torch.autocast(device.type, getattr(torch, autocast or dtype), enabled=autocast is not None):
-                loss = call(input_ids=ids, labels=ids).loss
-            loss.backward()
-            return loss
-
-        if gpu:
+        batches = ((starts + torch.arange(length)) % model.config.vocab_size).to(trainer.device)
+        same, record = {"losses": [], "gradients": []}, {}
+        if machine.has_gpu():
             torch.cuda.reset_peak_memory_stats()
         for ids in batches:
-            same["losses"].append(step(ids).item())
-            same["gradients"].append(digest(p.grad for p in adapters))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        same["adapters"] = digest(adapters)
+            same["losses"].append(trainer.backward(ids).item())
+            same["gradients"].append(digest(p.grad for p in trainer.adapters))
+            trainer.update()
+        same["adapters"] = digest(trainer.adapters)
         record["counts"] = switch.counts() if switch else {}
-        if gpu:
+        if machine.has_gpu():
             record["peak_bytes"] = torch.cuda.max_memory_allocated()
-            names = [name for name, *_ in gpu_events(lambda: step(batches[0]), 1)]
-            record["launches"] = {who: sum(one in name for name in names) for who, one in KERNELS.items()}
-            optimizer.zero_grad(set_to_none=True)
+            record["launches"] = launches(trainer, batches[0])
         if new_tokens:
-            if library == "unsloth":
-                from unsloth import FastLanguageModel
-
-                FastLanguageModel.for_inference(model)
-            model.train(device.type == "cpu")  # eval mode there may repack weights
-            prompt = batches[0][:1, :7]
-            prompt = dict(input_ids=prompt, attention_mask=torch.ones_like(prompt))
-            with torch.no_grad():
-                ids = model.generate(**prompt, max_new_tokens=new_tokens, do_sample=False, use_cache=True)
-            same["tokens"] = ids[0].tolist()
+            same["tokens"] = generate(model, library, batches[0][:1, :7], new_tokens)
         if library == "peft":
-            merged = model.merge_and_unload()
-            weights = [p for p in merged.parameters() if hasattr(p, "quant_state")]
-            states = [(w, w.quant_state.absmax, w.quant_state.state2.absmax) for w in weights]
-            same["merged"] = digest(tensor for state in states for tensor in state)
-            same["dequantized"] = digest(merged.dequantize().parameters())
-    return record
+            same["merged"], same["dequantized"] = merge(model)
+    return record | {"same": same}
+
+
+def launches(trainer, ids) -> dict[str, int]:
+    """Return how many dequantizing kernels a backward pass launches, by library."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        trainer.backward(ids)
+        torch.cuda.synchronize()
+    trainer.optimizer.zero_grad()
+    events = profile.key_averages()
+    return {who: sum(e.count for e in events if name in e.key) for who, name in KERNELS.items()}
+
+
+def generate(model, library, prompt, new_tokens) -> list[int]:
+    if library == "unsloth":
+        from unsloth import FastLanguageModel
+
+        FastLanguageModel.for_inference(model)
+    model.train(prompt.device.type == "cpu")  # eval mode there may repack weights
+    how = dict(attention_mask=torch.ones_like(prompt), do_sample=False, use_cache=True)
+    with torch.no_grad():
+        return model.generate(input_ids=prompt, max_new_tokens=new_tokens, **how)[0].tolist()
+
+
+def merge(model) -> tuple[str, str]:
+    """Return digests of the merged model: of its quantized weights, and of all weights dequantized."""
+    merged = model.merge_and_unload()
+    states = [(p, p.quant_state) for p in merged.parameters() if hasattr(p, "quant_state")]
+    quantized = digest(x for p, state in states for x in (p, state.absmax, state.state2.absmax))
+    return quantized, digest(merged.dequantize().parameters())
 
 
 def compare(setup: dict) -> dict[str, dict]:
@@ -115,7 +132,7 @@ def compare_all(setups: list[dict]) -> list[dict]:
 
 def in_new_process(setups: list[dict]) -> list[dict[str, dict]]:
     """Run `compare_all` in one new process without network. Raises ChildFailed with its text."""
-    return training.in_processes(__file__, compare_all.__name__, timeout=900, setups=setups)[0]
+    return training.in_new_process(__file__, timeout=900, setups=setups)
 
 
 if __name__ == "__main__":

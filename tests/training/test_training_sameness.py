@@ -34,7 +34,10 @@ RUNS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Makes the folder of a family's model; without a GPU of the smallest size."""
-    root, sizes = tmp_path_factory.mktemp("models"), {} if machine.has_gpu() else sameness.SMALLEST
+    root, sizes = (
+        tmp_path_factory.mktemp("models"),
+        sameness.SIZES if machine.has_gpu() else sameness.SMALLEST,
+    )
     return lambda family: str(training.make_model(root / family, family, **sizes))
 
 
