@@ -1,4 +1,4 @@
-"""Train a QLoRA adapter from a fixed seed on several GPUs with the NF4 kernel: DDP, or FSDP on GPUs with bf16.
+"""Train a QLoRA adapter on several GPUs with the NF4 kernel, from a fixed seed: DDP, or FSDP in bf16.
 
 pip install ".[train]"    in a checkout of this repository
 accelerate launch --num_processes 2 finetune_many_gpus.py MODEL TEXT_FILE OUT STEPS [fsdp]

@@ -37,10 +37,11 @@ def dequantize(
     if dtype is not None and quant_state is not None:
         quant_state = copy.copy(quant_state)
         quant_state.dtype = dtype
+    dtype = getattr(quant_state, "dtype", None)
     # The kernel's own checks refuse other weights and dtypes, so nothing is tried for them.
-    known = isinstance(weight, torch.Tensor) and getattr(quant_state, "dtype", None) in launch.DTYPES
-    if known and choose(weight.device, quant_state.dtype) == "torch":
-        return dequantize_in_torch(weight, quant_state, out)
+    if isinstance(weight, torch.Tensor) and not weight.is_meta and dtype in launch.DTYPES:
+        if choose(weight.device, dtype) == "torch":
+            return dequantize_in_torch(weight, quant_state, out)
     return launch._your_dequantize_nf4(weight, quant_state, out)
 
 

@@ -1,16 +1,26 @@
 """Random quantized weights without bitsandbytes, and the layouts that bitsandbytes and its users produce."""
 
-import functools
 import math
 from types import SimpleNamespace
 
 import torch
 
+from helpers.nf4 import reference
 from helpers.nf4.reference import default_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
 SPECIAL += (1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39)
+
+
+def exact(result, weight, state):
+    """Return whether a result is the oracle's, bit for bit."""
+    return reference.same_bits(result, reference.dequantize(weight, state))
+
+
+def noise(x):
+    """Return other contents of the same shape and dtype."""
+    return torch.randint_like(x, 256) if x.dtype == torch.uint8 else torch.rand_like(x) + 0.25
 
 
 def random_state(
@@ -52,33 +62,41 @@ def random_state(
 def odd_states(device=None):
     """Return {name: (weight, state)} of every layout that bitsandbytes, checkpoints, FSDP, and views produce.
     The kernel refuses the two that are not contiguous."""
-    device = device or default_device()
-    base = ((320, 64), torch.bfloat16)
-    make = functools.partial(random_state, device=device)
-    states = {str(dtype): make(base[0], dtype) for dtype in DTYPES}
-    states |= {f"{kind} flat": make(*base, nested=False, quant_type=kind) for kind in ("nf4", "fp4")}
-    states |= {"fp4 nested": make(*base, quant_type="fp4")}
-    states |= {f"blocksize 2**{k}": make(*base, blocksize=1 << k) for k in (5, 7, 8, 9, 10, 11, 12, 13, 40)}
-    states |= {f"blocksize2 2**{k}": make(*base, blocksize2=1 << k) for k in (0, 6, 7, 9, 31, 40)}
-    shapes = ((0, 64), (1, 1), (3, 1), (83, 99), (20480,), (5, 64, 64))
-    states |= {f"shape {shape}": make(shape, base[1]) for shape in shapes}
-    weight, state = make(*base)
-    views = {f"stored as {dtype}": weight.view(-1).view(dtype).view(-1, 1) for dtype in DTYPES}
-    views |= {"W.t()": weight.t(), "odd address": torch.cat([weight[:1], weight])[1:]}
-    states |= {name: (view, state) for name, view in views.items()}
+    states = {}
+
+    def add(name, shape=(320, 64), dtype=torch.bfloat16, **options):
+        weight, state = states[name] = random_state(shape, dtype, device=device, **options)
+        return weight, state
+
+    for dtype in DTYPES:
+        add(str(dtype), dtype=dtype)
+    for quant_type in ("nf4", "fp4"):
+        add(f"{quant_type} flat", nested=False, quant_type=quant_type)
+    add("fp4 nested", quant_type="fp4")
+    for k in (5, 7, 8, 9, 10, 11, 12, 13, 40):
+        add(f"blocksize 2**{k}", blocksize=1 << k)
+    for k in (0, 6, 7, 9, 31, 40):
+        add(f"blocksize2 2**{k}", blocksize2=1 << k)
+    for shape in ((0, 64), (1, 1), (3, 1), (83, 99), (20480,), (5, 64, 64)):
+        add(f"shape {shape}", shape)
+
+    weight, state = add("usual")
+    for dtype in DTYPES:
+        states[f"stored as {dtype}"] = weight.view(-1).view(dtype).view(-1, 1), state
+    states["W.t()"] = weight.t(), state
+    states["odd address"] = torch.cat([weight[:1], weight])[1:], state
     states["weight not contiguous"] = torch.cat([weight, weight + 1], 1)[:, :1], state
 
-    def with_state(name, flat=False, **fields):
-        weight, state = make(*base, nested=not flat)
-        for field, change in fields.items():
-            setattr(state, field, change(getattr(state, field, None)))
-        states[name] = weight, state
-
-    special = torch.tensor(SPECIAL, device=device)
-    with_state("special scales", flat=True, absmax=lambda x: torch.cat([special, x[len(special) :]]))
-    with_state("no code", code=lambda x: None)
-    with_state("shape of a list", shape=list)
-    with_state("offset of shape (1,)", offset=lambda x: x.view(1))
-    with_state("offset in bf16", offset=lambda x: x.bfloat16())  # of Unsloth's prequantized models
-    with_state("absmax not contiguous", absmax=lambda x: torch.stack([x, 255 - x], 1)[:, 0])
+    _, state = add("special scales", nested=False)
+    state.absmax[: len(SPECIAL)] = torch.tensor(SPECIAL)
+    _, state = add("no code")
+    state.code = None
+    _, state = add("shape of a list")
+    state.shape = list(state.shape)
+    _, state = add("offset of shape (1,)")
+    state.offset = state.offset.view(1)
+    _, state = add("offset in bf16")  # of Unsloth's prequantized models
+    state.offset = state.offset.bfloat16()
+    _, state = add("absmax not contiguous")
+    state.absmax = torch.stack([state.absmax, 255 - state.absmax], 1)[:, 0]
     return states

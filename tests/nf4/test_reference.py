@@ -49,11 +49,11 @@ def agrees(weight, state):
 def test_what_bitsandbytes_quantizes(quant_type, nested, device):
     """Every blocksize and dtype; sizes of whole blocks, ending inside a block, and odd."""
     torch.manual_seed(3407)
+    how = dict(compress_statistics=nested, quant_type=quant_type)
     for k, dtype in itertools.product(range(5, 13), DTYPES):
         for n in (64 * 64, 33 * 70, 4097, 127, 3):
             weight = torch.randn(1, n, dtype=dtype, device=device) * 0.05
-            how = dict(blocksize=1 << k, compress_statistics=nested, quant_type=quant_type)
-            assert agrees(*functional.quantize_4bit(weight, **how)), (k, dtype, n)
+            assert agrees(*functional.quantize_4bit(weight, blocksize=1 << k, **how)), (k, dtype, n)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -65,7 +65,8 @@ def test_odd_states(device):
         no |= {"blocksize2 2**0"}  # wrong in bitsandbytes 0.50.2
     states = odd_states(device)
     assert no < states.keys()
-    assert not [name for name in states.keys() - no if not agrees(*states[name])]
+    for name in states.keys() - no:
+        assert agrees(*states[name]), name
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,8 +74,8 @@ def test_odd_states(device):
 def test_every_byte_with_every_scale_code(quant_type, device):
     """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
     weight, state = random_state((2048, 64), torch.float32, quant_type=quant_type, device=device)
-    weight.copy_(torch.arange(256, device=device).repeat(256).view(-1, 1))
-    state.absmax.copy_(torch.arange(2048, device=device) // 8)
+    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
+    state.absmax.copy_(torch.arange(2048) // 8)
     for state.dtype in DTYPES:
         assert agrees(weight, state), state.dtype
 
@@ -82,10 +83,12 @@ def test_every_byte_with_every_scale_code(quant_type, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_special_scales(device):
     """Infinite, NaN, negative, zero, huge and subnormal scales, flushed as the device's build flushes."""
-    for dtype in DTYPES:  # AVX512's own bf16 conversion flushes, too
-        values = [x for x in SPECIAL if device == "cuda" or dtype != torch.bfloat16 or not 0 < abs(x) < 1e-30]
+    for dtype in DTYPES:
+        values = torch.tensor(SPECIAL)
+        if device == "cpu" and dtype == torch.bfloat16:  # AVX512's own conversion flushes, too
+            values = values[~((values.abs() > 0) & (values.abs() < 1e-30))]
         weight, state = random_state((512, len(values)), dtype, nested=False, blocksize=512, device=device)
-        state.absmax.copy_(torch.tensor(values))
+        state.absmax.copy_(values)
         assert agrees(weight, state), dtype
 
 
@@ -95,10 +98,10 @@ def test_subnormal_products_and_scales_on_the_gpu():
     scales and offsets that are subnormal."""
     code = torch.tensor(reference.NF4_VALUES, dtype=torch.float64)
     near = (2.0**-126 / code[code != 0]).abs().to(torch.float32)
-    scales = torch.cat([near, torch.nextafter(near, near * 0), torch.nextafter(near, near * 2)]).cuda()
-    _, state = random_state((512, len(scales)), torch.float32, nested=False, blocksize=512)
-    weight = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(len(scales)).view(-1, 1)
-    state.absmax = scales
+    scales = torch.cat([near, torch.nextafter(near, near * 0), torch.nextafter(near, near * 2)])
+    weight, state = random_state((512, len(scales)), torch.float32, nested=False, blocksize=512)
+    weight.copy_(torch.arange(256).repeat(len(scales)).view(-1, 1))
+    state.absmax.copy_(scales)
     assert agrees(weight, state)
     weight, state = random_state((512, 64), torch.float32)
     state.absmax.copy_(torch.arange(512) // 2)
@@ -109,31 +112,19 @@ def test_subnormal_products_and_scales_on_the_gpu():
 
 
 def test_flushing_keeps_the_sign_and_spares_normal_numbers():
+    """Without a GPU this stands for the two tests above."""
     tiny = torch.finfo(torch.float32).tiny
-    one, half = torch.ones(8), torch.full((8,), 0.5)
     x = torch.tensor([tiny, -tiny, tiny / 2, -tiny / 2, 0.0, -0.0, math.nan, -math.inf])
-    expected = torch.tensor([tiny, -tiny, 0.0, -0.0, 0.0, -0.0, math.nan, -math.inf])
-    assert same_bits(reference.multiply_flushing(one, x), expected)
-    expected[:2] = torch.tensor([0.0, -0.0])
-    assert same_bits(reference.multiply_flushing(half, x), expected)
+    for factor, first in ((1.0, tiny), (0.5, 0.0)):
+        expected = torch.tensor([first, -first, 0.0, -0.0, 0.0, -0.0, math.nan, -math.inf])
+        assert same_bits(reference.multiply_flushing(torch.full_like(x, factor), x), expected)
     nearly = torch.tensor([1 - 2.0**-24])  # times `tiny` rounds up to `tiny`, but is subnormal in 24 bits
     assert reference.multiply_flushing(nearly, torch.tensor([tiny])) == 0
-    for flush in (True, False):
-        weight, state = random_state((64, 1), torch.float32, nested=False, quant_type="fp4", device="cpu")
-        state.absmax.fill_(tiny / 2)
-        result = reference.dequantize(weight.fill_(0x83), state, flush_subnormal=flush).view(-1, 2)
-        assert torch.signbit(result[:, 0]).all() and (result[:, 1] == (0.0 if flush else tiny / 2)).all()
-
-
-def test_a_tensor_that_is_too_short():
-    weight, state = random_state((320, 64), torch.float16, device="cpu")
-    for name, owner, keep in (("absmax", state, 319), ("state2.absmax", state.state2, 1)):
-        kept, owner.absmax = owner.absmax, owner.absmax[:keep]
-        with pytest.raises(ValueError, match=rf"^{name} has {keep} elements, expected {keep + 1}"):
-            reference.dequantize(weight, state)
-        owner.absmax = kept
-    with pytest.raises(ValueError, match="^weight has 10239 elements, expected 10240"):
-        reference.dequantize(weight[:-1], state)
+    weight, state = random_state((64, 1), torch.float32, nested=False, device="cpu")
+    weight.fill_(0x1E)
+    state.absmax.fill_(tiny)
+    assert reference.dequantize(weight, state).all()
+    assert not reference.dequantize(weight, state, flush_subnormal=True).any()
 
 
 def test_different_counts_bits():
