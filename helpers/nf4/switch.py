@@ -9,7 +9,6 @@ to the library's own function, counted.
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -20,6 +19,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import linear
@@ -51,7 +51,7 @@ class UnknownInternals(RuntimeError):
     """A function of a library is missing or takes other arguments, so the library was left unchanged."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Site:
     """A function of a library that dequantizes, and what answers for it.
 
@@ -65,8 +65,8 @@ class Site:
     original: Callable | None = None
     replacement: Callable | None = None  # None: not tested yet, or left to the library
     # "kernel": dequantized by the kernel, "library": by the library, "fused": multiplied without dequantizing
-    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
-    reasons: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    counts: collections.Counter = field(default_factory=collections.Counter)
+    reasons: collections.Counter = field(default_factory=collections.Counter)
 
     def count_fallback(self, reason: Exception) -> None:
         """Count a call that the library dequantizes because of `reason`."""
@@ -74,14 +74,14 @@ class Site:
         self.reasons[str(reason).split(":")[0]] += 1
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Library:
     """Sites that are switched together, and the switches that keep them on."""
 
     sites: tuple[Site, ...]  # without the first one the library is refused; others may be left as they are
     on: bool = False
-    left: dict[str, str] = dataclasses.field(default_factory=dict)
-    holders: set = dataclasses.field(default_factory=set)
+    left: dict[str, str] = field(default_factory=dict)
+    holders: set = field(default_factory=set)
 
     @property
     def replaced(self) -> list[Site]:
@@ -259,7 +259,7 @@ def small_layer(dtype, device):
 def self_test(site: Site, replacement: Callable) -> None:
     """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kernel, reasons = site.counts["kernel"], site.reasons.copy()
+    before = site.counts["kernel"]
     # Models are often created on "meta" or in inference mode.
     with torch.device(device), torch.inference_mode(False), torch.enable_grad():
         for dtype in (torch.float16, torch.bfloat16):
@@ -272,9 +272,8 @@ def self_test(site: Site, replacement: Callable) -> None:
                 raise RuntimeError(f"the self-test of {site.name} failed: {problem}") from error
             if not same:
                 raise RuntimeError(f"the kernel's {dtype} bits differ from those of {site.name}")
-    if site.counts["kernel"] == kernel:
-        problem = ", ".join(site.reasons - reasons)
-        raise RuntimeError(f"the kernel refused the self-test of {site.name}: {problem}")
+    if site.counts["kernel"] == before:
+        raise RuntimeError(f"the kernel refused the self-test of {site.name}")
 
 
 # The table
@@ -285,15 +284,15 @@ def has_gemm_4bit() -> bool:
     return hasattr(torch.ops.bitsandbytes, "gemm_4bit")
 
 
-def has_gemm_4bit_on_cuda() -> bool:
-    return has_gemm_4bit() and CUDA_OPS in sys.modules
+def has_cuda_gemm_4bit() -> bool:
+    return CUDA_OPS in sys.modules and has_gemm_4bit()
 
 
 LIBRARIES = {
     "unsloth": Library((Site(UNSLOTH, fast_dequantize, dequantized),)),
     "bitsandbytes": Library((
         Site(DEQUANTIZE, dequantize_4bit, dequantized),
-        Site(FALLBACK, _dequant_linear_fallback, multiplied_from_parts, has_gemm_4bit_on_cuda),
+        Site(FALLBACK, _dequant_linear_fallback, multiplied_from_parts, has_cuda_gemm_4bit),
         Site(PRODUCT, matmul_4bit, products_and_gradients, has_gemm_4bit),
     )),
     "axolotl": Library((Site(AXOLOTL, _ctypes_nf4_dequant, dequantized_from_parts),)),
@@ -313,7 +312,7 @@ class Switch(contextlib.AbstractContextManager):
         self.libraries: tuple[str, ...] = ()
         self.refused: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self._before: dict[Site, tuple[collections.Counter, collections.Counter]] = {}
+        self._before = {}  # {site: its counts and reasons when this switch began}
 
     @property
     def on(self) -> bool:
@@ -396,7 +395,8 @@ class Switch(contextlib.AbstractContextManager):
     def _hold(self, name: str) -> None:
         library = LIBRARIES[name]
         library.holders.add(self)
-        self.libraries = tuple(dict.fromkeys((*self.libraries, name)))
+        if name not in self.libraries:
+            self.libraries += (name,)
         self.left |= library.left
         for site in library.sites:
             self._before[site] = site.counts.copy(), site.reasons.copy()
@@ -416,18 +416,15 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     that holds it ends. Raises ValueError for an unknown name; with strict, ImportError (not installed),
     UnknownInternals (other functions than expected) or RuntimeError (no usable GPU, or other bits).
     """
-    if unknown := [name for name in names if name not in LIBRARIES and name not in THROUGH]:
-        raise ValueError(f"{unknown[0]!r} is unknown, expected one of {', '.join([*LIBRARIES, *THROUGH])}")
+    accepted = [*LIBRARIES, *THROUGH]
+    for name in names:
+        if name not in accepted:
+            raise ValueError(f"{name!r} is unknown, expected one of {', '.join(accepted)}")
     autoload.waiting.clear()
     switch = Switch()
     with _lock:
         try:
-            for name in names or LIBRARIES:
-                # PEFT and transformers may import bitsandbytes later
-                if not names and name != "bitsandbytes" and name not in sys.modules:
-                    if importlib.util.find_spec(name):
-                        switch.refused[name] = "not imported; import it first, then call use_nf4_kernel()"
-                    continue
+            for name in names or _imported(switch):
                 try:
                     _switch_on(name, switch)
                 except Exception as error:
@@ -471,6 +468,17 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 
 # Switching
+
+
+def _imported(switch: Switch) -> list[str]:
+    """Return bitsandbytes, which PEFT and transformers may import later, and what is imported so far."""
+    names = []
+    for name in LIBRARIES:
+        if name == "bitsandbytes" or name in sys.modules:
+            names.append(name)
+        elif importlib.util.find_spec(name):
+            switch.refused[name] = "not imported; import it first, then call use_nf4_kernel()"
+    return names
 
 
 def _switch_on(name: str, switch: Switch) -> None:
@@ -522,14 +530,13 @@ def _replace(site: Site, library: Library) -> None:
     importlib.import_module(site.name.rpartition(".")[0])
     answer = inspect.getfullargspec(site.answer)
     parameters = answer.args[1:]
+    names = parameters + answer.kwonlyargs
     require_parameters(site.name, parameters)
     original = site.original = current(site.name)
 
     @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
     def replacement(*arguments, **named):
-        known = len(arguments) <= len(parameters)
-        for name in named:
-            known = known and (name in parameters or name in answer.kwonlyargs)
+        known = len(arguments) <= len(parameters) and all(name in names for name in named)
         if known and library.on:
             result = site.answer(site, *arguments, **named)
             if result is not None:

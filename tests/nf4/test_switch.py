@@ -5,7 +5,6 @@ import functools
 import gc
 import importlib
 import importlib.util
-import io
 import itertools
 import logging
 import pickle
@@ -74,8 +73,6 @@ def example():
 @pytest.fixture
 def fake_unsloth(fake_module):
     """A module with Unsloth's name and function."""
-    if "unsloth" in sys.modules:
-        pytest.skip("the real Unsloth is imported in this process")
 
     def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
         return reference.dequantize(W, quant_state)
@@ -90,8 +87,8 @@ def dequantizes(function=None):
     return torch.equal(function(packed, state), expected)
 
 
-def by_kernel(on, name=DEQUANTIZE):
-    return on.counts()[name]["kernel"]
+def by_kernel(on):
+    return on.counts()[DEQUANTIZE]["kernel"]
 
 
 # On and off
@@ -167,11 +164,8 @@ class Stubborn(types.ModuleType):
         raise OSError("read only")
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
-def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module, before):
+def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module):
     """Also if a library of several fails, and whatever the error is."""
-    if before:
-        quietly("bitsandbytes")
     fake_module("transformers.stubborn", Stubborn, dequantize=ORIGINAL[0])
     for error in (OSError, KeyboardInterrupt):
         original = fake_unsloth.fast_dequantize
@@ -207,7 +201,7 @@ def full(*_):
 
 
 def refuses(*_):
-    raise launch.UnsupportedState("the moon: is full")
+    raise launch.UnsupportedState("it is new")
 
 
 NO_GPU = [
@@ -237,7 +231,7 @@ REFUSED = {
     "AMD": ([(torch.version, "hip", "6.4")], RuntimeError, "AMD GPU .ROCm 6.4.*NVIDIA"),
     "wrong bits": (kernel_is(wrong_bits), RuntimeError, "torch.float16 bits differ from those of .*4bit$"),
     "full GPU": (kernel_is(full), RuntimeError, "the self-test of .*4bit failed: OutOfMemoryError: CUDA out"),
-    "not its state": (kernel_is(refuses), RuntimeError, "the kernel refused the self-test.*4bit: the moon$"),
+    "not its state": (kernel_is(refuses), RuntimeError, "the kernel refused the self-test of .*4bit$"),
 }
 
 
@@ -327,9 +321,6 @@ def test_a_product_that_fails_its_self_test_is_left_and_named(monkeypatch, case)
         assert on.summary() == f"0 of 1 dequantizations went through the library; not counted: {PRODUCT}"
         with quietly() as second:
             assert second.left == on.left
-    monkeypatch.undo()
-    with quietly() as on:
-        assert not on.left and _functions.matmul_4bit is not ORIGINAL[1]
 
 
 def test_older_bitsandbytes(monkeypatch):
@@ -369,40 +360,31 @@ def test_replaced_functions_pickle_as_the_originals():
     with quietly("bitsandbytes"):
         assert [pickle.dumps(function) for function in functions()] == expected
         assert pickle.loads(expected[0]) is bnb.functional.dequantize_4bit
-        torch.save(functools.partial(bnb.functional.dequantize_4bit, blocksize=64), io.BytesIO())
 
 
 def test_a_wrapper_around_a_replacement():
-    """As Unsloth makes one on import."""
+    """As Unsloth makes one on import. What is left of it after off() only passes calls on."""
     on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
     wrapper = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))
-    bnb.functional.dequantize_4bit = wrapper
     try:
+        bnb.functional.dequantize_4bit = wrapper
         assert dequantizes() and by_kernel(on) == 1
         assert f"Since then {DEQUANTIZE} was wrapped or replaced by another library." in str(on)
         restore()
         assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
+        bnb.functional.dequantize_4bit = ours
+        with quietly("bitsandbytes") as again:
+            assert dequantizes() and by_kernel(again) == 1
+        assert bnb.functional.dequantize_4bit is ORIGINAL[0]
     finally:
         bnb.functional.dequantize_4bit = ORIGINAL[0]
-
-
-def test_a_replacement_that_another_library_puts_back():
-    """It only passes calls on, until the kernel is switched on again."""
-    on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
-    on.off()
-    bnb.functional.dequantize_4bit = ours
-    assert dequantizes() and by_kernel(on) == 0
-    with quietly("bitsandbytes") as again:
-        assert bnb.functional.dequantize_4bit is ours
-        assert dequantizes() and by_kernel(again) == 1
-    assert functions() == ORIGINAL
 
 
 # What is logged
 
 
 def test_one_process_of_a_host_logs_as_the_user_wants(monkeypatch, capsys):
-    for rank, speaks in (("0", True), ("1", False), ("7", False)):
+    for rank, speaks in (("0", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         use_nf4_kernel("bitsandbytes").off()
         assert ("The NF4 kernel works here" in capsys.readouterr().err) == speaks
@@ -411,11 +393,11 @@ def test_one_process_of_a_host_logs_as_the_user_wants(monkeypatch, capsys):
     handler = logging.Handler()
     handler.emit = records.append
     monkeypatch.setattr(log, "handlers", [handler])
-    for level, count in ((logging.NOTSET, 1), (logging.INFO, 2), (logging.WARNING, 2)):
-        log.setLevel(level)
-        use_nf4_kernel("bitsandbytes").off()
-        assert len(records) == count and not capsys.readouterr().err
-    log.setLevel(logging.NOTSET)
+    use_nf4_kernel("bitsandbytes").off()
+    log.setLevel(logging.WARNING)
+    use_nf4_kernel("bitsandbytes").off()
+    log.setLevel(logging.INFO)
+    assert len(records) == 1 and not capsys.readouterr().err
 
 
 # NF4_TRITON=1
