@@ -54,6 +54,7 @@ def random_state(
             code=floats(256),
             blocksize=blocksize2,
             dtype=torch.float32,
+            nested=False,
         )
         state.offset = floats(1)[0]
     return weight, state

@@ -1,5 +1,6 @@
 """The oracle against bitsandbytes itself, bit for bit."""
 
+import copy
 import itertools
 import math
 
@@ -12,23 +13,24 @@ from helpers.nf4.reference import different, same_bits
 from states import DTYPES, SPECIAL, odd_states, random_state
 
 functional = pytest.importorskip("bitsandbytes.functional")
-SECOND = ("absmax", "code", "blocksize", "dtype")
-FIRST = ("absmax", "shape", "blocksize", "quant_type", "dtype", "offset")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
 # bitsandbytes' CUDA build has CPU code of its own, which rounds halves away from zero in fp16.
 WITHOUT_GPU = pytest.mark.skipif(machine.has_gpu(), reason="the CUDA build rounds otherwise on a CPU")
-DEVICES = [pytest.param("cpu", marks=WITHOUT_GPU), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=[pytest.param("cpu", marks=WITHOUT_GPU), pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
 
 
 def library(weight, state):
     """bitsandbytes' own result. On the CPU from one long row: with AVX512, bitsandbytes 0.50.2 takes wrong
     blocks if a row is not a whole number of them. Eager: from blocksize 2048 on it compiles, for seconds."""
-    second = state.state2 and functional.QuantState(**{x: vars(state.state2)[x] for x in SECOND})
-    state = functional.QuantState(**{x: vars(state)[x] for x in FIRST}, state2=second)
-    state.shape = torch.Size(state.shape)
+    shape, state = torch.Size(state.shape), copy.copy(state)
+    state.shape = shape
     if weight.is_cuda:
         return functional.dequantize_4bit(weight, state)
-    shape, state.shape = state.shape, torch.Size([1, state.shape.numel() + state.shape.numel() % 2])
+    state.shape = torch.Size([1, shape.numel() + shape.numel() % 2])
     with torch.compiler.set_stance("force_eager"):
         result = functional.dequantize_4bit(weight.reshape(-1, 1), state)
     result = result.flatten()[: shape.numel()].view(shape)
@@ -36,14 +38,13 @@ def library(weight, state):
 
 
 def agrees(weight, state):
-    """Are the oracle's bits bitsandbytes'? Its CPU code gives fp4's code 8 either sign: ignored there."""
+    """Return whether the oracle is bitsandbytes, bit for bit. Its CPU code gives fp4's code 8 either sign."""
     result, expected = reference.dequantize(weight, state), library(weight, state)
     if state.quant_type == "fp4" and not weight.is_cuda:
         result, expected = result + 0.0, expected + 0.0
     return same_bits(result, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_what_bitsandbytes_quantizes(quant_type, nested, device):
@@ -56,7 +57,6 @@ def test_what_bitsandbytes_quantizes(quant_type, nested, device):
             assert agrees(*functional.quantize_4bit(weight, blocksize=1 << k, **how)), (k, dtype, n)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_odd_states(device):
     """What bitsandbytes also takes. Its kernels know no larger blocks and no strides of the weight."""
     no = {"blocksize 2**13", "blocksize 2**40", "blocksize2 2**31", "blocksize2 2**40", "special scales"}
@@ -69,7 +69,6 @@ def test_odd_states(device):
         assert agrees(*states[name]), name
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_every_byte_with_every_scale_code(quant_type, device):
     """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
@@ -80,7 +79,6 @@ def test_every_byte_with_every_scale_code(quant_type, device):
         assert agrees(weight, state), state.dtype
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_special_scales(device):
     """Infinite, NaN, negative, zero, huge and subnormal scales, flushed as the device's build flushes."""
     for dtype in DTYPES:
