@@ -404,8 +404,7 @@ def make_launch(tensors, launched, result):
         before=before,
         table=table.data_ptr(),
         after=tuple(arguments[7:]),
-        owners=(compiled, table),
-    )
+        owners=(compiled, table))
 
 
 # %% The call id="launch-call" part="launch" tags=["launch"]
@@ -482,7 +481,7 @@ def call_operator(tensors, spec, out):
 def _dequantize(
     weight: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, code2: torch.Tensor | None,
     absmax2: torch.Tensor | None, offset: torch.Tensor | None, shape: typing.Sequence[int],
-    dtype: torch.dtype, quant_type: str, blocksize: int, blocksize2: int | None,
+    dtype: torch.dtype, quant_type: str, blocksize: int, blocksize2: int | None
 ) -> torch.Tensor:
     """Dequantize a state given field by field. table: codebook(weight.device, quant_type)."""
     tensors, spec = (weight, absmax), (tuple(shape), dtype, quant_type, blocksize)
