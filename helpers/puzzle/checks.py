@@ -17,6 +17,8 @@ import re
 import statistics
 
 HALF = (torch.float16, torch.bfloat16)
+LARGE = (4096, 14336) if ON_GPU else (128, 64)
+BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
 KERNEL = "_your_dequantize_nf4_kernel"
 passed = {}  # {criterion: True, False, or None where it was not measured}
 
@@ -73,8 +75,11 @@ def gpu_events(function, *arguments, count=3):
         for _ in range(count):
             function(*arguments)
         synchronize()
-    on_gpu = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [(event.name, event.time_range.elapsed_us()) for event in on_gpu]
+    found = []
+    for event in profile.events():  # annotations are ranges that torch.compile marks
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            found.append((event.name, event.time_range.elapsed_us()))
+    return found
 
 
 def on_and_off(candidate, setting):
@@ -95,17 +100,14 @@ def on_and_off(candidate, setting):
     return ptx, wrong
 
 
-def compiled(candidate, dtype):
-    """Compile for a new layer, with no graph of another. Return (function, layer, fullgraph)."""
-    shape = (4096, 14336) if ON_GPU else (128, 64)
-    native = not ON_GPU or torch.cuda.is_bf16_supported(including_emulation=False)
-    fullgraph = native or dtype != torch.bfloat16
-    if not fullgraph:
-        print("Inductor does not compile bf16 on this card, so the call runs eagerly:")
+def inductor_compiles(dtype):
+    """Forget everything that was compiled; return whether Inductor compiles this dtype on this card."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    function = torch.compile(candidate, fullgraph=fullgraph, backend="inductor" if ON_GPU else "aot_eager")
-    return function, quantized_layer(*shape, dtype), fullgraph
+    if not ON_GPU or dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False):
+        return True
+    print("Inductor does not compile bf16 on this card, so the call runs eagerly:")
+    return False
 
 
 @contextlib.contextmanager
@@ -133,7 +135,7 @@ def assembly(ptx):
 # %% id="single-kernel" call="passed['one kernel'] = attempt(single_kernel, your_dequantize_nf4)"
 def single_kernel(candidate):
     """Profile three calls: the GPU must run the kernel three times and nothing else."""
-    layer = quantized_layer(4096, 14336, torch.bfloat16)
+    layer = quantized_layer(*LARGE, torch.bfloat16)
     events = gpu_events(candidate, layer, count=3)
     for name in dict.fromkeys(name for name, _ in events):
         times = [us for other, us in events if other == name]
@@ -162,7 +164,8 @@ def torch_compile(candidate):
     """Compile for fp16 and bf16; print graphs, wrong elements, and what a compiled call runs."""
     right = True
     for dtype in HALF:
-        function, layer, fullgraph = compiled(candidate, dtype)
+        layer, fullgraph = quantized_layer(*LARGE, dtype), inductor_compiles(dtype)
+        function = torch.compile(candidate, fullgraph=fullgraph, backend=BACKEND)
         wrong = wrong_elements(function, layer)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {graphs} graph, {wrong} elements differ", end="; ")
@@ -202,7 +205,7 @@ def memory(candidate):
     """Measure what a call on a new layer allocates; torch raises an error if it waits for the GPU."""
     right = True
     for dtype in HALF:
-        first, layer = (quantized_layer(4096, 14336, dtype) for _ in range(2))
+        first, layer = (quantized_layer(*LARGE, dtype) for _ in range(2))
         candidate(first)  # compiles
         torch.cuda.reset_peak_memory_stats()
         start = torch.cuda.memory_allocated()

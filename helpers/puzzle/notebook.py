@@ -27,8 +27,6 @@ MODULES = {
     "marking": "helpers/puzzle/marking.py",
     "store": "helpers/results/store.py",
 }
-FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
-SECONDS = 1800  # time limit of a cell
 
 
 def cells_of_module(name: str, path: Path) -> list:
@@ -36,7 +34,7 @@ def cells_of_module(name: str, path: Path) -> list:
     import jupytext
 
     cells = []
-    for section in jupytext.reads(path.read_text(encoding="utf-8"), fmt=FORMAT).cells[1:]:
+    for section in jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent").cells[1:]:
         facts, lines = section.metadata, [section.source]
         if "module-only" in facts.get("tags", ()):
             continue
@@ -104,7 +102,7 @@ def execute(notebook, folder: Path) -> None:
         notebook,
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=this_python),
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
-        timeout=SECONDS,
+        timeout=1800,  # seconds for a cell
         record_timing=False,
         coalesce_streams=True,  # keeps only the last state of a progress bar
         resources={"metadata": {"path": str(folder)}},
