@@ -10,7 +10,6 @@
 set -euo pipefail
 unset CDPATH
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
-export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} # this folder's `helpers`, also with PYTHONSAFEPATH=1
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 CPU_TORCH=torch==2.13.0 # without that index: some machines have a CPU build of this one
 tmp=$(mktemp -d)

@@ -1,10 +1,8 @@
 """Describe the machine: GPU, driver, versions, and why the kernel cannot run here.
 
-Torch is imported by the functions that ask it. The first section is a cell of the notebook.
+Torch is imported by the functions that ask it. The notebook's machine cell makes the same description.
 """
 
-# ruff: noqa: E402
-# %% Describe this machine id="environment" folded=true
 import datetime
 import importlib.metadata
 import os
@@ -50,7 +48,6 @@ def no_gpu():
     return "No CUDA GPU. In Colab choose Runtime > Change runtime type > T4 GPU, then run all cells again."
 
 
-# %% tags=["module-only"]
 def has_gpu() -> bool:
     """Return whether torch can use a CUDA GPU."""
     import torch

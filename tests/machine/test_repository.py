@@ -44,10 +44,14 @@ def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     assert not dead, "\n".join(dead)
 
 
-def test_each_command_has_one_line_and_an_unknown_one_is_named(capsys):
-    assert commands.main(["--help"]) == 0
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_without_a_command_each_is_listed(capsys, arguments):
+    assert commands.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()[-len(commands.COMMANDS) :]
     assert [line.split()[0] for line in lines] == list(commands.COMMANDS)
+
+
+def test_an_unknown_command_is_named(capsys):
     assert commands.main(["no such command"]) == 2 and "no such command" in capsys.readouterr().err
 
 

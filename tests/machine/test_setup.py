@@ -1,11 +1,9 @@
 """colab_setup.sh and requirements.txt, with stand-ins for Python, pip, and nvidia-smi."""
 
 import fcntl
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -93,12 +91,11 @@ def test_the_newest_python_makes_the_environment_once(setup):
     assert calls[-1] == "python -m helpers run --quick"
 
 
-@pytest.mark.parametrize("content", ["", "echo Python 3.8.1; exit 1"])
-def test_an_environment_that_cannot_be_used_stays_as_it_is(setup, content):
+def test_an_environment_that_cannot_be_used_stays_as_it_is(setup):
     mine = setup.folder / ".venv" / "bin" / "python"
-    script(mine, f"#!/bin/sh\n{content}\nexit 1\n")
+    script(mine, "#!/bin/sh\necho Python 3.8.1; exit 1\n")
     done, calls = setup()
-    assert ".venv stays as it is" in done.stdout and content in mine.read_text()
+    assert ".venv stays as it is (Python 3.8.1)" in done.stdout and "3.8.1" in mine.read_text()
     assert "ready: " in done.stdout and ".venv-py3.12/bin/python" in done.stdout
 
 
@@ -164,17 +161,3 @@ def test_a_second_setup_waits_for_the_first(setup):
         threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
         done, _ = setup()
     assert done.returncode == 0 and "another set-up is at work in this folder" in done.stdout
-
-
-def test_the_real_python_is_asked_what_it_lacks(tmp_path):
-    """Also from elsewhere, with another `helpers` first on the path."""
-    shutil.copy(machine.ROOT / "colab_setup.sh", tmp_path)
-    (tmp_path / "helpers").symlink_to(machine.ROOT / "helpers")
-    (tmp_path / "requirements.txt").write_text('packaging>=20\nPytest_timeout>=2 ; extra == "test"\n')
-    script(tmp_path / "foreign" / "helpers.py", "raise SystemExit('the wrong helpers')")
-    for name in ("torch", "triton", "bitsandbytes"):
-        script(tmp_path / "foreign" / f"{name}.py", "__version__ = '1'")
-    hostile = {"PYTHONPATH": str(tmp_path / "foreign"), "PYTHONSAFEPATH": "1", "PYTHON": sys.executable}
-    command = ["bash", str(tmp_path / "colab_setup.sh")]
-    done = subprocess.run(command, cwd="/", env=os.environ | hostile, capture_output=True, text=True)
-    assert done.stdout.endswith(f"ready: {sys.executable}\n"), done.stdout + done.stderr
