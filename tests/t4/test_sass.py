@@ -37,6 +37,21 @@ def test_every_card_is_within_budget_and_gets_its_own_settings(codes):
     assert native == {arch: arch >= 80 for arch in CARDS}
 
 
+def listing(*lines):
+    """Text as cuobjdump prints it, of lines such as "@P0 LDG.E R0, [R2]"."""
+    return "\n".join(f"        /*00a0*/    {line} ;    /* 0x00 */" for line in lines)
+
+
+def test_a_thread_executes_what_comes_before_the_first_exit_without_a_predicate():
+    path = sass.executed(
+        listing("@!P6 LDG.E.U8 R5, [R2]", "@P0 EXIT", "STG.E.128 [R4], R8", "EXIT", "BRA 0x50")
+    )
+    assert [now.stem for now in path] == ["LDG", "EXIT", "STG", "EXIT"]
+    assert path[0] == ("!P6", "LDG.E.U8", "R5, [R2]")
+    with pytest.raises(NotImplementedError, match="CALL.REL"):
+        sass.executed(listing("CALL.REL.NOINC 0x40", "EXIT"))
+
+
 def registers(operands, count):
     """The registers that operands name: two of "R2.64", else `count` from each on."""
     names = set()
@@ -67,12 +82,20 @@ def test_every_load_is_issued_before_the_first_wait(codes, variant):
     assert late_loads(path) == 0
 
 
-def test_a_load_behind_a_wait_is_late():
-    """Each of these waits for R5, or for R8 to R11, before it loads R20."""
-    for wait in ("FMUL R1, R5, R2", "MOV R5, RZ", "STG.E.128 [R2], R4", "LDG.E R20, [R5.64]", "ADD R1, R11"):
-        lines = ["LDG.E R5, [R2]", "LDG.E.128 R8, [R2]", wait, "LDG.E R20, [R2]", "EXIT"]
-        assert late_loads(sass.executed(listing(lines))) >= 1, wait
-    assert late_loads(sass.executed(listing([*lines[:2], "FMUL R1, R2, R3", *lines[3:]]))) == 0
+@pytest.mark.parametrize(
+    "middle, late",
+    [
+        ("FMUL R1, R2, R3", 0),
+        ("FMUL R1, R5, R2", 1),  # waits for R5
+        ("MOV R5, RZ", 1),
+        ("STG.E.128 [R2], R4", 1),
+        ("LDG.E R20, [R4.64]", 2),
+        ("ADD R1, R11", 1),  # the last of R8 to R11
+    ],
+)
+def test_a_load_behind_a_wait_is_late(middle, late):
+    text = listing("LDG.E R5, [R2]", "LDG.E.128 R8, [R2]", middle, "LDG.E R20, [R2]", "EXIT")
+    assert late_loads(sass.executed(text)) == late
 
 
 def test_hints_on_a_t4_are_on_the_words_absmax_and_the_stores(codes):
@@ -156,34 +179,19 @@ def test_machine_code_is_compared_with_that_of_a_commit(monkeypatch, capsys, the
     assert f"{equal} of 6 equal" in capsys.readouterr().out
 
 
-def listing(lines):
-    """Text as cuobjdump prints it, of lines such as "@P0 LDG.E R0, [R2]"."""
-    return "\n".join(f"        /*{16 * i:04x}*/    {line} ;    /* 0x00 */" for i, line in enumerate(lines))
-
-
-def test_a_thread_executes_what_comes_before_the_first_exit_without_a_predicate():
-    path = sass.executed(
-        listing(["@!P6 LDG.E.U8 R5, [R2]", "@P0 EXIT", "STG.E.128 [R4], R8", "EXIT", "BRA 0x50"])
-    )
-    assert [now.stem for now in path] == ["LDG", "EXIT", "STG", "EXIT"]
-    assert path[0] == ("!P6", "LDG.E.U8", "R5, [R2]")
-    with pytest.raises(NotImplementedError, match="CALL.REL"):
-        sass.executed(listing(["CALL.REL.NOINC 0x40", "EXIT"]))
-
-
-MET = [*["PRMT R0, R1"] * 40, "STG.E.128 [R2], R8", "EXIT"]  # for 8 elements: 5.25 instructions each
+MET = ["PRMT R0, R1"] * 40 + ["STG.E.128 [R2], R8", "EXIT"]  # for 8 elements: 5.25 instructions each
 
 
 @pytest.mark.parametrize(
-    "lines, used, fault",
+    "lines, used, faults",
     [
-        (MET, 64, None),
-        (["MOV R0, R1"] * 3 + MET, 64, "5.62 instructions per element, at most 5.5"),
-        (MET, 65, "65 registers per thread, at most 64"),
-        (["STL [R1], R0"] + MET, 64, "1 spills to local memory"),
-        (["STG.E.64 [R2], R8"] + MET, 64, "STG.E.64: expected stores of 128 bits"),
+        (MET, 64, []),
+        (["MOV R0, R1"] * 3 + MET, 64, ["sm_75 fp16: 5.62 instructions per element, at most 5.5"]),
+        (MET, 65, ["sm_75 fp16: 65 registers per thread, at most 64"]),
+        (["STL [R1], R0"] + MET, 64, ["sm_75 fp16: 1 spills to local memory"]),
+        (["STG.E.64 [R2], R8"] + MET, 64, ["sm_75 fp16: STG.E.64: expected stores of 128 bits"]),
     ],
 )
-def test_each_fault_is_named(lines, used, fault):
-    built = Built(Variant(75, "fp16"), listing(lines), registers=used, elements=8)
-    assert Code(built).faults() == ([f"sm_75 fp16: {fault}"] if fault else [])
+def test_each_fault_is_named(lines, used, faults):
+    built = Built(Variant(75, "fp16"), listing(*lines), registers=used, elements=8)
+    assert Code(built).faults() == faults

@@ -6,7 +6,7 @@ libraries for good. Run as a file it is that process.
 
 import gc
 import os
-import traceback
+import tempfile
 
 import torch
 
@@ -26,11 +26,13 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
 }
 
 
-def load(folder, library, dtype, autocast, checkpointing, lora):
-    """Return the model to train."""
-    if library == "unsloth":
-        return training.unsloth_model(folder, dtype, checkpointing)
-    model = training.peft_model(folder, dtype, autocast=autocast is not None, **lora)
+def load(library, family, dtype, autocast, checkpointing, lora):
+    """Return a model to train."""
+    with tempfile.TemporaryDirectory() as folder:
+        training.make_model(folder, family, **(SIZES if machine.has_gpu() else SMALLEST))
+        if library == "unsloth":
+            return training.unsloth_model(folder, dtype, checkpointing)
+        model = training.peft_model(folder, dtype, autocast=autocast is not None, **lora)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
@@ -38,17 +40,17 @@ def load(folder, library, dtype, autocast, checkpointing, lora):
 
 
 def train(
-    kernel: bool, folder, library="peft", dtype="bfloat16", autocast=None, checkpointing=False,
-    compiled=False, steps=50, rows=4, length=64, new_tokens=16, **lora,
+    kernel: bool, library="peft", family="llama", dtype="bfloat16", autocast=None, checkpointing=False,
+    compiled=False, steps=50, rows=4, length=64, **lora,
 ) -> dict:  # fmt: skip
-    """Train a model of make_model with the kernel or without, then generate, merge and dequantize with it.
+    """Train a random model with the kernel or without, then merge and dequantize it (PEFT).
 
     autocast: a dtype's name. Returns what must not depend on the kernel as "same", Switch.counts(), and on a
     GPU peak_bytes and the launches of dequantizing kernels in one more step.
     """
     dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
     with training.arm(library, training.ARMS[kernel]) as switch, training.deterministic():
-        model = load(folder, library, dtype, autocast, checkpointing, lora)
+        model = load(library, family, dtype, autocast, checkpointing, lora)
         trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
@@ -65,10 +67,10 @@ def train(
         if machine.has_gpu():
             record["peak_bytes"] = torch.cuda.max_memory_allocated()
             record["launches"] = launches(trainer, batches[0])
-        if new_tokens:
-            same["tokens"] = generate(model, library, batches[0][:1, :7], new_tokens)
         if library == "peft":
-            same["merged"], same["dequantized"] = merge(model)
+            merged = model.merge_and_unload()
+            same["merged"] = digest(merged.parameters())
+            same["dequantized"] = digest(merged.dequantize().parameters())
     return record | {"same": same}
 
 
@@ -81,25 +83,6 @@ def launches(trainer, ids) -> dict[str, int]:
     trainer.optimizer.zero_grad()
     events = profile.key_averages()
     return {who: sum(e.count for e in events if name in e.key) for who, name in KERNELS.items()}
-
-
-def generate(model, library, prompt, new_tokens) -> list[int]:
-    if library == "unsloth":
-        from unsloth import FastLanguageModel
-
-        FastLanguageModel.for_inference(model)
-    model.train(prompt.device.type == "cpu")  # eval mode there may repack weights
-    how = dict(attention_mask=torch.ones_like(prompt), do_sample=False, use_cache=True)
-    with torch.no_grad():
-        return model.generate(input_ids=prompt, max_new_tokens=new_tokens, **how)[0].tolist()
-
-
-def merge(model) -> tuple[str, str]:
-    """Return digests of the merged model: of its quantized weights, and of all weights dequantized."""
-    merged = model.merge_and_unload()
-    states = [(p, p.quant_state) for p in merged.parameters() if hasattr(p, "quant_state")]
-    quantized = digest(x for p, state in states for x in (p, state.absmax, state.state2.absmax))
-    return quantized, digest(merged.dequantize().parameters())
 
 
 def compare(setup: dict) -> dict[str, dict]:
@@ -116,18 +99,12 @@ def compare(setup: dict) -> dict[str, dict]:
 
 
 def compare_all(setups: list[dict]) -> list[dict]:
-    """Return `compare` of each setup, or {"failed": why}."""
+    """Return `compare` of each setup."""
     if any(setup["library"] == "unsloth" for setup in setups):
         # Unsloth cuts its loss into as many chunks as free memory allows: one, so that runs compare.
         os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
         import unsloth  # noqa: F401  it asks to come before transformers and peft
-    results = []
-    for setup in setups:
-        try:
-            results.append(compare(setup))
-        except Exception:  # the others may do better
-            results.append({"failed": traceback.format_exc()})
-    return results
+    return [compare(setup) for setup in setups]
 
 
 def in_new_process(setups: list[dict]) -> list[dict[str, dict]]:

@@ -86,29 +86,18 @@ def test_without_a_gpu_nothing_is_measured(capsys):
     assert "training: not measured" in capsys.readouterr().out
 
 
-def compare(processes, folder, fsdp):
-    """Losses with the kernel and without, in several processes."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes, several.__file__]
-    options = json.dumps(dict(folder=folder, fsdp=fsdp))
-    machine.python([*command, options], variables=training.VARIABLES)
-
-
 @on_cpu
 def test_losses_of_one_process_on_the_cpu(toy):
     pytest.importorskip("accelerate")
     several.compare(toy, 0)
 
 
-@pytest.mark.long
-@on_cpu
-def test_losses_of_two_processes_on_the_cpu(toy):
-    """DDP in the interpreter; accelerate runs FSDP on GPUs only."""
-    compare(2, toy, 0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fsdp", several.ENGINES.values(), ids=list(several.ENGINES))
 def test_losses_on_every_gpu_here(toy, fsdp):
-    if torch.cuda.device_count() < 2:
+    count = torch.cuda.device_count()
+    if count < 2:
         pytest.skip("needs two GPUs")
-    compare(torch.cuda.device_count(), toy, fsdp)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
+    options = json.dumps(dict(folder=toy, fsdp=fsdp))
+    machine.python([*command, options], variables=training.VARIABLES)
