@@ -328,7 +328,7 @@ def ratio(seconds, baseline, name="ours"):
 
 def shown(ratio):
     """Return a ratio as text, rounded down to two decimals; a dash for None."""
-    return "-" if ratio is None else f"{math.floor(100 * ratio) / 100:.2f}x"
+    return "-" if ratio is None else f"{math.floor(round(100 * ratio, 6)) / 100:.2f}x"
 
 
 # %% id="turns" call="seconds = attempt(in_turns_table, your_dequantize_nf4) or {}"

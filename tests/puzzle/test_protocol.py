@@ -111,6 +111,7 @@ def test_the_table_of_turns(baselines, monkeypatch, capsys):
     assert protocol.in_turns_table(exact) == seconds
     shown = capsys.readouterr().out
     assert "1.09x" in shown and "1.10x" not in shown, "ratios are rounded down"
+    assert protocol.shown(1.15) == "1.15x"
     assert "not measured (broken)" in shown and "not measured (needs a thing)" in shown
 
 
