@@ -150,11 +150,11 @@ def claim(card: str = CARD) -> str:
     line = one(rows, "protocol", "puzzle's line", unit="x").values
     ours, classic = (one(rows, "protocol", "total", name).median for name in ("ours", "unsloth_classic"))
     speed, over_classic = rounded_down(statistics.median(line)), rounded_down(classic / ours)
+    name = store.meta(card)["card"]
     return (
-        f"Measured on one {store.meta(card)['card']}: {points(card, 'today')} points; {speed} times the speed "
-        f"of Unsloth's current `fast_dequantize` in the puzzle's own test (median of {len(line)} runs, "
-        f"{extent(line)}), and {over_classic} times that of Unsloth classic, its code path when the puzzle "
-        "was published."
+        f"Measured on one {name}: {points(card, 'today')} points; {speed} times the speed of Unsloth's "
+        f"current `fast_dequantize` in the puzzle's own test (median of {len(line)} runs, {extent(line)}), "
+        f"and {over_classic} times that of Unsloth classic, its code path when the puzzle was published."
     )
 
 
