@@ -41,7 +41,8 @@ def test_the_description_is_json(card, driver):
     driver("580.65.06")
     facts = json.loads(json.dumps(environment.describe()))
     assert (facts["card"], facts["capability"], facts["driver"]) == ("Tesla T4", [7, 5], "580.65.06")
-    assert facts["versions"]["torch"] == torch.__version__ and facts["date"].endswith("+00:00")
+    assert torch.__version__.startswith(facts["versions"]["torch"])  # PyPI names no CUDA version
+    assert facts["date"].endswith("+00:00")
     assert facts["forced"] is None
 
 
