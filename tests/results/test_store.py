@@ -29,7 +29,7 @@ SENT = {
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch, request):
-    if "stored" not in request.node.name:
+    if not request.node.name.startswith("test_stored"):
         monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
 
 
@@ -66,7 +66,7 @@ def test_select_and_one():
 # --- files that people send ---
 
 
-def test_a_sent_file_is_stored_with_its_hashes(tmp_path):
+def test_a_sent_file_keeps_its_hashes(tmp_path):
     path = tmp_path / "nf4_tesla-t4.json"
     path.write_text(json.dumps(SENT))
     assert store.file_result(path) == store.folder("tesla-t4")
