@@ -43,6 +43,13 @@ def _copy_kernel(
         tl.store(out_ptr + target, quad, mask=(index < left)[:, None], cache_modifier=".cs")
 
 
+def parts(layer):
+    """Return a layer's words, absmax, and the bits of its absmax2."""
+    state = layer.weight.quant_state
+    words = layer.weight.data.view(-1).view(torch.int32)
+    return words, state.absmax, state.state2.absmax.view(torch.int32)
+
+
 @dataclasses.dataclass(frozen=True)
 class Copy:
     """A variant of the memory-bound reference, for nested layers in blocks of 64 and 256."""
@@ -52,26 +59,35 @@ class Copy:
 
     def __call__(self, layer, out=None) -> torch.Tensor:
         """Move the bytes of a layer of n weights into `out`, and return it: int32 (n / 2), no weights."""
-        weight, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
-        n, threads = weight.numel(), 32 * self.num_warps
+        words, absmax, absmax2 = parts(layer)
+        n, threads = words.numel(), 32 * self.num_warps
         if out is None:
-            out = weight.new_empty(4 * n)
-        absmax2 = state.state2.absmax.view(torch.int32)
-        programs = triton.cdiv(n, self.words * threads)
-        options = dict(WORDS=self.words, THREADS=threads, num_warps=self.num_warps)
-        _copy_kernel[(programs,)](weight, state.absmax, absmax2, out, n, **options)
+            out = words.new_empty(4 * n)
+        grid = (triton.cdiv(n, self.words * threads),)
+        _copy_kernel[grid](
+            words,
+            absmax,
+            absmax2,
+            out,
+            n,
+            WORDS=self.words,
+            THREADS=threads,
+            num_warps=self.num_warps,
+        )
         return out
 
     def expected(self, layer) -> torch.Tensor:
         """Return what a call must write, in plain torch. It depends on every byte of the layer."""
-        packed, state = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state
-        tile = 32 * self.num_warps * self.words
-        word = torch.arange(packed.numel(), device=packed.device)
-        block = word // tile * (tile // 8) + word % (32 * self.num_warps) % (tile // 8)
-        exists = block * 8 < packed.numel()
+        words, absmax, absmax2 = parts(layer)
+        threads = 32 * self.num_warps
+        scales = threads * self.words // 8  # of a tile
+        index = torch.arange(words.numel(), device=words.device)
+        tile, thread = index // (threads * self.words), index % threads
+        block = tile * scales + thread % scales
+        exists = block * 8 < words.numel()
         block = torch.where(exists, block, 0)
-        absmax, absmax2 = state.absmax[block].int(), state.state2.absmax.view(torch.int32)[block // 256]
-        return (packed ^ torch.where(exists, absmax ^ absmax2, 0)).repeat_interleave(4)
+        mix = torch.where(exists, absmax[block].int() ^ absmax2[block // 256], 0)
+        return (words ^ mix).repeat_interleave(4)
 
 
 # All are timed, and the fastest at a size is the reference. Within 1% of the best of 16 variants in CUDA C

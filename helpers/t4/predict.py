@@ -5,15 +5,24 @@ Nothing was measured on a T4. results/tesla-t4-simulated/simulation.json has the
 """
 
 import json
-import re
 import statistics
 
 from helpers.results import store
 from helpers.results.store import Row, one
 
-CARD, HOST = "tesla-t4-simulated", "nvidia-h200"
+CARD = "tesla-t4-simulated"
+HOST = "nvidia-h200"
 SIMULATION = store.ROOT / "results" / CARD / "simulation.json"
-NAMES = {"no_arithmetic": "copy_kernel", "classic": "unsloth_classic"}  # in the file: here
+# In the file: contender, dtypes of its output.
+KERNELS = {
+    "no_arithmetic": ("copy_kernel", "fp16 bf16"),
+    "ours_fp16": ("ours", "fp16"),
+    "ours_bf16": ("ours", "bf16"),
+    "unsloth_today_fp16": ("unsloth_today", "fp16"),
+    "unsloth_today_bf16": ("unsloth_today", "bf16"),
+    "classic_fp16_three_launches": ("unsloth_classic", "fp16"),
+}
+TOTALS = {"ours": "ours", "unsloth_today": "unsloth_today", "classic": "unsloth_classic"}
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 layers, 3 weights
 OFFICIAL = ("4194304 bf16", "16777216 fp16", "58720256 bf16")  # elements of its weights
 # At most this much slower than simulated: published T4 results imply 210 to 226 GB/s, the simulation 240.
@@ -34,11 +43,13 @@ def overhead_share() -> tuple[float, float]:
         return one(rows, "host_time", "until_return", who).median
 
     def in_protocol(who):
-        on_gpu = statistics.mean(one(rows, "gpu_time", size, who).median for size in OFFICIAL)
-        return one(rows, "protocol", "total", who).median * 1e6 / CALLS - on_gpu
+        kernels = [one(rows, "gpu_time", size, who).median for size in OFFICIAL]
+        total = one(rows, "protocol", "total", who).median
+        return total * 1e6 / CALLS - statistics.mean(kernels)
 
-    shares = [overhead("ours") / overhead("unsloth_today") for overhead in (until_return, in_protocol)]
-    return min(shares), max(shares)
+    first = until_return("ours") / until_return("unsloth_today")
+    second = in_protocol("ours") / in_protocol("unsloth_today")
+    return min(first, second), max(first, second)
 
 
 def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
@@ -55,32 +66,34 @@ def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
         """Seconds at the low (0) or high (1) end, if DRAM is `slower` than simulated."""
         return kernels[who][end] * slower + calls[who][end]
 
-    for name in ("ours", "unsloth_today", "classic"):
-        who, seconds = NAMES.get(name, name), simulated["official_protocol_kernels_only_s"][name]
+    for name, who in TOTALS.items():
+        seconds = simulated["official_protocol_kernels_only_s"][name]
         kernels[who] = seconds if isinstance(seconds, list) else [seconds, seconds]
-        factors = share if who == "ours" else (1.0, 1.0)
-        calls[who] = [CALLS * 1e-6 * us * factor for us, factor in zip(CALL_US, factors, strict=True)]
+        calls[who] = [CALLS * 1e-6 * us for us in CALL_US]
+        if who == "ours":
+            calls[who] = [calls[who][0] * share[0], calls[who][1] * share[1]]
         add("kernels", who, "s", kernels[who][0], kernels[who][1] * SLOWER)
         add("calls", who, "s", *calls[who])
         add("total", who, "s", total(who, 0, 1.0), total(who, 1, SLOWER))
     for who in ("unsloth_today", "unsloth_classic"):
         # Overheads vary independently; DRAM is as slow for all.
-        low = min(total(who, 0, slower) / total("ours", 1, slower) for slower in (1.0, SLOWER))
-        high = max(total(who, 1, slower) / total("ours", 0, slower) for slower in (1.0, SLOWER))
+        slowest = [total(who, 0, slower) / total("ours", 1, slower) for slower in (1.0, SLOWER)]
+        fastest = [total(who, 1, slower) / total("ours", 0, slower) for slower in (1.0, SLOWER)]
+        low, high = min(slowest), max(fastest)
         add("speedup", who, "x", low, high)
         add("points", who, "points", points(low), points(high))
     return rows
 
 
 def kernel_rows(simulated: dict) -> list[Row]:
-    """Return the simulated time of one kernel at two clocks; the reference's counts for both dtypes."""
+    """Return the simulated time of one kernel at two clocks."""
     rows = []
     for clock in (1590, 1000):
         for name, us in simulated["us_at_4194304_elements"][f"sm_clock_{clock}_mhz"].items():
-            who, dtype = re.match(r"(.+?)(?:_(fp16|bf16))?(?:_three_launches)?$", name).groups()
-            for each in [dtype] if dtype else ["fp16", "bf16"]:
-                case = f"4194304 {each} at {clock} MHz"
-                rows.append(Row("t4_prediction", case, NAMES.get(who, who), "us", (us,)))
+            who, dtypes = KERNELS[name]
+            for dtype in dtypes.split():
+                case = f"4194304 {dtype} at {clock} MHz"
+                rows.append(Row("t4_prediction", case, who, "us", [us]))
     return rows
 
 
@@ -93,5 +106,6 @@ def write() -> None:
     """Store the prediction under results/tesla-t4-simulated/."""
     simulated = json.loads(SIMULATION.read_text(encoding="utf-8"))
     rows = predict(simulated, overhead_share())
+    note = f"{simulated['simulator']}; nothing was measured on a T4"
     facts = store.meta(CARD) | {"date": simulated["date"]}
-    store.write("t4_prediction", rows, CARD, f"{simulated['simulator']}; nothing was measured on a T4", facts)
+    store.write("t4_prediction", rows, CARD, note, facts)

@@ -16,14 +16,15 @@ def simulated():
 
 def test_the_sum_by_hand(simulated):
     rows = predict.predict(simulated, (0.5, 0.5))
-    assert one(rows, case="kernels", contender="ours").values == pytest.approx((2.53, 2.53 * 1.13))
-    assert one(rows, case="calls", contender="ours").values == pytest.approx((0.27, 0.3465))
-    assert one(rows, case="total", contender="unsloth_today").values == pytest.approx(
-        (3.14, 2.67 * 1.13 + 0.693)
-    )
-    low, high = one(rows, case="speedup", contender="unsloth_classic").values
-    assert low == pytest.approx((3.26 * 1.13 + 0.54) / (2.53 * 1.13 + 0.3465))
-    assert high == pytest.approx((3.26 + 0.693) / (2.53 + 0.27))
+
+    def values(case, contender):
+        return pytest.approx(one(rows, case=case, contender=contender).values)
+
+    assert values("kernels", "ours") == (2.53, 2.53 * 1.13)
+    assert values("calls", "ours") == (0.27, 0.3465)
+    assert values("total", "unsloth_today") == (3.14, 2.67 * 1.13 + 0.693)
+    low, high = (3.26 * 1.13 + 0.54) / (2.53 * 1.13 + 0.3465), (3.26 + 0.693) / (2.53 + 0.27)
+    assert values("speedup", "unsloth_classic") == (low, high)
 
 
 def test_the_range_and_its_points(simulated):
