@@ -1,7 +1,7 @@
 """Replayed launches for the tests of the launch path.
 
-Without a GPU nothing is replayed, so the interpreter stands in for the launch: it reads and writes at the
-addresses given, as the GPU would. A stale address, layout or setting gives wrong bits in both.
+Without a GPU nothing is replayed, so Triton's interpreter stands in for the compiled kernel: it reads and
+writes at the addresses given, as a GPU would. A stale address, layout, or setting gives wrong bits in both.
 """
 
 import contextlib
@@ -12,37 +12,31 @@ import threading
 import pytest
 import torch
 
-from helpers.nf4 import reference
+from states import exact
 
 
 class Watched:
-    """A launch module with an empty launch cache. Counts its first calls and its eager calls out of compiled
-    code."""
+    """Calls of a launch module, each with whether a cached launch was replayed."""
 
     def __init__(self, module, monkeypatch):
         self.module = module
-        self.first = self.eager = 0  # calls past the cached launches; compiled calls that did not launch
-        first_call, run = module._first_call, module._run
+        self.checked = 0  # calls for which no cached launch fit
+        check_and_launch = module.check_and_launch
 
-        def count_first(*arguments):
-            self.first += 1
-            return first_call(*arguments)
+        def count(*arguments):
+            self.checked += 1
+            return check_and_launch(*arguments)
 
-        def count_eager(*arguments):
-            self.eager += 1
-            return run(*arguments)
-
-        monkeypatch.setattr(module, "_first_call", count_first)
-        monkeypatch.setattr(module, "_run", count_eager)
+        monkeypatch.setattr(module, "check_and_launch", count)
 
     def __call__(self, weight, state, out=None):
-        """Return (result, whether a cached launch gave it)."""
-        before = self.first
+        """Return (result, whether it was replayed)."""
+        before = self.checked
         result = self.module._your_dequantize_nf4(weight, state, out)
-        return result, self.first == before
+        return result, self.checked == before
 
     def warm(self, layer):
-        """Call until a cached launch is replayed, check both results, return (weight, state)."""
+        """Call until a launch is replayed, check both results, return (weight, state)."""
         weight, state = layer.weight, layer.weight.quant_state
         for _ in range(2):
             result, replayed = self(weight, state)
@@ -51,47 +45,23 @@ class Watched:
         return weight, state
 
 
-def exact(result, weight, state):
-    return reference.same_bits(result, reference.dequantize(weight, state))
-
-
 @pytest.fixture
 def watch(device, monkeypatch):
-    """watch(module): that launch module as Watched."""
+    """watch(module): that launch module as Watched, with an empty launch cache."""
+    with contextlib.ExitStack() as after:
 
-    def start(module):
-        if device == "cuda" and not module.DIRECT:
-            pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-        settings = sys.modules[module.settings.__module__]  # kernel.py, whose force() empties them
-        for owner in (module, settings):
-            monkeypatch.setattr(owner, "launches", launches)
-            monkeypatch.setattr(owner, "compiled_launches", compiled_launches)
-        watched = Watched(module, monkeypatch)
-        if device == "cpu":
-            interpret(module, monkeypatch)
-            forced.enter_context(
-                module.force(words_small=32)
-            )  # one program, which takes the interpreter least
-        return watched
+        def start(module):
+            if device == "cuda" and not module.CAN_REPLAY:
+                pytest.skip("this Triton launches the ordinary way: nothing is replayed")
+            module.launches.clear()
+            after.callback(module.launches.clear)
+            kernel = sys.modules[module.settings.__module__]  # the module of kernel.py, or the same
+            if device == "cpu":
+                interpret(module, monkeypatch)
+                after.enter_context(kernel.force(words_small=32))  # one program: fast in the interpreter
+            return Watched(module, monkeypatch)
 
-    launches, compiled_launches = Launches(), {}
-    with contextlib.ExitStack() as forced:
         yield start
-
-
-class Launches(dict):
-    """Compiled code names the CPU None, a tensor there -1."""
-
-    def get(self, key, default=None):
-        return super().get((*key[:-1], -1 if key[-1] is None else key[-1]), default)
-
-
-@pytest.fixture
-def own_bitsandbytes():
-    """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    if functional.dequantize_4bit.__module__ != functional.__name__:
-        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run tests/nf4 by itself")
 
 
 @pytest.fixture
@@ -102,49 +72,53 @@ def watched(watch):
     return watch(launch)
 
 
+@pytest.fixture
+def own_bitsandbytes():
+    """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    if functional.dequantize_4bit.__module__ != functional.__name__:
+        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run tests/nf4 by itself")
+
+
+ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads
+
+
 class Interpreted:
-    """What Triton's interpreter lacks: a compiled kernel whose run(...) takes addresses."""
+    """What the interpreter lacks: a compiled kernel whose run(...) takes addresses."""
 
-    global_scratch_size = profile_scratch_size = 1  # not to be launched past `run`
-    packed_metadata, function = (4, 1, 0), None
-    one_at_a_time = threading.Lock()
+    function = packed_metadata = None
 
-    def __init__(self, module, arguments, constexprs):
-        self.kernel, self.options = module._your_dequantize_nf4_kernel, dict(num_warps=4)
-        self.dtypes = [x.dtype for x in arguments[:7]]
-        self.sizes = [x.numel() for x in arguments[:7]]
-        self.names = list(constexprs)
-        self.run = self  # as an attribute of a CompiledKernel
+    def __init__(self, kernel, arguments):
+        self.kernel = kernel
+        self.like = [(tensor.dtype, tensor.numel()) for tensor in arguments[:7]]
 
-    def __call__(self, grid, y, z, stream, function, metadata, launch_metadata, enter, exit_, *arguments):
-        addresses, sizes, constexprs = arguments[:7], arguments[7:9], arguments[9:]
-        tensors = map(memory, addresses, self.dtypes, self.sizes)
-        launch = self.kernel[(grid,)]
-        with self.one_at_a_time:
-            launch(*tensors, *sizes, **dict(zip(self.names, constexprs, strict=True)), **self.options)
-
-
-def memory(address, dtype, numel):
-    content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(content, dtype=dtype)
+    def run(self, grid, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+        tensors = []
+        for address, (dtype, numel) in zip(arguments, self.like, strict=False):
+            content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+            tensors.append(torch.frombuffer(content, dtype=dtype))
+        with ONE_AT_A_TIME:
+            self.kernel[(grid,)](*tensors, *arguments[7:], num_warps=4)
 
 
 def interpret(module, monkeypatch):
-    """Give the interpreter what a replayed launch takes from CUDA: an allocator, a stream, a launch."""
-    launch_plain = module._launch_plain
+    """Give the interpreter what a replay takes from CUDA: an allocator, a stream, a compiled kernel."""
+    launch_ordinary = module.launch_ordinary
 
-    def launch_and_compile(tensors, values, out=None):
-        with Interpreted.one_at_a_time:
-            result, _, grid, arguments, constexprs, _ = launch_plain(tensors, values, out)
-        compiled = Interpreted(module, arguments, constexprs) if grid else None
-        return result, compiled, grid, arguments, constexprs, 0
+    def launch_and_compile(*arguments):
+        with ONE_AT_A_TIME:
+            launched = launch_ordinary(*arguments)
+        if not launched.grid:
+            return launched
+        compiled = Interpreted(module._your_dequantize_nf4_kernel, launched.arguments)
+        return launched._replace(compiled=compiled)
 
-    monkeypatch.setattr(module, "_launch_plain", launch_and_compile)
+    def empty(shape, stride, dtype):
+        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
+
+    monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
     monkeypatch.setattr(module, "_empty_cuda", empty)
     monkeypatch.setattr(module, "_stream", lambda index: 0)
     monkeypatch.setattr(module, "_current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(module, "DIRECT", True)
-
-
-def empty(shape, stride, dtype):
-    return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
+    monkeypatch.setattr(module, "CAN_REPLAY", True)
+    monkeypatch.setattr(module, "SKIP_PYTHON_LAUNCHER", False)

@@ -12,6 +12,7 @@ import torch
 from helpers import machine
 from helpers.nf4 import launch, reference
 from helpers.nf4.reference import same_bits
+from states import exact
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = bitsandbytes.functional
@@ -19,25 +20,29 @@ ON_GPU = pytest.mark.gpu
 
 
 def right(result, layer):
-    return same_bits(result, reference.dequantize(layer.weight, layer.weight.quant_state))
+    return exact(result, layer.weight, layer.weight.quant_state)
 
 
 # Libraries
+@pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
-def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage):
-    """As FSDP1 with quant_storage: the weight is a view of a flat parameter that is freed after each use."""
+def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage, start):
+    """As FSDP1 with quant_storage: the weight is a view of a flat parameter that is freed after each use.
+    Its address is then the view's offset, not 0."""
     layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.bfloat16, quant_type="nf4", quant_storage=storage)
     layer = layer.to(device)
     layer.weight.quant_state.dtype = torch.bfloat16
     packed, shape = layer.weight.data.view(-1).clone(), layer.weight.shape
-    flat = torch.cat([torch.ones(8, dtype=storage, device=device), packed])
-    layer.weight.data, size, values = flat[8:].view(shape), flat.untyped_storage().nbytes(), flat.clone()
+    flat = torch.cat([torch.ones(start, dtype=storage, device=device), packed])
+    layer.weight.data, values = flat[start:].view(shape), flat.clone()
+    size = flat.untyped_storage().nbytes()
     for turn in range(3):
-        watched.first = 0
-        assert right(launch.your_dequantize_nf4(layer), layer) and (turn == 0 or watched.first == 0)
+        result, replayed = watched(layer.weight, layer.weight.quant_state)
+        assert right(result, layer) and replayed == (turn > 0)
         flat.untyped_storage().resize_(0)
-        with pytest.raises(launch.UnsupportedState, match="weight has no memory.*gather it first"):
-            launch.your_dequantize_nf4(layer)
+        for _ in range(2):
+            with pytest.raises(launch.UnsupportedState, match="weight has no memory.*gather it first"):
+                launch.your_dequantize_nf4(layer)
         flat.untyped_storage().resize_(size)
         flat.copy_(values)
     layer.quant_state, layer.weight.quant_state = layer.weight.quant_state, None  # a weight rebuilt without
@@ -45,17 +50,13 @@ def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage):
 
 
 def test_one_buffer_for_all_layers(watched, make_layer):
-    """As Unsloth: every result goes into the front of one large buffer, of either dtype, also transposed."""
-    for dtype in (torch.float16, torch.bfloat16):
-        layers = [make_layer(64, size, dtype, seed=size) for size in (96, 32, 320, 96)]
-        buffer = torch.zeros(64 * 320, dtype=dtype, device=layers[0].weight.device)
-        for _ in range(2):
-            for layer in layers:
-                state = layer.weight.quant_state
-                out = buffer[: state.shape.numel()].view(state.shape)
-                assert launch._your_dequantize_nf4(layer.weight, state, out) is out and right(out, layer)
-                transposed = launch._your_dequantize_nf4(layer.weight.t(), state, out)
-                assert transposed.data_ptr() == buffer.data_ptr() and right(transposed.t(), layer)
+    """As in Unsloth, every result goes into the front of one large buffer."""
+    layers = [make_layer(64, size, torch.float16, seed=size) for size in (96, 32, 320, 96)]
+    buffer = torch.zeros(64 * 320, dtype=torch.float16, device=layers[0].weight.device)
+    for layer in layers * 2:
+        state = layer.weight.quant_state
+        out = buffer[: state.shape.numel()].view(state.shape)
+        assert launch._your_dequantize_nf4(layer.weight, state, out) is out and right(out, layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -70,9 +71,9 @@ def test_a_model_loaded_under_another_default_dtype(watched, make_layer, dtype):
         torch.set_default_dtype(torch.float32)
     assert state.offset.dtype == dtype
     expected = functional.dequantize_4bit(layer.weight.data, state)
-    for replayed in (False, True):
-        result = watched(layer.weight, state)
-        assert result[1] == replayed and same_bits(result[0], expected)
+    for expect_replay in (False, True):
+        result, replayed = watched(layer.weight, state)
+        assert replayed == expect_replay and same_bits(result, expected)
 
 
 PARTS = {
@@ -107,13 +108,13 @@ def run(code, **variables):
     head = """
         from helpers import machine; machine.prepare()
         import torch
-        from helpers.nf4 import launch, reference
+        from helpers.nf4 import launch
         import sys; sys.path.append("tests/nf4")
         import states
         def make(seed=0): return states.random_state((64, 96), torch.float16, seed=seed)
         def same(case):
             results = [launch._your_dequantize_nf4(*case) for _ in range(2)]
-            return all(reference.same_bits(result, reference.dequantize(*case)) for result in results)
+            return all(states.exact(result, *case) for result in results)
     """
     done = machine.python(["-c", textwrap.dedent(head) + textwrap.dedent(code)], variables=variables)
     return done.out + done.err

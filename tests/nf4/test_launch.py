@@ -1,4 +1,4 @@
-"""Replayed launches: whatever changes between two calls is honored, and what does not fit is checked anew."""
+"""Replayed launches: what changes between two calls is honored, and what does not fit is checked anew."""
 
 import contextlib
 import copy
@@ -13,20 +13,15 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import same_bits
-from states import DTYPES
+from states import DTYPES, exact, noise
 
 pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
-FIELDS = {  # where each tensor of a nested layer is
-    "weight": lambda layer: layer.weight,
-    "absmax": lambda layer: layer.weight.quant_state.absmax,
-    "state2.code": lambda layer: layer.weight.quant_state.state2.code,
-    "state2.absmax": lambda layer: layer.weight.quant_state.state2.absmax,
-    "offset": lambda layer: layer.weight.quant_state.offset,
-}
+SECOND = ["absmax", "state2.code", "state2.absmax", "offset"]
 
 
 @pytest.fixture
@@ -35,15 +30,33 @@ def layer(make_layer):
     return make_layer(64, 320, torch.bfloat16)
 
 
-def exact(result, weight, state):
-    return same_bits(result, reference.dequantize(weight, state))
+@pytest.fixture
+def warm(watched, layer):
+    """(watched, weight, state) of a layer whose launch is cached."""
+    weight, state = watched.warm(layer)
+    return watched, weight, state
 
 
-def noise(x):
-    """Return other contents of the same shape and dtype."""
-    return torch.randint_like(x, 256) if x.dtype == torch.uint8 else torch.rand_like(x) + 0.25
+@pytest.fixture(params=[False, True], ids=["first", "warm"])
+def case(request, watched, layer):
+    """(watched, plain weight, state), before and after a launch was cached."""
+    weight, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
+    if request.param:
+        watched(weight, state)
+        assert watched(weight, state)[1]
+    return watched, weight, state
 
 
+def owner(state, name):
+    """Return (what holds a field, its name there)."""
+    return (state.state2, name[7:]) if name.startswith("state2.") else (state, name)
+
+
+def get(state, name):
+    return getattr(*owner(state, name))
+
+
+# A tensor changes in place
 def other_data(x):
     x.data = noise(x)
 
@@ -58,10 +71,16 @@ def free_and_refill(x):
     values, storage = noise(x), x.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
-    keep = torch.empty(size + 4096, dtype=torch.uint8, device=x.device)
+    between = torch.empty(size + 4096, dtype=torch.uint8, device=x.device)
     storage.resize_(size)
     x.data.copy_(values)
-    del keep
+    del between
+
+
+def swap(x):
+    if isinstance(x, torch.nn.Parameter):
+        pytest.skip("a Params4bit is swapped with its attributes: it is another layer's weight")
+    torch.utils.swap_tensors(x, noise(x))
 
 
 IN_PLACE = {
@@ -69,152 +88,113 @@ IN_PLACE = {
     ".data =": other_data,
     "set_": other_storage,
     "freed and refilled": free_and_refill,
-    "swap_tensors": lambda x: torch.utils.swap_tensors(x, noise(x)),
+    "swap_tensors": swap,
 }
 
 
 @pytest.mark.parametrize("how", IN_PLACE)
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_tensor_changes_in_place(watched, layer, name, how):
-    if (name, how) == ("weight", "swap_tensors"):
-        pytest.skip("a Params4bit is swapped with its attributes: another layer's weight")
-    weight, state = watched.warm(layer)
+@pytest.mark.parametrize("name", ["weight", *SECOND])
+def test_a_tensor_changes_in_place(warm, name, how):
+    watched, weight, state = warm
     before = watched(weight, state)[0]
-    IN_PLACE[how](FIELDS[name](layer))
+    IN_PLACE[how](weight if name == "weight" else get(state, name))
     result, replayed = watched(weight, state)
     assert replayed and exact(result, weight, state) and not torch.equal(result, before)
 
 
-def set_to(name, change):
-    def apply(layer):
-        owner = layer.weight.quant_state
-        for part in name.split(".")[:-1]:
-            owner = getattr(owner, part)
-        field = name.split(".")[-1]
-        setattr(owner, field, change(getattr(owner, field)))
-
-    return apply
+# A field changes
+def flatten(state):
+    state.absmax = torch.rand_like(state.absmax, dtype=torch.float32)
+    state.nested, state.state2 = False, None
 
 
-def smaller_blocks(layer):
-    state = layer.weight.quant_state
+def halve_blocks(state):
     state.blocksize, state.absmax = 32, torch.cat([state.absmax, noise(state.absmax)])
     state.state2.absmax = torch.cat([state.state2.absmax, noise(state.state2.absmax)])
 
 
-def flatten(layer):
-    state = layer.weight.quant_state
-    state.absmax = torch.rand(state.absmax.numel(), device=layer.weight.device)
-    state.nested, state.state2 = False, None
+def put(name, change):
+    def apply(state):
+        setattr(*owner(state, name), change(get(state, name)))
+
+    return apply
 
 
-def fresh(layer):
-    out_features, in_features = layer.weight.quant_state.shape
-    dtype, device = layer.weight.quant_state.dtype, layer.weight.device
-    return reference.quantized_layer(in_features, out_features, dtype, device=device, seed=1)
-
-
-# name: (change, is the cached launch still the right one?)
-CHANGES = {
-    **{f"{name} replaced": (set_to(name, noise), True) for name in list(FIELDS)[1:]},
-    "absmax longer": (set_to("absmax", lambda x: torch.cat([noise(x), x])), False),
-    "offset in bf16": (set_to("offset", lambda x: (x + 1).bfloat16()), False),
-    "offset of shape (1,)": (set_to("offset", lambda x: x.view(1) + 1), False),
-    "dtype": (set_to("dtype", lambda _: torch.float16), False),
-    "dtype fp32": (set_to("dtype", lambda _: torch.float32), False),
-    "quant_type": (set_to("quant_type", lambda _: "fp4"), False),
-    "blocksize": (set_to("blocksize", lambda _: 128), False),
-    "blocksize 32": (smaller_blocks, False),
-    "state2.blocksize": (set_to("state2.blocksize", lambda _: 512), False),
-    "shape transposed": (set_to("shape", lambda x: torch.Size(reversed(x))), False),
-    "shape smaller": (set_to("shape", lambda _: torch.Size([63, 5])), False),
-    "shape of rank 3": (set_to("shape", lambda _: torch.Size([5, 64, 64])), False),
-    "flat": (flatten, False),
-    "another state": (lambda x: setattr(x.weight, "quant_state", fresh(x).weight.quant_state), True),
-    "another weight": (lambda x: setattr(x, "weight", fresh(x).weight), True),
+NEW_LAYOUTS = {
+    "absmax longer": put("absmax", lambda x: torch.cat([noise(x), x])),
+    "offset in bf16": put("offset", lambda x: (x + 1).bfloat16()),
+    "offset of shape (1,)": put("offset", lambda x: x.view(1) + 1),
+    "dtype": put("dtype", lambda _: torch.float16),
+    "dtype fp32": put("dtype", lambda _: torch.float32),
+    "quant_type": put("quant_type", lambda _: "fp4"),
+    "blocksize": put("blocksize", lambda _: 128),
+    "blocksize 32": halve_blocks,
+    "state2.blocksize": put("state2.blocksize", lambda _: 512),
+    "shape transposed": put("shape", lambda x: torch.Size(reversed(x))),
+    "shape smaller": put("shape", lambda _: torch.Size([63, 5])),
+    "shape of rank 3": put("shape", lambda _: torch.Size([5, 64, 64])),
+    "flat": flatten,
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_field_changes(watched, layer, name):
-    before = watched(*watched.warm(layer))[0]
-    change, fits = CHANGES[name]
-    change(layer)
-    for again in range(2):
-        result, replayed = watched(layer.weight, layer.weight.quant_state)
-        assert exact(result, layer.weight, layer.weight.quant_state)
-        assert replayed == (fits or again == 1)
+@pytest.mark.parametrize("name", [*SECOND, *NEW_LAYOUTS])
+def test_a_field_changes(warm, name):
+    watched, weight, state = warm
+    before = watched(weight, state)[0]
+    change = NEW_LAYOUTS.get(name) or put(name, noise)
+    change(state)
+    for again in (False, True):
+        result, replayed = watched(weight, state)
+        assert exact(result, weight, state)
+        assert replayed == (again or name in SECOND)
     assert result.shape != before.shape or not torch.equal(result.float(), before.float())
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"quant_type": "fp4"},
-        {"nested": False},
-        {"nested": False, "quant_type": "fp4", "dtype": torch.float16},
-        {"blocksize": 128},
-        {"in_features": 128, "out_features": 160},
-        {"dtype": torch.float32},
-    ],
-    ids=str,
-)
-def test_a_new_layer_of_a_known_key_is_replayed_and_no_other(watched, make_layer, other):
+OTHERS = [
+    {"quant_type": "fp4"},
+    {"nested": False},
+    {"nested": False, "quant_type": "fp4", "dtype": torch.float16},
+    {"blocksize": 128},
+    {"in_features": 128, "out_features": 160},
+    {"dtype": torch.float32},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_a_new_layer_of_a_known_spec_is_replayed_and_no_other(watched, make_layer, other):
     same = {"in_features": 64, "out_features": 320, "dtype": torch.bfloat16}
     for seed in range(3):
         for options in (same, same | other):
             layer = make_layer(**options, seed=seed)
             result, replayed = watched(layer.weight, layer.weight.quant_state)
-            assert replayed == (seed > 0) and exact(result, layer.weight, layer.weight.quant_state)
+            assert replayed == (seed > 0)
+            assert exact(result, layer.weight, layer.weight.quant_state)
 
 
 def test_every_layout_of_a_weight(watched, layer):
-    """Transposed, plain, longer, in another storage dtype, from the middle of a storage: each is replayed,
-    but for those that are not aligned to 4 bytes."""
+    """All are replayed but those misaligned: theirs is the portable path, for no other weight."""
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
+    misaligned = [torch.cat([packed[:start], packed])[start:] for start in (1, 2, 3)]
+    for weight in misaligned:
+        assert exact(watched(weight, state)[0], weight, state)
+    assert not launch.launches
     memory = torch.cat([packed[:64], packed, packed[:64]])
-    views = [layer.weight, packed, packed.t(), packed.view(-1), memory, memory[64:]]
-    views += [packed.view(-1).view(dtype) for dtype in DTYPES]
-    views += [torch.nn.Parameter(views[-1]), memory[64:][: len(packed)]]
-    views += [memory[start:] for start in (1, 2, 3, 4)]
+    stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
+    views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0])]
+    views += [memory, memory[64:], memory[64:][: len(packed)], memory[4:], *stored, *misaligned]
     for turn in range(3):
         for i, weight in enumerate(views):
             result, replayed = watched(weight, state)
-            assert replayed >= (turn > 0 and weight.data_ptr() % 4 == 0), f"view {i}"
             assert exact(result, weight, state), f"view {i}"
             assert result.shape == (state.shape[::-1] if weight.shape[0] == 1 else state.shape)
+            if weight.data_ptr() % 4:
+                assert not replayed
+            else:
+                assert replayed >= (turn > 0), f"view {i}"
 
 
-def test_the_launch_of_an_unaligned_weight_is_not_kept(watched, layer):
-    """It is the portable path, which aligned weights of the same layout must not inherit."""
-    packed, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
-    unaligned = torch.cat([packed[:1], packed])[1:]
-    aligned = unaligned.clone()
-    for weight, known in ((unaligned, False), (aligned, False), (aligned, True), (unaligned, False)):
-        result, replayed = watched(weight, state)
-        assert replayed == known and exact(result, weight, state)
-
-
-def test_the_shard_of_a_freed_flat_parameter(watched, layer):
-    """FSDP frees the storage: the address is then the view's offset, not 0. Refused until it is back."""
-    weight, state = watched.warm(layer)
-    for start in (0, 64):
-        memory = torch.cat([weight.data.view(-1)[:start], weight.data.view(-1)])
-        values, size = memory.clone(), memory.untyped_storage().nbytes()
-        weight.data = memory[start:].view(weight.shape)
-        assert exact(watched(weight, state)[0], weight, state)
-        for _ in range(2):
-            memory.untyped_storage().resize_(0)
-            for _ in range(2):
-                with pytest.raises(launch.UnsupportedState, match="weight has no memory.*gather it first"):
-                    watched(weight, state)
-            memory.untyped_storage().resize_(size)
-            memory.copy_(values)
-            result, replayed = watched(weight, state)
-            assert replayed and exact(result, weight, state)
-
-
-def autograd_thread(call):
+# The state of torch
+def in_backward(call):
     """Run call() in the thread of a backward pass."""
     results = []
 
@@ -232,8 +212,8 @@ def autograd_thread(call):
     return results[0]
 
 
-def test_every_state_of_torch(watched, layer, device):
-    """Guards depend on these, so one key has several launches; after one round all are replayed."""
+def test_every_state_of_torch(watched, layer, make_layer, device):
+    """Guards depend on these, so one spec has several launches; after one round all are replayed."""
     modes = {
         "none": contextlib.nullcontext,
         "no_grad": torch.no_grad,
@@ -241,25 +221,25 @@ def test_every_state_of_torch(watched, layer, device):
         "autocast": lambda: torch.autocast(device, dtype=torch.bfloat16),
     }
     with torch.inference_mode():
-        loaded = fresh(layer)
-    packed = layer.weight.data.view(-1).view(torch.bfloat16).clone()
-    weights = [layer.weight, torch.nn.Parameter(packed.as_subclass(torch.Tensor)), loaded.weight]
+        inference = make_layer(64, 320, torch.bfloat16, seed=1).weight
+    floats = layer.weight.data.view(-1).view(torch.bfloat16).clone().as_subclass(torch.Tensor)
     for turn in range(3):
-        for weight in weights:
+        for weight in (layer.weight, torch.nn.Parameter(floats), inference):
             state = getattr(weight, "quant_state", layer.weight.quant_state)
             for name, mode in modes.items():
                 with mode():
                     result, replayed = watched(weight, state)
                 assert exact(result, weight, state) and replayed >= (turn > 0), name
-                assert result.is_inference() == (name == "inference_mode") and not result.requires_grad
-            result, replayed = autograd_thread(lambda w=weight, s=state: watched(w, s))
+                assert result.is_inference() == (name == "inference_mode")
+                assert not result.requires_grad
+            result, replayed = in_backward(lambda weight=weight, state=state: watched(weight, state))
             assert exact(result, weight, state) and replayed >= (turn > 0)
     assert len(launch.launches) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_defaults_of_torch_change_nothing(watched, device, layer, dtype):
-    launch.codebooks.cache_clear()  # as in the first call of a process
+    launch.codebook.cache_clear()  # as in the first call of a process
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(True)
     try:
@@ -273,41 +253,44 @@ def test_defaults_of_torch_change_nothing(watched, device, layer, dtype):
         assert exact(result, layer.weight, layer.weight.quant_state)
 
 
-def test_a_state_gone_bad_is_refused_at_once(watched, layer):
-    """And a good one again is replayed."""
-    weight, state = watched.warm(layer)
-    bad = {
-        "offset": None,
-        "blocksize": 96,
-        "quant_type": "int8",
-        "dtype": torch.float64,
-        "absmax": state.absmax[:-1],
-        "state2": None,
-        "shape": torch.Size([321, 64]),
-    }
-    for name, value in bad.items():
-        good = getattr(state, name)
-        setattr(state, name, value)
+# What is refused although a launch is cached
+BAD_FIELDS = {
+    "offset": None,
+    "blocksize": 96,
+    "quant_type": "int8",
+    "dtype": torch.float64,
+    "absmax": None,
+    "state2": None,
+    "state2.dtype": None,
+    "shape": torch.Size([321, 64]),
+}
+
+
+def test_a_state_gone_bad_is_refused_at_once_and_a_good_one_again_replayed(warm):
+    watched, weight, state = warm
+    for name, bad in BAD_FIELDS.items():
+        good = get(state, name)
+        setattr(*owner(state, name), bad)
         with pytest.raises(launch.UnsupportedState):
             watched(weight, state)
-        setattr(state, name, good)
+        setattr(*owner(state, name), good)
         result, replayed = watched(weight, state)
         assert replayed and exact(result, weight, state), name
     packed = weight.data.as_subclass(torch.Tensor)
-    twice = torch.cat([packed, packed], 1)
-    for strided in (twice[:, :1], packed[:1].expand(packed.shape), packed[:-1]):
+    strided = torch.cat([packed, packed], 1)[:, :1]
+    for bad in (strided, packed[:1].expand(packed.shape), packed[:-1], packed.to("meta")):
         with pytest.raises(launch.UnsupportedState, match="weight"):
-            watched(strided, state)
+            watched(bad, state)
 
 
 def test_a_nested_state_is_not_taken_for_a_flat_one(watched, make_layer):
-    """Their keys are equal if state2 lost its dtype and blocksize."""
     watched.warm(make_layer(64, 320, torch.bfloat16, nested=False))
-    layer = make_layer(64, 320, torch.bfloat16)
-    state2 = layer.weight.quant_state.state2
-    state2.dtype = state2.blocksize = None
-    with pytest.raises(launch.UnsupportedState, match=r"state2\.dtype is None"):
-        watched(layer.weight, layer.weight.quant_state)
+    weight = make_layer(64, 320, torch.bfloat16).weight
+    for name in ("state2.dtype", "state2.blocksize"):
+        setattr(*owner(weight.quant_state, name), None)
+        with pytest.raises(launch.UnsupportedState, match=name):
+            watched(weight, weight.quant_state)
+        weight.quant_state.state2.dtype = torch.float32
 
 
 def test_the_same_tensor_twice_in_a_state(watched, layer):
@@ -317,101 +300,98 @@ def test_the_same_tensor_twice_in_a_state(watched, layer):
         assert exact(watched(layer.weight, state)[0], layer.weight, state)
 
 
+class Wrapper(torch.Tensor):
+    """A size, a device, and no memory, like a DTensor."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a wrapper")
+
+
+def test_a_tensor_that_only_wraps_others_is_refused(case):
+    watched, weight, state = case
+    with pytest.raises(launch.UnsupportedState, match="full_tensor.. of a DTensor"):
+        watched(Wrapper(weight), state)
+
+
 # `out`
-def new_out(state, weight):
-    return torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
+@pytest.fixture
+def out(layer):
+    state = layer.weight.quant_state
+    return torch.full(state.shape, float("nan"), dtype=state.dtype, device=layer.weight.device)
 
 
 @pytest.mark.parametrize("before", [0, 1, 8], ids="address + {}".format)
-def test_out_of_any_alignment(watched, layer, before):
-    weight, state = watched.warm(layer)
+def test_out_of_any_alignment(case, before):
+    watched, weight, state = case
     n = state.shape.numel()
-    for _ in range(2):
-        memory = torch.full((n + before + 8,), float("nan"), dtype=state.dtype, device=weight.device)
-        out = memory[before:][:n].view(state.shape)
-        result, replayed = watched(weight, state, out)
-        assert result is out and replayed == (before != 1) and exact(out, weight, state)
-        assert memory[:before].isnan().all() and memory[before + n :].isnan().all()
+    memory = torch.full((n + before + 8,), float("nan"), dtype=state.dtype, device=weight.device)
+    out = memory[before:][:n].view(state.shape)
+    assert watched(weight, state, out)[0] is out and exact(out, weight, state)
+    assert memory[:before].isnan().all() and memory[before + n :].isnan().all()
+    transposed = watched(weight.t(), state, out.fill_(0))[0]
+    assert transposed.data_ptr() == out.data_ptr() and exact(transposed.t(), weight, state)
 
 
 BAD_OUT = {
-    "transposed": lambda good: good.t(),
-    "of another shape": lambda good: good[:-1],
-    "one-dimensional": lambda good: good.view(-1),
-    "of another dtype": lambda good: good.half(),
-    "on another device": lambda good: good.to("meta"),
-    "strided": lambda good: good.new_zeros(320, 128)[:, ::2],
-    "a list": lambda good: good.tolist(),
+    "transposed": lambda out: out.t(),
+    "of another shape": lambda out: out[:-1],
+    "one-dimensional": lambda out: out.view(-1),
+    "of another dtype": lambda out: out.half(),
+    "on another device": lambda out: out.to("meta"),
+    "strided": lambda out: out.new_zeros(320, 128)[:, ::2],
+    "a list": lambda out: out.tolist(),
+    "that requires grad": lambda out: out.clone().requires_grad_(),
 }
 
 
-@pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("name", BAD_OUT)
-def test_an_out_that_does_not_fit(watched, layer, name, warm):
-    weight, state = watched.warm(layer) if warm else (layer.weight, layer.weight.quant_state)
-    good = new_out(state, weight).zero_()
-    with pytest.raises(launch.UnsupportedState, match=r"out (has \(shape|is list).*expected.*None for a new"):
-        watched(weight, state, BAD_OUT[name](good))
-    assert not good.any() and exact(watched(weight, state)[0], weight, state)
+def test_an_out_that_does_not_fit(case, out, name):
+    watched, weight, state = case
+    with pytest.raises(launch.UnsupportedState, match=r"out (has \(shape|is list).*expected.*None"):
+        watched(weight, state, BAD_OUT[name](out))
+    assert out.isnan().all() and exact(watched(weight, state)[0], weight, state)
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_an_out_without_memory_of_its_own(watched, layer, warm):
-    weight, state = watched.warm(layer) if warm else (layer.weight, layer.weight.quant_state)
-    freed, n = new_out(state, weight), state.shape.numel()
+def test_an_out_without_memory_of_its_own(case, out):
+    watched, weight, state = case
+    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
+    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
+    over = memory.view(out.dtype).view(out.shape)
+    freed = out.clone()
     freed.untyped_storage().resize_(0)
-    memory = torch.zeros(2 * n, dtype=torch.uint8, device=weight.device)
-    inside = memory[n:][: weight.numel()].view(weight.shape).copy_(weight.data)
-    over, negated = memory.view(state.dtype).view(state.shape), torch._neg_view(new_out(state, weight))
-    for given, out in ((weight, freed), (inside, over), (weight, negated)):
-        for _ in range(2):
-            with pytest.raises(launch.UnsupportedState, match="out has no memory"):
-                watched(given, state, out)
-    assert torch.equal(inside, weight.data)
+    for bad, given, text in (
+        (freed, weight, "out has no memory"),
+        (over, inside, "out shares memory with the weight"),
+        (torch._neg_view(out), weight, "out is a negated view"),
+    ):
+        with pytest.raises(launch.UnsupportedState, match=text):
+            watched(given, state, bad)
+    assert torch.equal(inside, weight)
 
 
-def test_a_fake_weight_outside_its_mode_gives_a_fake_result(layer):
-    mode, state = FakeTensorMode(), layer.weight.quant_state
-    weight = mode.from_tensor(layer.weight.data)
-    fake = copy.copy(state)
-    fake.state2 = copy.copy(state.state2)
-    fake.absmax, fake.offset = mode.from_tensor(state.absmax), mode.from_tensor(state.offset)
-    fake.state2.absmax, fake.state2.code = map(mode.from_tensor, (state.state2.absmax, state.state2.code))
-    result = launch._your_dequantize_nf4(weight, fake)
-    assert isinstance(result, FakeTensor) and result.shape == state.shape and result.dtype == state.dtype
-
-
-def test_autograd_notices_that_out_was_overwritten(watched, layer):
-    weight, state = layer.weight, layer.weight.quant_state
-    for _ in range(3):  # a first call, then two replayed ones
-        out = new_out(state, weight).zero_()
-        x = torch.ones_like(out, requires_grad=True)
-        loss = (x * out).sum()
-        watched(weight, state, out)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    with torch.inference_mode():
-        out = new_out(state, weight)  # which has no version
-    assert exact(watched(weight, state, out)[0], weight, state)
-
-
-def test_strides_of_out_are_not_kept(watched, make_layer):
-    """In a dimension of one element any stride is contiguous; a new result has torch's own."""
-    layer = make_layer(320, 1, torch.float16)
-    weight, state = layer.weight, layer.weight.quant_state
-    out = torch.empty_strided(state.shape, (0, 1), dtype=state.dtype, device=weight.device)
+def test_autograd_notices_that_out_was_overwritten(case, out):
+    watched, weight, state = case
+    out.zero_()
+    loss = (torch.ones_like(out, requires_grad=True) * out).sum()
     watched(weight, state, out)
-    result, replayed = watched(weight, state)
-    assert replayed and result.stride() == (320, 1) and exact(result, weight, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        out = torch.empty_like(out)  # which has no version
+    assert exact(watched(weight, state, out)[0], weight, state)
 
 
 # What wants to see a launch
 HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
-WHICH = ["launch_enter_hook", "launch_exit_hook"]
 
 
 @contextlib.contextmanager
-def hook(which, how, seen):
+def hooked(which, how, seen):
     def call(metadata):
         seen.append(metadata.get()["name"])
 
@@ -431,48 +411,69 @@ def hook(which, how, seen):
 
 
 @pytest.mark.parametrize("how", ["added", "assigned"])
-@pytest.mark.parametrize("which", WHICH)
-def test_a_launch_hook_sees_every_launch(watched, device, layer, which, how):
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_hook_sees_every_launch(watch, watched, changed_kernel, device, layer, which, how):
+    """Also in a kernel that was imported under the hook."""
     weight, state = watched.warm(layer)
     seen = []
-    with hook(which, how, seen):
-        for _ in range(3):
-            result, replayed = watched(weight, state)
-            assert exact(result, weight, state) and not replayed
+    with hooked(which, how, seen):
+        for module in (watched, watch(changed_kernel("hooked"))):
+            for _ in range(3):
+                result, replayed = module(weight, state)
+                assert exact(result, weight, state) and not replayed
     if device == "cuda":  # the interpreter calls no hooks
-        assert seen == ["_your_dequantize_nf4_kernel"] * 3
-    assert watched(weight, state)[1], "replayed again without the hook"
+        assert seen == ["_your_dequantize_nf4_kernel"] * 6
+    assert watched(weight, state)[1], "not replayed again without the hook"
 
 
-@pytest.mark.parametrize("how", ["added", "assigned"])
-@pytest.mark.parametrize("which", WHICH)
-def test_a_hook_that_was_there_before_the_import(watch, changed_kernel, layer, which, how):
-    with hook(which, how, []):
-        watched = watch(changed_kernel("hooked"))
-        for _ in range(3):
-            result, replayed = watched(layer.weight, layer.weight.quant_state)
-            assert exact(result, layer.weight, layer.weight.quant_state) and not replayed
+@ON_GPU
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, nested):
+    """Grid, stream, function, metadata, every pointer and size: all that reaches Triton's C launcher."""
+    layer = make_layer(64, 320, torch.bfloat16, nested=nested)
+    weight, state = layer.weight, layer.weight.quant_state
+    compiled = launch.launch_kernel(weight, state).compiled
+    chains = [id(HOOKS.launch_enter_hook), id(HOOKS.launch_exit_hook)]
+    launcher, calls = compiled.run, []
+    c_launcher = launcher.launch
 
+    def plain(value):
+        if isinstance(value, (tuple, list)):
+            return [plain(part) for part in value]
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr()
+        return None if id(value) in chains else value  # empty chains; a replay passes None
 
-@pytest.fixture(params=[False, True], ids=["first", "warm"])
-def case(request, watched, layer):
-    """(watched, plain weight, state), before and after a launch was cached."""
-    weight, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
-    if request.param:
-        watched.warm(layer), watched(weight, state), watched(weight, state)
-    return watched, weight, state
+    def record(*arguments):
+        calls.append(plain(arguments))
+        return c_launcher(*arguments)
+
+    monkeypatch.setattr(launcher, "launch", record)
+    ordinary, replayed = watched(weight, state), watched(weight, state)
+    assert (ordinary[1], replayed[1]) == (False, True)
+    launch.launches.clear()  # it holds `record`
+    for (result, _), call in zip((ordinary, replayed), calls, strict=True):
+        kernels = call[-1] if isinstance(call[-1], list) else call  # Triton 3.9 packs them
+        kernels[kernels.index(result.data_ptr())] = "result"
+    assert calls[0] == calls[1]
+    assert any(plain(compiled.packed_metadata) == value for value in calls[0])
 
 
 def test_fake_tensors_get_fake_results(case):
+    """Under their mode and outside of it."""
     watched, weight, state = case
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = copy.copy(state)
+    fake.state2 = copy.copy(state.state2)
+    for name in SECOND:
+        setattr(*owner(fake, name), mode.from_tensor(get(state, name)))
+    results = [launch._your_dequantize_nf4(mode.from_tensor(weight), fake)]
     with mode:
         for given in (mode.from_tensor(weight), weight):
-            result = watched(given, state)[0]
-            assert isinstance(result, FakeTensor)
-            assert (result.shape, result.dtype) == (state.shape, state.dtype)
-    result = watched(weight.to("meta"), state)[0]
-    assert result.is_meta and (result.shape, result.dtype) == (state.shape, state.dtype)
+            results.append(watched(given, state)[0])
+    for result in results:
+        assert isinstance(result, FakeTensor)
+        assert (result.shape, result.dtype) == (state.shape, state.dtype)
     assert exact(watched(weight, state)[0], weight, state)
 
 
@@ -501,7 +502,7 @@ def test_torch_func_transforms(case):
     decoded = reference.dequantize(weight, state).float()
     x = torch.ones(64, device=weight.device)
 
-    def product(x, weight=weight):
+    def product(x):
         return watched(weight, state)[0].float() @ x
 
     gradient = torch.func.grad(lambda x: product(x).sum())(x)
@@ -516,9 +517,6 @@ def test_torch_func_transforms(case):
 
 def test_modes_of_the_user(case):
     """A function mode changes nothing; a dispatch mode sees the operator."""
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     watched, weight, state = case
     seen = []
 
@@ -538,96 +536,73 @@ def test_modes_of_the_user(case):
     assert sum("nf4_triton" in name for name in seen) == 2
 
 
-class Wrapper(torch.Tensor):
-    """A size, a device and no memory, like a DTensor."""
-
-    @staticmethod
-    def __new__(cls, like):
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{function} of a wrapper")
-
-
-def test_a_tensor_that_only_wraps_others_is_refused(case):
-    watched, weight, state = case
-    with pytest.raises(launch.UnsupportedState, match="full_tensor.. of a DTensor"):
-        watched(Wrapper(weight), state)
-
-
-# Settings and the kernel itself
-def test_forced_settings_are_honored_at_once(watched, layer):
-    weight, state = watched.warm(layer)
+# Settings, and the kernel itself
+def test_forced_settings_are_honored_at_once(warm):
+    watched, weight, state = warm
     for forced in ({"card": "t4"}, {"words_small": 4}):
         with kernel.force(**forced):
             for expected in (False, True):
                 result, replayed = watched(weight, state)
                 assert replayed == expected and exact(result, weight, state)
-        result, replayed = watched(weight, state)
-        assert not replayed, "back to the GPU's own settings"
+        assert not watched(weight, state)[1], "back to the GPU's own settings"
         watched(weight, state)
 
 
-def test_a_kernel_cell_that_ran_again(watched, layer, monkeypatch):
-    """A launch belongs to the kernel it was compiled from; those of the old one go."""
-    weight, state = watched.warm(layer)
-    original, used = launch._your_dequantize_nf4_kernel, []
-
-    class Edited:
-        def __getitem__(self, grid):
-            used.append(grid)
-            return original[grid]
-
-    monkeypatch.setattr(launch, "_your_dequantize_nf4_kernel", Edited())
-    for expected in (False, True):
-        result, replayed = watched(weight, state)
-        assert replayed == expected and used and exact(result, weight, state)
-    assert [len(known) for known in launch.launches.values()] == [1]
+def test_a_kernel_that_is_defined_again_starts_empty(watch, changed_kernel, layer):
+    """As a notebook's cells that run again in one namespace."""
+    module = changed_kernel("cells")
+    weight, state = watch(module).warm(layer)
+    module.__spec__.loader.exec_module(module)
+    assert not module.launches
+    assert exact(module._your_dequantize_nf4(weight, state), weight, state)
 
 
-def test_the_plain_wrapper_returns_the_same(layer):
+def test_launch_kernel_returns_what_launches_again(layer, out):
     weight, state = layer.weight, layer.weight.quant_state
-    out = new_out(state, weight)
-    for given in (weight, weight.data.t()):
-        assert exact(launch.plain_dequantize_nf4(given, state), given, state)
-    assert launch.plain_dequantize_nf4(weight, state, out) is out and exact(out, weight, state)
+    launched = launch.launch_kernel(weight.t(), state, out)
+    assert launched.result is out and exact(out, weight, state)
+    arguments = list(launched.arguments)
+    arguments[1] = out.fill_(0)
+    options = kernel.launch_options(kernel.settings(weight.device))
+    launch._your_dequantize_nf4_kernel[(launched.grid,)](*arguments, **options)
+    assert exact(out, weight, state)
+    if launched.compiled:
+        out.fill_(0)
+        launched.compiled[(launched.grid, 1, 1)](*arguments)
+        assert exact(out, weight, state)
     with pytest.raises(launch.UnsupportedState, match="no quant_state"):
-        launch.plain_dequantize_nf4(weight, None)
+        launch.launch_kernel(weight, None)
 
 
-def private_names():
-    text = Path(launch.__file__).read_text(encoding="utf-8")
-    found = re.findall(r'_private\(\s*([\w.]+), "([\w.]+)"', text)
-    assert len(found) >= 8
-    return [f"{root}.{path}" for root, path in found]
+PRIVATE = re.findall(r'_private\(\s*([\w.]+), "([\w.]+)"', Path(launch.__file__).read_text())
 
 
-@pytest.mark.parametrize("name", private_names())
-def test_without_a_private_name_of_torch(watch, changed_kernel, layer, monkeypatch, name):
-    holder, path = torch, name.split(".")[1:]
-    for part in path[:-1]:
-        holder = getattr(holder, part)
+@pytest.mark.parametrize("path", [f"{root}.{name}" for root, name in PRIVATE])
+def test_without_a_private_name(watch, changed_kernel, layer, monkeypatch, path):
+    assert len(PRIVATE) >= 8
+    first, *parents, name = path.split(".")
+    holder = {"torch": torch, "triton": triton}[first]
+    for parent in parents:
+        holder = getattr(holder, parent)
     with monkeypatch.context() as patched:
-        patched.delattr(holder, path[-1], raising=False)
+        patched.delattr(holder, name, raising=False)
         module = changed_kernel("without")
-    direct, weight, state = module.DIRECT, layer.weight, layer.weight.quant_state
-    if path[-1] == "TensorGuards":
-        assert not direct
+    if name == "TensorGuards":
+        assert not module.CAN_REPLAY
         call = module._your_dequantize_nf4
     else:
         call = watch(module).module._your_dequantize_nf4
+    weight, state = layer.weight, layer.weight.quant_state
     for _ in range(3):
         assert exact(call(weight, state), weight, state)
         state.absmax = noise(state.absmax)
-    assert exact(call(weight, state, new_out(state, weight)), weight, state)
-    assert exact(module._call_operator(*module._fields(weight, state), None), weight, state)
-    with pytest.raises(module.UnsupportedState, match="weight is not contiguous"):
-        call(torch.cat([weight.data, weight.data], 1)[:, :1], state)
+    if name != "is_fake":  # only tracing needs it
+        traced = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert exact(traced(weight, state), weight, state)
 
 
-# The cache itself
-def test_a_key_keeps_32_launches_and_the_cache_1024_keys(watched, layer):
+# The cache
+def test_a_spec_keeps_32_launches_and_the_cache_1024_specs(watched, layer):
     weight, state = layer.weight, layer.weight.quant_state
     scales = state.state2.absmax
     for i in range(34):
@@ -647,15 +622,16 @@ def test_a_key_keeps_32_launches_and_the_cache_1024_keys(watched, layer):
 def test_nothing_about_a_layer_is_kept(watched, make_layer):
     """Its tensors are freed with it, at once; and a use leaves nothing on it."""
     layer = make_layer(64, 320, torch.bfloat16)
-    before = [sorted(vars(x)) for x in (layer, layer.weight, layer.weight.quant_state)]
+    state = layer.weight.quant_state
+    before = [sorted(vars(x)) for x in (layer, layer.weight, state)]
     watched.warm(layer)
-    launch._call_operator(*launch._fields(layer.weight, layer.weight.quant_state), None)
-    assert [sorted(vars(x)) for x in (layer, layer.weight, layer.weight.quant_state)] == before
-    tensors = [weakref.ref(find(layer)) for find in FIELDS.values()]
+    make_fx(lambda w: watched(w, state)[0])(layer.weight)
+    assert [sorted(vars(x)) for x in (layer, layer.weight, state)] == before
+    tensors = [weakref.ref(layer.weight), *(weakref.ref(get(state, name)) for name in SECOND)]
     gc.collect()
     gc.disable()
     try:
-        del layer
+        del layer, state
         assert launch.launches and not any(tensor() is not None for tensor in tensors)
     finally:
         gc.enable()
@@ -663,23 +639,24 @@ def test_nothing_about_a_layer_is_kept(watched, make_layer):
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one layer", "many layers"])
 def test_eight_threads(watched, make_layer, device, shared):
-    """First and replayed calls at the same time, in several states of torch and, on a GPU, streams."""
+    """First and replayed calls at the same time, in two states of torch and, on a GPU, eight streams."""
     made = [make_layer(64, 320, torch.bfloat16, seed=0 if shared else i) for i in range(8)]
     made = made[:1] * 8 if shared else made
     expected = [reference.dequantize(layer.weight, layer.weight.quant_state) for layer in made]
-    if device == "cuda":
-        torch.cuda.synchronize()
     faults, start = [], threading.Barrier(8)
+    streams = [contextlib.nullcontext()] * 8
+    if device == "cuda":
+        streams = [torch.cuda.stream(torch.cuda.Stream()) for _ in range(8)]
+        torch.cuda.synchronize()
 
     def work(i):
-        stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else contextlib.nullcontext()
         try:
             start.wait()
-            with stream, torch.inference_mode(i % 2 == 0):
+            with streams[i], torch.inference_mode(i % 2 == 0):
                 results = [launch.your_dequantize_nf4(made[i]) for _ in range(5 if device == "cpu" else 100)]
                 if device == "cuda":
                     torch.cuda.current_stream().synchronize()
-                faults.extend(i for result in results if not same_bits(result, expected[i]))
+                faults.extend(i for result in results if not reference.same_bits(result, expected[i]))
         except Exception as error:
             faults.append(error)
 
