@@ -8,26 +8,33 @@ from helpers.results.store import Row, write
 
 
 @pytest.fixture
-def store():
-    """store(section, {(case, contender): count}, note=""): replace a section of this machine's results."""
+def count(record_property):
+    """count(section, {(case, contender): number}, parts=1, card=None): add to the rows of a section.
 
-    def counts(section, found, note=""):
-        rows = [Row(section, case, who, "count", (value,)) for (case, who), value in found.items()]
-        print(f"{found} in {write(section, rows, note=note)}")
+    It replaces the stored section once `parts` tests of this run have added to it.
+    """
 
-    return counts
+    def add(section, numbers, parts=1, card=None):
+        rows = [[*key, number] for key, number in numbers.items()]
+        record_property("count", [section, parts, card, rows])
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Store how many seeded bugs were caught, if all of the CPU's or of the GPU's ran."""
-    seen = collections.Counter()
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.stats.get(outcome, ()):
-            if seeded := dict(report.user_properties).get("seeded"):
-                seen[(outcome, *seeded)] += 1
-    for kind, total in {key[1:] for key in seen}:
-        caught = seen["passed", kind, total]
-        if caught + seen["failed", kind, total] == total:
-            counts = {"seeded": total, "caught": caught}
-            rows = [Row("seeded_bugs", kind, who, "count", (value,)) for who, value in counts.items()]
-            terminalreporter.write_line(str(write("seeded_bugs", rows, "cpu" if kind == "cpu" else None)))
+    stats = terminalreporter.stats
+    found = collections.defaultdict(list)
+    for report in [*stats.get("passed", ()), *stats.get("failed", ())]:
+        for name, value in report.user_properties:
+            if name == "count":
+                section, parts, card, rows = value
+                found[section, parts, card].append(rows)
+    for (section, parts, card), tests in found.items():
+        if len(tests) < parts:
+            terminalreporter.write_line(f"{section}: {len(tests)} of {parts} tests, nothing stored")
+            continue
+        sums = collections.Counter()
+        for case, who, number in sum(tests, []):
+            sums[case, who] += number
+        rows = [Row(section, *key, "count", (total,)) for key, total in sums.items()]
+        terminalreporter.write_line(f"{section}: {dict(sums)} in {write(section, rows, card)}")

@@ -1,17 +1,15 @@
 """bitsandbytes' own functional and Linear4bit 4-bit tests, with this kernel as its dequantization.
 
-By hand: clone bitsandbytes at the installed version's tag to build/bitsandbytes-VERSION (or set
-NF4_BITSANDBYTES to any folder that holds its `tests`), then pytest -m long tests/long/test_bitsandbytes.py.
-They run as they are and with the kernel; what fails in both is not this kernel's doing. This file is also the
-plugin of those two runs: it substitutes in the second and counts.
+By hand: clone bitsandbytes at the tag of the installed version and set NF4_BITSANDBYTES to it, then
+pytest -m long tests/long/test_bitsandbytes.py. What fails with bitsandbytes' kernel, too, is not this one's
+doing. This file is also a pytest plugin of the run that substitutes the kernel.
 """
 
-import importlib.metadata
-import importlib.util
-import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,13 +18,12 @@ from helpers.nf4.reference import default_device
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
-OPTIONS = ("-q", "-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "--tb=short", "-k", SELECTION)
-launches = {"functional": 0, "operator": 0}
-outcomes = {"passed": 0, "failed": set(), "launches": 0}
+WORKERS = 4  # of each of the two runs
+launches = 0
 
 
 def substitute():
-    """bitsandbytes.functional.dequantize_4bit, and what its CUDA operators launch, become this kernel."""
+    """Make bitsandbytes.functional.dequantize_4bit, and what its CUDA operators launch, this kernel."""
     import bitsandbytes.functional as functional
     import torch
 
@@ -35,16 +32,18 @@ def substitute():
     original = functional.dequantize_4bit
 
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        global launches
         if A.device.type != default_device() or quant_state is None:  # its own code then calls the operator
             return original(A, quant_state, absmax, out, blocksize or 64, quant_type)
-        if not torch.compiler.is_compiling():  # a traced backward must not touch what is outside of it
-            launches["functional"] += 1
-        return launch._your_dequantize_nf4(A, quant_state, out=out)
+        if not torch.compiler.is_compiling():
+            launches += 1
+        return launch._your_dequantize_nf4(A, quant_state, out)
 
     def operator(A, absmax, blocksize, quant_type, dtype, out):
+        global launches
+        launches += 1
         state = functional.QuantState(absmax, out.shape, None, blocksize, quant_type, dtype)
-        launches["operator"] += 1
-        launch._your_dequantize_nf4(A.contiguous().view(-1, 1), state, out=out)
+        launch._your_dequantize_nf4(A.contiguous().view(-1, 1), state, out)
 
     functional.dequantize_4bit = dequantize_4bit
     if default_device() == "cuda":
@@ -53,56 +52,61 @@ def substitute():
         operators._dequantize_4bit_impl = operator
 
 
-def pytest_configure(config):
+def pytest_configure():
     machine.prepare()
-    if os.environ.get("NF4_SUBSTITUTE") == "ours":
+    if os.environ["NF4_SUBSTITUTE"] == "ours":
         substitute()
 
 
 def pytest_runtest_teardown(item):
-    item.user_properties.append(("launches", sum(launches.values())))  # goes with the report to xdist's first
-    launches.update(functional=0, operator=0)
+    global launches
+    item.user_properties.append(("launches", launches))
+    launches = 0
 
 
-def pytest_runtest_logreport(report):
-    if report.failed:
-        outcomes["failed"].add(report.nodeid)
-    outcomes["passed"] += report.passed and report.when == "call"
-    outcomes["launches"] += dict(report.user_properties).get("launches", 0)
+def run(folder, who, report):
+    """Run bitsandbytes' tests as they are ("bitsandbytes") or with the kernel ("ours").
 
-
-def pytest_sessionfinish(session):
-    if not hasattr(session.config, "workerinput") and "NF4_REPORT" in os.environ:  # not in xdist's processes
-        Path(os.environ["NF4_REPORT"]).write_text(json.dumps(outcomes, default=sorted), encoding="utf-8")
-
-
-def run(folder, files, who, report):
-    """What bitsandbytes' tests say as they are ("bitsandbytes") or with the kernel ("ours")."""
-    variables = {"NF4_SUBSTITUTE": who, "NF4_REPORT": str(report), "BNB_TEST_DEVICE": default_device()}
-    variables["PYTHONPATH"] = os.pathsep.join(
-        [str(folder), str(machine.ROOT), str(Path(__file__).parent), *sys.path]
-    )
-    several = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if importlib.util.find_spec("xdist") else []
-    command = ["-m", "pytest", "-p", Path(__file__).stem, *several, *OPTIONS, *files]
+    Returns (number passed, names failed, launches of the kernel).
+    """
+    path = [str(folder), str(machine.ROOT), str(Path(__file__).parent), *sys.path]
+    variables = {
+        "NF4_SUBSTITUTE": who,
+        "BNB_TEST_DEVICE": default_device(),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", WORKERS, "-q", "--junitxml", report]
+    command += ["-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "-k", SELECTION]
+    command += [folder / "tests" / name for name in FILES]
     done = machine.python(command, variables=variables, folder=folder, timeout=6 * 3600, check=False)
     assert report.exists(), done.out[-6000:] + done.err[-2000:]
-    return json.loads(report.read_text(encoding="utf-8")), done.out
+    passed, failed, launched = 0, set(), 0
+    for test in ElementTree.parse(report).iter("testcase"):
+        outcomes = {child.tag for child in test}
+        if outcomes & {"failure", "error"}:
+            failed.add(f"{test.get('classname')}.{test.get('name')}")
+        elif "skipped" not in outcomes:
+            passed += 1
+        launched += sum(int(found.get("value")) for found in test.iter("property"))
+    return passed, failed, launched
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_nothing_fails_only_with_this_kernel(tmp_path, store):
-    version = importlib.metadata.version("bitsandbytes")
-    folder = Path(os.environ.get("NF4_BITSANDBYTES", machine.ROOT / "build" / f"bitsandbytes-{version}"))
-    files = [path for name in FILES if (path := folder / "tests" / name).exists()]
-    if not files:
-        pytest.skip(f"needs the tests of bitsandbytes {version} in {folder}")
-    counts, failed = {}, {}
-    for who in ("bitsandbytes", "ours"):
-        found, log = run(folder, files, who, tmp_path / f"{who}.json")
-        counts |= {("passed", who): found["passed"], ("failed", who): len(found["failed"])}
-        failed[who] = set(found["failed"])
-    new = sorted(failed["ours"] - failed["bitsandbytes"])
-    assert not new, f"failed only with this kernel: {new}\n{log[-8000:]}"
-    assert found["launches"] > 0 and counts["passed", "ours"] > 0
-    store("bitsandbytes_tests", counts, note=f"bitsandbytes {version}; {found['launches']} launches")
+def test_nothing_fails_only_with_this_kernel(tmp_path, count):
+    if "NF4_BITSANDBYTES" not in os.environ:
+        pytest.skip("needs NF4_BITSANDBYTES, a clone of bitsandbytes at the installed version")
+    folder = Path(os.environ["NF4_BITSANDBYTES"])
+
+    def outcome(who):
+        return run(folder, who, tmp_path / f"{who}.xml")
+
+    with ThreadPoolExecutor() as both:
+        theirs, ours = both.map(outcome, ("bitsandbytes", "ours"))
+    assert ours[1] <= theirs[1], f"failed only with this kernel: {ours[1] - theirs[1]}"
+    assert ours[0] > 0 and ours[2] > 0
+    numbers = {}
+    for who, (passed, failed, _) in (("bitsandbytes", theirs), ("ours", ours)):
+        numbers["passed", who] = passed
+        numbers["failed", who] = len(failed)
+    count("bitsandbytes_tests", numbers)

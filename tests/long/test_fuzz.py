@@ -1,6 +1,6 @@
-"""Random layouts, sizes, values and settings against the oracle, bit for bit.
+"""Random layouts, sizes, values, and settings against the oracle, bit for bit.
 
-A few seconds of it are in the gate. By hand on a GPU: pytest -m long tests/long/test_fuzz.py
+A few seconds of it are in the gate. By hand on a GPU: pytest -m long tests/long/test_fuzz.py -n 8
 """
 
 import functools
@@ -17,13 +17,10 @@ from helpers.nf4 import kernel, launch, reference
 from helpers.nf4.reference import default_device, different
 from states import DTYPES, SPECIAL, random_state
 
-hypothesis = pytest.importorskip("hypothesis")
-from hypothesis import strategies  # noqa: E402
-
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
-BLOCKSIZES = tuple(1 << k for k in range(5, 13))
-BLOCKSIZES2 = (256, 64, 128, 512, 4096, 1, 8)
-# What kernel.force gets; "own" leaves the card's settings. small_up_to=0: small tensors take the large tile.
+BLOCKSIZES = [1 << k for k in range(5, 13)]
+BLOCKSIZES2 = [256, 64, 128, 512, 4096, 1, 8]
+# Arguments of kernel.force. small_up_to=0: small tensors take the large tile.
 WAYS = {
     "own": {},
     "t4": {"card": "t4"},
@@ -35,144 +32,129 @@ WAYS = {
 }
 GUARD = 64  # elements on both sides of `out` that must stay NaN
 POOL = 1 << 20
-CASES = int(os.environ.get("NF4_FUZZ_CASES", 100_000))  # of a long run
-HOW = dict(deadline=None, database=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+CASES = int(os.environ.get("NF4_FUZZ_CASES", 40_000))  # of the long test
+SHARDS = 8
 
 
 class Kind(NamedTuple):
-    """What the compiled kernel depends on; cases of one kind share its few compilations."""
+    """What the compiled kernel depends on; cases of one kind share a few compilations."""
 
+    way: str
     dtype: torch.dtype
     quant_type: str
     blocksize: int
-    blocksize2: int  # 0 in a flat state
-    way: str
+    blocksize2: int  # 0: flat
 
 
-class Case(NamedTuple):
-    kind: Kind
-    shape: tuple[int, ...]
-    storage: torch.dtype
-    transposed: bool  # the weight comes as W.t()
-    out_skip: int | None  # out= given, so many elements into its memory; None: the kernel allocates
-    special: bool  # scales with NaN, infinities, zeros, subnormal and huge numbers
-    seed: int  # where in the random memory each tensor starts
+def kinds(ways, flat, nested):
+    """Return some random kinds, `flat` and `nested` many."""
+    source = random.Random(3407)
+    chosen = []
+    for count, blocksizes2 in ((flat, [0]), (nested, BLOCKSIZES2)):
+        every = itertools.product(ways, DTYPES, ("nf4", "fp4"), BLOCKSIZES, blocksizes2)
+        chosen += source.sample(list(every), count)
+    return [Kind(*fields) for fields in chosen]
 
 
-def kinds(nested, ways=tuple(WAYS)):
-    """All kinds of nested or of flat states."""
-    second = BLOCKSIZES2 if nested else (0,)
-    return [Kind(*each) for each in itertools.product(DTYPES, ("nf4", "fp4"), BLOCKSIZES, second, ways)]
-
-
-@strategies.composite
-def cases(draw, among, largest):
-    """Cases of at most about `largest` elements: often at the edges of words, blocks and tiles."""
-
-    def pick(*options):
-        return draw(strategies.sampled_from(options))
-
-    def between(least, most):
-        return draw(strategies.integers(least, most))
-
-    kind = pick(*pick(*among))
-    edge = pick(8, kind.blocksize, 2048, 8192, 4096)
-    n = pick(between(0, 72), between(0, largest), between(1, 4) * edge + between(-9, 9))
-    n, inner = min(max(n, 0), largest), pick(1, 2, 3, 8, 64, 96)
-    shape = pick((1, n), (n, 1), (n // inner, inner), (2, n // (2 * inner), inner), (n,))
-    transposed = len(shape) == 2 and pick(False, False, True)
-    out_skip, special = pick(None, None, 0, 1, 4, 8), pick(False, False, True)
-    return Case(kind, shape, pick(*launch.STORAGES), transposed, out_skip, special, between(0, 1 << 16))
+def random_shape(source, blocksize, largest):
+    """Return a shape of at most `largest` elements, often near the end of a word, block, or tile."""
+    edge = source.choice([8, blocksize, 2048, 4096, 8192])
+    near = source.randint(1, 4) * edge + source.randint(-9, 9)
+    n = min(source.choice([source.randint(0, 72), source.randint(0, largest), near]), largest)
+    inner = source.choice([1, 2, 3, 8, 64, 96])
+    return source.choice([(1, n), (n, 1), (n // inner, inner), (2, n // (2 * inner), inner), (n,)])
 
 
 @functools.cache
 def pool():
-    """Random memory that every case cuts its tensors from: bytes, floats, floats with special values."""
+    """Return random bytes, floats, and special floats. Cases take views of them, so that the start of each
+    tensor and its neighbors in memory are arbitrary."""
     generator = torch.Generator().manual_seed(3407)
     packed = torch.randint(256, (POOL,), generator=generator, dtype=torch.uint8)
     plain = torch.randn(POOL // 4, generator=generator)
     special = plain.clone()
     values = torch.tensor(SPECIAL)
     special[::2] = values[torch.randint(len(values), (len(special) // 2,), generator=generator)]
-    return [x.to(default_device()) for x in (packed, plain, special)]
+    device = default_device()
+    return packed.to(device), plain.to(device), special.to(device)
 
 
-def build(case):
-    """(weight, state) of a case, as views of random memory: starts and neighbors are arbitrary."""
-    kind, place, (packed, plain, special) = case.kind, random.Random(case.seed), pool()
+def random_layer(source, kind, shape):
+    """Return (weight, state): any storage dtype, either orientation, plain or special scales."""
+    packed, plain, special = pool()
 
-    def cut(memory, count, step=1):
-        start = place.randrange(0, len(memory) - count + 1) // step * step
+    def view(memory, count, step=1):
+        start = source.randrange(len(memory) - count + 1) // step * step
         return memory[start : start + count]
 
-    draw = functools.partial(cut, packed), functools.partial(cut, special if case.special else plain)
-    how = dict(nested=kind.blocksize2 > 0, quant_type=kind.quant_type, blocksize=kind.blocksize)
-    how["blocksize2"] = kind.blocksize2 or 256
-    _, state = random_state(case.shape, kind.dtype, **how, draw=draw)
+    floats = source.choice([plain, plain, special])
+    _, state = random_state(
+        shape,
+        kind.dtype,
+        nested=kind.blocksize2 > 0,
+        quant_type=kind.quant_type,
+        blocksize=kind.blocksize,
+        blocksize2=kind.blocksize2 or 256,
+        draw=(functools.partial(view, packed), functools.partial(view, floats)),
+    )
     if state.nested:
-        state.offset = cut(plain, 1)[0]
-    length = -(-((math.prod(case.shape) + 1) // 2) // case.storage.itemsize)
-    if length == 1 and not case.transposed:
-        length = 2  # a weight of shape (1, 1) would be its own transpose
-    weight = cut(packed, length * case.storage.itemsize, case.storage.itemsize).view(case.storage)
-    return weight.view(1, -1) if case.transposed else weight.view(-1, 1), state
+        state.offset = view(plain, 1)[0]
+    storage = source.choice(launch.STORAGES)
+    size = storage.itemsize
+    length = -(-math.prod(shape) // (2 * size))
+    if len(shape) == 2 and source.random() < 1 / 3:
+        return view(packed, length * size, size).view(storage).view(1, -1), state
+    length = max(length, 2)  # one element in a column would be transposed
+    return view(packed, length * size, size).view(storage).view(-1, 1), state
 
 
-def wrong(case):
-    """The number of wrong elements and overwritten guards of one case.
-
-    Without `out` the kernel is called twice: on a GPU the second call replays the first one's launch.
-    """
-    call, (weight, state) = launch._your_dequantize_nf4, build(case)
+def check_case(kind, seed, largest):
+    """Compare one random case with the oracle; return its number of elements."""
+    source = random.Random(seed)
+    shape = random_shape(source, kind.blocksize, largest)
+    weight, state = random_layer(source, kind, shape)
     expected = reference.dequantize(weight, state)
-    with kernel.force(**WAYS[case.kind.way]):
-        if case.out_skip is None:
-            results = [call(weight, state) for _ in range(2 if weight.is_cuda else 1)]
-            return sum(different(result, expected) for result in results)
-        n, first = state.shape.numel(), GUARD + case.out_skip
-        memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
-        result = call(weight, state, out=memory[first : first + n].view(state.shape))
-        guards = torch.cat([memory[:first], memory[first + n :]])
-        return different(result, expected) + int((~guards.isnan()).sum())
+    skip = source.choice([None, None, 0, 1, 4, 8])  # elements before `out`; None: the kernel allocates
+    n = math.prod(shape)
+    call = launch._your_dequantize_nf4
+    with kernel.force(**WAYS[kind.way]):
+        if skip is None:
+            wrong = different(call(weight, state), expected)
+            wrong += different(call(weight, state), expected)  # on a GPU: the launch replayed
+        else:
+            first = GUARD + skip
+            memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
+            out = memory[first : first + n].view(shape)
+            wrong = different(call(weight, state, out), expected)
+            out.fill_(math.nan)
+            wrong += int((~memory.isnan()).sum())
+    assert wrong == 0, (kind, seed, largest)
+    return n
 
 
-@hypothesis.settings(max_examples=400, **HOW)
-@hypothesis.given(case=cases([kinds(True, ("own",)), kinds(False, ("own",))], largest=3000))
-def test_random_cases(case):
-    """The card's own settings: layout, size, values."""
-    assert wrong(case) == 0
+def check_cases(chosen, count, largest):
+    return [check_case(chosen[seed % len(chosen)], seed, largest) for seed in range(count)]
+
+
+def test_random_cases():
+    """The settings of this card: layout, size, values."""
+    check_cases(kinds(["own"], flat=48, nested=64), 400, largest=3000)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_random_cases_of_every_way(way):
     """Few kinds, as each costs compilations."""
-    chosen = [random.Random(way).sample(kinds(nested, (way,)), 1) for nested in (True, False)]
-
-    @hypothesis.settings(max_examples=200, **HOW)
-    @hypothesis.given(case=cases(chosen, largest=40_000))
-    def run(case):
-        assert wrong(case) == 0
-
-    run()
+    check_cases(kinds([way], flat=1, nested=1), 200, largest=40_000)
 
 
+@pytest.mark.gpu
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_very_many_random_cases(store):
-    """112 kinds on a GPU, half of them nested; in the interpreter those of its own settings."""
-    gpu = default_device() == "cuda"
-    ways, source = tuple(WAYS) if gpu else ("own",), random.Random(3407)
-    chosen = source.sample(kinds(False, ways), 48) + source.sample(kinds(True, ways), 64)
-    done = []
-    for kind in chosen:
-
-        @hypothesis.seed(len(done))
-        @hypothesis.settings(max_examples=CASES // len(chosen), **HOW)
-        @hypothesis.given(case=cases([[kind]], largest=40_000 if gpu else 5_000))
-        def run(case):
-            done.append(math.prod(case.shape))
-            assert wrong(case) == 0
-
-        run()
-    store("fuzz", {("layers", "ours"): len(done), ("elements", "ours"): sum(done), ("wrong", "ours"): 0})
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_very_many_random_cases(shard, count):
+    """112 kinds of all ways, in eight parts."""
+    chosen = kinds(WAYS, flat=48, nested=64)[shard::SHARDS]
+    sizes = check_cases(chosen, CASES // SHARDS, largest=40_000)
+    numbers = {("layers", "ours"): len(sizes), ("elements", "ours"): sum(sizes), ("wrong", "ours"): 0}
+    count("fuzz", numbers, SHARDS)
