@@ -119,24 +119,25 @@ def cards(section: str):
 # --- what the blocks say ---
 
 
-def stale() -> list[str]:
-    """Return the stored sections that another version of the code produced."""
+def stale(*sections: str) -> str:
+    """Return a sentence that names what another version of the code produced, among sections or among all."""
     now, old = store.hashes(), set()
-    for card in (CARD, "cpu", "cross-compiled", T4):
+    for card in os.listdir(store.folder("")):
         for name, at in store.meta(card).get("sections", {}).items():
             parts = ["kernel"] if name in GPU_ONLY else now
             if any(at[part] not in (None, now[part]) for part in parts):
                 old.add(name)
-    return sorted(old)
+    names = ", ".join(sorted(old.intersection(sections or old)))
+    return f" Measured with an earlier version of this code: {names}." if names else ""
 
 
 def environment() -> str:
-    """Return one line: card, driver, dates, versions, and which sections an earlier version produced."""
-    facts, old = store.meta(CARD), ", ".join(stale())
+    """Return one line: card, driver, dates, versions, and what an earlier version produced."""
+    facts = store.meta(CARD)
     dates = " and ".join(sorted({at["date"] for at in facts["sections"].values()}))
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     text = f"{facts['card']}, driver {facts['driver']}, CUDA {facts['cuda']}, {dates}; {versions}."
-    return f"{text} Measured with an earlier version of this code: {old}." if old else text
+    return text + stale()
 
 
 def points(card: str, column: str) -> str:
@@ -155,7 +156,7 @@ def claim(card: str = CARD) -> str:
         f"Measured on one {name}: {points(card, 'today')} points; {speed} times the speed of Unsloth's "
         f"current `fast_dequantize` in the puzzle's own test (median of {len(line)} runs, {extent(line)}), "
         f"and {over_classic} times that of Unsloth classic, its code path when the puzzle was published."
-    )
+    ) + stale("protocol", "score")
 
 
 def stored_score() -> str:
@@ -204,18 +205,15 @@ def settings() -> str:
     return table("setting changed: time relative to the default", cells)
 
 
-def training_claim() -> str:
-    """Training speedups with their spread, in a sentence: what the picture shows."""
-    return plots.training()[1]
-
-
 def evidence() -> str:
     """Counts of the long tests."""
     rows, cells = store.rows(CARD) + store.rows("cpu"), {}
     for section, (name, text) in LONG_TESTS.items():
         counts = {f"{row.case}_{row.contender}": row.median for row in select(rows, section)}
-        if counts:
+        try:
             cells[name, "result"] = text.format_map(counts)
+        except KeyError:
+            cells[name, "result"] = "Not measured yet."
     return table("long test", cells)
 
 
@@ -241,7 +239,7 @@ BLOCKS = {
         "{0.case}",
     ),
     "training": partial(pivot, "QLoRA step, ms", CARD, "training", "ms"),
-    "training_claim": training_claim,
+    "training_claim": lambda: plots.training()[1],
     "axolotl": partial(pivot, "Axolotl's dequantization, us", CARD, "axolotl", "us"),
     "evidence": evidence,
     "t4_claim": t4_claim,
