@@ -75,7 +75,7 @@ LONG_TESTS = {  # section: (its name, what its rows say)
 
 def title(name: str) -> str:
     """Return how a contender, unit or case is shown: "ours_eager" as "this kernel, eager"."""
-    name = re.sub(r"\b\d{5,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
+    name = re.sub(r"\b\d{5,}", lambda found: f"{int(found[0]):,}", TITLES.get(name, name))
     mode = re.fullmatch(r"(\w+)_(eager|reduce_overhead)", name)
     return f"{title(mode[1])}, {mode[2].replace('_', '-')}" if mode else name
 
@@ -161,8 +161,8 @@ def claim(card: str = CARD) -> str:
 
 def stored_score() -> str:
     """The marking table of the stored run against both versions of Unsloth."""
-    table = pivot(f"Measured on an {CARD_NAME}", CARD, "score", "points")
-    return f"{table}\n| **Sum** | **{points(CARD, 'today')}** | **{points(CARD, 'classic')}** |"
+    lines = pivot(f"Measured on an {CARD_NAME}", CARD, "score", "points")
+    return f"{lines}\n| **Sum** | **{points(CARD, 'today')}** | **{points(CARD, 'classic')}** |"
 
 
 def official(corner: str, names: dict[str, str], case="total") -> str:
@@ -195,7 +195,7 @@ def t4_claim() -> str:
     return claim("tesla-t4") if store.rows("tesla-t4") else plots.t4()[1]
 
 
-def settings() -> str:
+def changed_settings() -> str:
     """GPU time with one setting changed, relative to the default."""
     rows, cells = select(store.rows(CARD), "settings"), {}
     for row in select(rows, contender="changed"):
@@ -225,7 +225,7 @@ BLOCKS = {
     "launch_forms": partial(official, "official protocol by launch form", FORMS),
     "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary launches"),
     "gpu_time": gpu_time,
-    "settings": settings,
+    "settings": changed_settings,
     "host_time": partial(
         pivot, "one call, 1024x4096 bf16, us", CARD, "host_time", "us s", "{0.contender}", "{0.case}"
     ),

@@ -10,7 +10,7 @@ from helpers.results import pages, plots, store
 
 DOCS = sorted((store.ROOT / "docs").glob("*.md"))
 PAGES = [store.ROOT / "README.md", *DOCS]
-TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**/*.py")]
+TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**/*")]
 
 
 @pytest.mark.parametrize("path", [*PAGES, pages.NOTEBOOK], ids=lambda path: path.name)

@@ -66,12 +66,17 @@ def test_select_and_one():
 # --- files that people send ---
 
 
-def test_a_sent_file_keeps_its_hashes(tmp_path):
+@pytest.mark.parametrize("code, stays", [(SENT["kernel"], True), (None, False)])
+def test_a_sent_file_keeps_its_hashes_and_rows_of_the_same_code(tmp_path, code, stays):
     path = tmp_path / "nf4_tesla-t4.json"
     path.write_text(json.dumps(SENT))
+    other = Row("protocol", "ordinary launches", "ordinary", "s", [1])
+    store.write("protocol", [other], environment=SENT["environment"] | {"kernel": code})
     assert store.file_result(path) == store.folder("tesla-t4")
-    assert one(store.rows("tesla-t4"), "protocol").values == (1.17, 1.16, 1.18)
-    section = store.meta("tesla-t4")["sections"]["score"]
+    rows = store.rows("tesla-t4")
+    assert one(rows, "protocol", "puzzle's line").values == (1.17, 1.16, 1.18)
+    assert (other in rows) == stays
+    section = store.meta("tesla-t4")["sections"]["protocol"]
     assert section == {"date": "2026-11-22", **SENT["kernel"], "note": ""}
 
 
