@@ -60,9 +60,11 @@ def random_shape(source, blocksize, largest):
     """Return a shape of at most `largest` elements, often near the end of a word, block, or tile."""
     edge = source.choice([8, blocksize, 2048, 4096, 8192])
     near = source.randint(1, 4) * edge + source.randint(-9, 9)
-    n = min(source.choice([source.randint(0, 72), source.randint(0, largest), near]), largest)
+    n = source.choice([source.randint(0, 72), source.randint(0, largest), near])
+    n = min(n, largest)
     inner = source.choice([1, 2, 3, 8, 64, 96])
-    return source.choice([(1, n), (n, 1), (n // inner, inner), (2, n // (2 * inner), inner), (n,)])
+    rows = n // inner
+    return source.choice([(1, n), (n, 1), (rows, inner), (2, rows // 2, inner), (n,)])
 
 
 @functools.cache
@@ -102,10 +104,11 @@ def random_layer(source, kind, shape):
     storage = source.choice(launch.STORAGES)
     size = storage.itemsize
     length = -(-math.prod(shape) // (2 * size))
-    if len(shape) == 2 and source.random() < 1 / 3:
-        return view(packed, length * size, size).view(storage).view(1, -1), state
-    length = max(length, 2)  # one element in a column would be transposed
-    return view(packed, length * size, size).view(storage).view(-1, 1), state
+    transposed = len(shape) == 2 and source.choice([True, False, False])
+    if not transposed:
+        length = max(length, 2)  # of one element it would be transposed
+    weight = view(packed, length * size, size).view(storage)
+    return weight.view((1, -1) if transposed else (-1, 1)), state
 
 
 def check_case(kind, seed, largest):

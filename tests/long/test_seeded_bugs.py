@@ -15,17 +15,17 @@ from helpers import machine
 from tests.long.bugs import BUGS
 
 LIMIT = 1800  # seconds; tests that do not end have caught the bug
-GROUPS = sorted({f"{name[:3]} {' '.join(bug.tests)}" for name, bug in BUGS.items()})
-CARDS = {"cpu": "cpu", "gpu": None}  # whose results count them; None: this machine's
 
 
 def source_of(text, name):
     """Return the source of a function or class; all of the text if the name is empty."""
     if not name:
         return text
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    (node,) = [node for node in nodes if node.name == name]
-    return ast.get_source_segment(text, node)
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, kinds) and node.name == name:
+            return ast.get_source_segment(text, node)
+    raise LookupError(f"no function or class is named {name}")
 
 
 def seeded(bug):
@@ -56,9 +56,14 @@ def run_tests(folder, tests, where, bug=None):
             shutil.copy(part, folder)
     if bug:
         (folder / bug.file).write_text(seeded(bug), encoding="utf-8")
-    variables = dict.fromkeys(name for name in os.environ if name.startswith("PYTEST_"))
-    variables["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
-    variables["TRITON_CACHE_DIR"] = str(machine.ROOT / "build" / "cache" / "triton")
+    variables = {
+        "PYTEST_ADDOPTS": None,
+        "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]),
+        "TRITON_CACHE_DIR": str(machine.ROOT / "build" / "cache" / "triton"),
+    }
+    for name in os.environ:
+        if name.startswith("PYTEST_XDIST"):
+            variables[name] = None
     if where == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
         variables["TRITON_INTERPRET"] = "1"
@@ -68,17 +73,25 @@ def run_tests(folder, tests, where, bug=None):
     return done.status, done.out + done.err[-2000:]
 
 
-def marked(values):
-    """Return test parameters of values ("cpu" or "gpu" and more); those of a GPU are marked."""
+def marked(names):
+    """Return test parameters; what begins with "gpu" runs on a GPU only."""
     marks = {"cpu": (), "gpu": pytest.mark.gpu}
-    return [pytest.param(value, marks=marks[value[:3]]) for value in values]
+    return [pytest.param(name, marks=marks[name[:3]]) for name in names]
+
+
+def control_names():
+    """Return "cpu" or "gpu" and the tests, once for all rows that name the same tests."""
+    names = set()
+    for name, bug in BUGS.items():
+        names.add(" ".join([name[:3], *bug.tests]))
+    return sorted(names)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("group", marked(GROUPS))
-def test_control(group, tmp_path):
-    where, *tests = group.split()
+@pytest.mark.parametrize("name", marked(control_names()))
+def test_control(name, tmp_path):
+    where, *tests = name.split()
     status, output = run_tests(tmp_path, tests, where)
     assert status == 0, output[-4000:]
 
@@ -88,10 +101,11 @@ def test_control(group, tmp_path):
 @pytest.mark.parametrize("name", marked(BUGS))
 def test_caught(name, tmp_path, count):
     """A test fails, or the process dies or does not end."""
-    bug, where = BUGS[name], name[:3]
+    bug = BUGS[name]
+    where = name[:3]
     status, output = run_tests(tmp_path, bug.tests, where, bug)
     caught = status is None or status < 0 or status in (1, 2)
-    total = sum(other.startswith(where) for other in BUGS)
+    total = len([other for other in BUGS if other.startswith(where)])
     numbers = {(where, "seeded"): 1, (where, "caught"): int(caught)}
-    count("seeded_bugs", numbers, total, CARDS[where])
+    count("seeded_bugs", numbers, total, "cpu" if where == "cpu" else None)
     assert caught, f"survived: {bug.old} -> {bug.new}\n{output[-3000:]}"
