@@ -1,6 +1,7 @@
 """Random quantized weights without bitsandbytes, and the layouts that bitsandbytes and its users produce."""
 
 import math
+import operator
 from types import SimpleNamespace
 
 import torch
@@ -21,6 +22,23 @@ def exact(result, weight, state):
 def noise(x):
     """Return other contents of the same shape and dtype."""
     return torch.randint_like(x, 256) if x.dtype == torch.uint8 else torch.rand_like(x) + 0.25
+
+
+def get(layer, name):
+    """Return "weight" or a field of a layer's state, such as "state2.absmax"."""
+    holder = layer if name == "weight" else layer.weight.quant_state
+    return operator.attrgetter(name)(holder)
+
+
+def replace(layer, name, change):
+    """Replace the weight's data, or a field of the state, by change(it)."""
+    new = change(get(layer, name))
+    if name == "weight":  # a plain tensor would be no parameter
+        layer.weight.data = new.data
+    elif name.startswith("state2."):
+        setattr(layer.weight.quant_state.state2, name.removeprefix("state2."), new)
+    else:
+        setattr(layer.weight.quant_state, name, new)
 
 
 def random_state(
