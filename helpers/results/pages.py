@@ -238,7 +238,6 @@ BLOCKS = {
         "{0.contender}",
         "{0.case}",
     ),
-    "training": partial(pivot, "QLoRA step, ms", CARD, "training", "ms"),
     "training_claim": lambda: plots.training()[1],
     "axolotl": partial(pivot, "Axolotl's dequantization, us", CARD, "axolotl", "us"),
     "evidence": evidence,

@@ -37,6 +37,19 @@ STORED, FIRST, SECOND = "#F7F8FA", "#FFDF85", "#A6DCE8"  # idea: inputs, first b
 PAPER = "#D8DEE6"  # background: readable on a light page, no white box on a dark one
 CODES, SCALES = "855A8A74", (3.919, 2.6715)  # idea: an example, a word and the scales of two blocks
 FOLLOWED = 5  # its code that the arrows follow
+IDEA_TEXTS = (  # height, weight, text
+    (0.98, "bold", "1  Load a word of 8 codes, and one absmax byte per block of 64"),
+    (0.83, "normal", "scale = code2[absmax] × absmax2 + offset, rounded twice (no FMA)"),
+    (0.74, "bold", "2  Multiply: 16 lanes hold all results of two blocks"),
+    (0.44, "normal", "Rounded to fp32, then to 16 bits. Block 0 in the low half, block 1 in the high half."),
+    (0.35, "bold", "3  Look up: a shuffle per code, a prmt per byte, one store"),
+    (0.19, "normal", "This word is in block 0: prmt keeps the low halves of two registers."),
+    (
+        0.02,
+        "normal",
+        "Bytes per weight: 0.5 (codes) + 1/64 (absmax) + 4/16384 (absmax2) read, 2 written: 2.516",
+    ),
+)
 
 matplotlib.rcParams.update(
     {
@@ -164,8 +177,7 @@ def idea() -> tuple[Figure, str]:
     """Draw how 4 bytes and two scales become 8 weights in one 128-bit store."""
     first, second = table = np.char.mod("%.2f", np.float16(np.outer(SCALES, NF4_VALUES)))
     codes = [int(code, 16) for code in CODES]
-    lane = codes[FOLLOWED]
-    word_x, lane_x = (FOLLOWED + 0.4) / 8, (lane + 0.5) / 16
+    word_x, lane_x = (FOLLOWED + 0.4) / 8, (codes[FOLLOWED] + 0.5) / 16
     figure, panel = panel_of(5.4)
     panel.set_axis_off()
 
@@ -174,30 +186,24 @@ def idea() -> tuple[Figure, str]:
         row[0, int(x * len(texts))].set(linewidth=3, zorder=3)
         panel.text(-0.01, y + 0.03, label, ha="right")
 
-    def say(y, text, weight="normal"):
-        panel.text(-0.24, y, text, weight=weight)
+    def arrow(*ends):
+        panel.annotate("", *ends, arrowprops={"arrowstyle": "<|-", "linewidth": 2})
 
-    say(0.98, "1  Load a word of 8 codes, and one absmax byte per block of 64", "bold")
+    for y, weight, text in IDEA_TEXTS:
+        panel.text(-0.24, y, text, weight=weight)
     cells(0.88, "codes of a word", [*CODES], word_x, STORED)
-    say(0.83, "scale = code2[absmax] × absmax2 + offset, rounded twice (no FMA)")
-    say(0.74, "2  Multiply: 16 lanes hold all results of two blocks", "bold")
+    arrow((word_x, 0.88), (lane_x, 0.715))
     cells(0.64, "lane", [*"0123456789ABCDEF"], lane_x, STORED)
     cells(0.565, f"block 0: NF4 × {SCALES[0]}", first, lane_x, FIRST)
     cells(0.49, f"block 1: NF4 × {SCALES[1]}", second, lane_x, SECOND)
-    say(0.44, "Rounded to fp32, then to 16 bits. Block 0 in the low half, block 1 in the high half.")
-    say(0.35, "3  Look up: a shuffle per code, a prmt per byte, one store", "bold")
+    arrow((lane_x, 0.49), (word_x, 0.325))
     cells(0.25, "shfl: lane's register", table.T[codes].flatten(), word_x, FIRST, SECOND)
-    say(0.19, "This word is in block 0: prmt keeps the low halves of two registers.")
+    arrow((word_x, 0.25), (word_x, 0.165))
     cells(0.09, "one 128-bit store", first[codes], word_x, FIRST)
-    say(0.02, "Bytes per weight: 0.5 (codes) + 1/64 (absmax) + 4/16384 (absmax2) read, 2 written: 2.516")
-    shape = {"arrowstyle": "-|>", "linewidth": 2}
-    panel.annotate("", (lane_x, 0.715), (word_x, 0.88), arrowprops=shape)
-    panel.annotate("", (word_x, 0.325), (lane_x, 0.49), arrowprops=shape)
-    panel.annotate("", (word_x, 0.165), (word_x, 0.25), arrowprops=shape)
     alt = (
         f"16 lanes hold each NF4 value times {SCALES[0]} in the low half of a register and times "
         f"{SCALES[1]} in the high half, rounded to fp32, then to 16 bits. A shuffle fetches the register of "
-        f"lane {CODES[FOLLOWED]}, prmt keeps {first[lane]}, and one 128-bit store writes 8 results."
+        f"lane {CODES[FOLLOWED]}, prmt keeps its low half, and one 128-bit store writes 8 results."
     )
     return figure, alt
 
