@@ -151,6 +151,19 @@ LOADED = {
     "every layer switches": ("_switch_before", "waiting.clear()", "pass"),
     "a failed switch fails the layer": ("_switch_before", "except Exception", "except ZeroDivisionError"),
 }
+MEASURED = {
+    "timed weights unchecked": ("test_dequantize", "assert_same(x, y, config.dtype)", "pass"),
+    "a failed contender keeps its times": ("in_turns", "seconds.pop(name, None)", "pass"),
+    "ratios rounded up": ("shown", "math.floor(round(100 * ratio, 6))", "math.ceil(100 * ratio)"),
+}
+JUDGED = {
+    "a second kernel passes": ("single_kernel", "== [KERNEL] * 3", ".count(KERNEL) == 3"),
+    "kept memory passes": ("memory", "and kept == 0", ""),
+    "wrong bits pass": ("exact", "and not any(counts)", ""),
+}
+MARKED = {
+    "points for what was not measured": ("points_of", "None: None", "None: won"),
+}
 ASSEMBLY = {
     "low nibble first": ("", 'f"shr.u32 x, $4, {8 * byte + 4}; "', 'f"shr.u32 x, $4, {8 * byte}; "'),
     "nibbles of fp32 in order": ("", "4 * (k ^ 1)", "4 * k"),
@@ -159,7 +172,6 @@ ASSEMBLY = {
         "mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3;",
         "fma.rn.ftz.f32 $0, $1, $2, $3;",
     ),
-    "FMA in the portable path": ("launch_options", "enable_fp_fusion=False", "enable_fp_fusion=True"),
     "subnormal scales kept": ("", "mul.rn.ftz.f32 m", "mul.rn.f32 m"),
     "subnormal products kept": ("", "mul.rn.ftz.f32 a, a, $6", "mul.rn.f32 a, a, $6"),
     "fp16 rounded to zero": ("", "cvt.rn.f16.f32 lo, a", "cvt.rz.f16.f32 lo, a"),
@@ -207,6 +219,8 @@ ALIGNED = {
         "weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0",
         "True",
     ),
+}
+ON_GPU = {
     "alignment of a replay ignored": ("matches", "address % 4 == 0 and", ""),
     "stream 0": ("replay", "_stream(launch.device)", "0"),
     "codebook uploaded in a capture": ("codebook", 'device.type == "cuda" and', "False and"),
@@ -225,6 +239,13 @@ CPU = (
     | rows("cpu", "helpers/nf4/switch.py", SWITCH, SWITCHED)
     | rows("cpu", "helpers/nf4/callback.py", SWITCH, TRAINED)
     | rows("cpu", "helpers/nf4/autoload.py", SWITCH, LOADED)
+    | rows("cpu", "helpers/puzzle/protocol.py", ("puzzle/test_protocol.py",), MEASURED)
+    | rows("cpu", "helpers/puzzle/checks.py", ("puzzle/test_checks.py",), JUDGED)
+    | rows("cpu", "helpers/puzzle/marking.py", ("puzzle/test_marking.py",), MARKED)
 )
-GPU = rows("gpu", KERNEL, BITS[:1], ASSEMBLY) | rows("gpu", LAUNCH, (*CALLS, *BITS), ALIGNED)
+GPU = (
+    rows("gpu", KERNEL, BITS[:1], ASSEMBLY)
+    | rows("gpu", LAUNCH, BITS[:1], ALIGNED)
+    | rows("gpu", LAUNCH, CALLS[:2], ON_GPU)
+)
 BUGS = CPU | GPU
