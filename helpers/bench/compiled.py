@@ -29,7 +29,9 @@ def network(layers: list, fn: Callable, mode: str) -> Callable:
     own = types.FunctionType(code, products.__globals__, None, None, products.__closure__)
     if mode == "eager":
         return own
-    return torch.compile(own, mode=mode) if clocks.ON_GPU else torch.compile(own, backend="eager")
+    if not clocks.ON_GPU:
+        return torch.compile(own, backend="eager")
+    return torch.compile(own, mode=mode)
 
 
 def exact_networks(networks: dict, x, problems: list[str]) -> dict[str, Callable]:
@@ -65,7 +67,9 @@ def time_compiled(scope, problems: list[str]) -> Iterator[Row]:
         layer.exact = torch.nn.Parameter(exact_weight(layer), requires_grad=False)
     everyone, networks = contenders.all_contenders(), {}
     fns = {"products_only": lambda layer: layer.exact}
-    fns |= {name: everyone[name] for name in ("ours", *LIBRARIES) if name in everyone}
+    for name in ("ours", *LIBRARIES):
+        if name in everyone:
+            fns[name] = everyone[name]
     for mode, ending in MODES.items():
         for name, fn in fns.items():
             networks[name + ending] = network(layers, fn, mode)
@@ -80,8 +84,9 @@ def time_compiled(scope, problems: list[str]) -> Iterator[Row]:
             medians[name].append(statistics.median(values))
     for name in LIBRARIES:
         for ending in MODES.values():
-            ours, theirs = medians["ours" + ending], medians.get(name + ending, [])
+            ours = medians["ours" + ending]
+            theirs = medians.get(name + ending, [])
             if len(ours) == len(theirs) == len(scope.tokens):
-                ratio = statistics.geometric_mean(a / b for a, b in zip(theirs, ours, strict=True))
+                ratio = statistics.geometric_mean(theirs) / statistics.geometric_mean(ours)
                 yield Row("compiled", "geometric mean", name + ending, "x", [ratio])
     torch._dynamo.reset()
