@@ -42,6 +42,8 @@ OWN_KERNELS = (
     "unsloth_zoo.temporary_patches.gpt_oss_grouped_qlora.nf4_dequant_expert_stack",
     "unsloth_zoo.temporary_patches.moe_nf4_grouped.nf4_grouped_mm",
 )
+# Of calls: dequantized by the kernel, dequantized by the library, multiplied without dequantizing.
+COUNTS = ("kernel", "library", "fused")
 log = logging.getLogger("nf4_triton")
 _compiling = torch.compiler.is_dynamo_compiling
 State = types.SimpleNamespace  # a quant_state made of one call's arguments
@@ -61,11 +63,10 @@ class Site:
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the library
     results: Callable  # results(function, packed, quant_state): what the self-test compares
-    exists: Callable[[], bool] = lambda: True
+    exists: Callable = lambda: True  # whether this release of the library has it
     original: Callable | None = None
     replacement: Callable | None = None  # None: not tested yet, or left to the library
-    # "kernel": dequantized by the kernel, "library": by the library, "fused": multiplied without dequantizing
-    counts: collections.Counter = field(default_factory=collections.Counter)
+    counts: dict = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
     reasons: collections.Counter = field(default_factory=collections.Counter)
 
     def count_fallback(self, reason: Exception) -> None:
@@ -80,7 +81,7 @@ class Library:
 
     sites: tuple[Site, ...]  # without the first one the library is refused; others may be left as they are
     on: bool = False
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict = field(default_factory=dict)  # {function: why it stays the library's}
     holders: set = field(default_factory=set)
 
     @property
@@ -352,7 +353,7 @@ class Switch(contextlib.AbstractContextManager):
         counts = {}
         for site in self.sites:
             before, reasons = self._before[site]
-            row = {kind: site.counts[kind] - before[kind] for kind in ("kernel", "library", "fused")}
+            row = {kind: site.counts[kind] - before[kind] for kind in COUNTS}
             counts[site.name] = row | {"reasons": site.reasons - reasons}
         return counts
 
@@ -536,7 +537,9 @@ def _replace(site: Site, library: Library) -> None:
 
     @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
     def replacement(*arguments, **named):
-        known = len(arguments) <= len(parameters) and all(name in names for name in named)
+        known = len(arguments) <= len(parameters)
+        for name in named:
+            known = known and name in names
         if known and library.on:
             result = site.answer(site, *arguments, **named)
             if result is not None:
