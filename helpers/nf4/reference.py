@@ -97,7 +97,9 @@ def different(x, y):
 
 def same_bits(x, y):
     """Return whether dtype, shape, and every bit agree; NaN equals NaN."""
-    return x.dtype == y.dtype and x.shape == y.shape and different(x, y) == 0
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return False
+    return different(x, y) == 0
 
 
 def default_device():
@@ -121,7 +123,8 @@ def quantized_layer(
 
     device = device or default_device()
     generator = torch.Generator(device).manual_seed(seed)
-    weight = torch.randn(out_features, in_features, generator=generator, device=device)
+    shape = (out_features, in_features)
+    weight = torch.randn(shape, generator=generator, device=device)
     layer = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, device="meta")
     layer.weight = Params4bit(
         weight,
