@@ -9,7 +9,7 @@ import triton
 
 from helpers.nf4 import launch, reference
 from helpers.nf4.reference import same_bits
-from states import DTYPES, exact, noise, random_state, replace
+from states import exact, noise, random_state, replace
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 # The tensors of a state, and the elements that they need for 64 x 512 weights.

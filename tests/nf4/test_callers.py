@@ -1,8 +1,6 @@
 """Who calls: bitsandbytes, PEFT, Unsloth, accelerate, FSDP, other threads, streams, processes and GPUs."""
 
 import copy
-import io
-import multiprocessing
 import pickle
 import textwrap
 
@@ -49,16 +47,6 @@ def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage, 
     assert same_bits(launch.your_dequantize_nf4(layer), reference.dequantize(layer.weight, layer.quant_state))
 
 
-def test_one_buffer_for_all_layers(watched, make_layer):
-    """As in Unsloth, every result goes into the front of one large buffer."""
-    layers = [make_layer(64, size, torch.float16, seed=size) for size in (96, 32, 320, 96)]
-    buffer = torch.zeros(64 * 320, dtype=torch.float16, device=layers[0].weight.device)
-    for layer in layers * 2:
-        state = layer.weight.quant_state
-        out = buffer[: state.shape.numel()].view(state.shape)
-        assert launch._your_dequantize_nf4(layer.weight, state, out) is out and right(out, layer)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_loaded_under_another_default_dtype(watched, make_layer, dtype):
     """The offset then has that dtype: Unsloth's prequantized models. Equal to bitsandbytes."""
@@ -76,33 +64,17 @@ def test_a_model_loaded_under_another_default_dtype(watched, make_layer, dtype):
         assert replayed == expect_replay and same_bits(result, expected)
 
 
-PARTS = {
-    "state dict": lambda layer: layer.state_dict(),
-    "packed state": lambda layer: layer.weight.quant_state.as_dict(packed=True),
-    "QuantState": lambda layer: vars(layer.weight.quant_state),
-    "layer": lambda layer: layer,
-}
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_a_use_changes_nothing_of_what_is_saved(watched, make_layer, part):
+def test_a_use_changes_nothing_of_what_is_saved(watched, make_layer):
     used, unused = (make_layer(64, 320, torch.bfloat16) for _ in range(2))
     watched.warm(used)
-
-    def saved(layer):
-        buffer = io.BytesIO()
-        torch.save(PARTS[part](layer), buffer)
-        return buffer.getvalue()
-
-    assert len(saved(used)) == len(saved(unused))
-    loaded = torch.load(io.BytesIO(saved(used)), weights_only=part in ("state dict", "packed state"))
-    assert type(loaded) is type(PARTS[part](unused))
+    assert len(pickle.dumps(used)) == len(pickle.dumps(unused))
     for twin in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
         twin.weight.data.bitwise_xor_(255)
-        assert right(launch.your_dequantize_nf4(twin), twin) and right(launch.your_dequantize_nf4(used), used)
+        assert right(launch.your_dequantize_nf4(twin), twin)
+        assert right(launch.your_dequantize_nf4(used), used)
 
 
-# Processes and threads
+# Processes
 def run(code, **variables):
     """Run `code` with `make` and `same` at hand; return what it printed."""
     head = """
@@ -118,23 +90,6 @@ def run(code, **variables):
     """
     done = machine.python(["-c", textwrap.dedent(head) + textwrap.dedent(code)], variables=variables)
     return done.out + done.err
-
-
-@pytest.mark.parametrize("where", ["a thread that outlives the main one", "atexit"])
-def test_the_first_call_while_python_shuts_down(where):
-    """Python refuses new threads by then; the codebook is uploaded in the thread that calls."""
-    code = """
-        import atexit, threading, time
-        case = make()
-        def late():
-            threading.main_thread().join()
-            print("exact", same(case), flush=True)
-        {}
-    """
-    start = "atexit.register(late)" if where == "atexit" else "threading.Thread(target=late).start()"
-    if where == "atexit":
-        code = code.replace("threading.main_thread().join()", "pass")
-    assert "exact True" in run(code.format(start))
 
 
 def test_worker_processes():
@@ -164,27 +119,6 @@ def test_devices_that_appear_after_the_import():
         print("exact", same(make()))
     """
     assert "exact True" in run(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
-
-
-def forked(queue, layer):
-    try:
-        queue.put(f"returned {launch.your_dequantize_nf4(layer).shape}")
-    except Exception as error:
-        queue.put(f"refused: {type(error).__name__}: {error}")
-
-
-@ON_GPU
-def test_a_fork_after_cuda_was_used_is_an_error(make_layer):
-    layer = make_layer(64, 96, torch.float16)
-    launch.your_dequantize_nf4(layer), launch.your_dequantize_nf4(layer)
-    torch.cuda.synchronize()
-    context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    process = context.Process(target=forked, args=(queue, layer), daemon=True)
-    process.start()
-    process.join(30)
-    assert not queue.empty() and queue.get().startswith("refused")
-    assert right(launch.your_dequantize_nf4(layer), layer), "the parent goes on"
 
 
 # CUDA graphs, streams, GPUs

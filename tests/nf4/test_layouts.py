@@ -1,7 +1,6 @@
 """Layers as bitsandbytes, checkpoints and transformers make, save and move them."""
 
 import copy
-import io
 import json
 import pickle
 
@@ -80,20 +79,11 @@ def through_safetensors(layer, device):
     return loaded(safetensors.load(data), device)
 
 
-def through_torch_save(layer, device):
-    memory = io.BytesIO()
-    torch.save(layer, memory)
-    memory.seek(0)
-    return torch.load(memory, weights_only=False)
-
-
 JOURNEYS = {
     "written by bitsandbytes 0.45": lambda layer, device: loaded(old_checkpoint(layer), device),
     "state_dict": lambda layer, device: loaded({k: v.clone() for k, v in layer.state_dict().items()}, device),
     "safetensors": through_safetensors,
     "pickle": lambda layer, device: pickle.loads(pickle.dumps(layer)),
-    "torch.save": through_torch_save,
-    "deepcopy": lambda layer, device: copy.deepcopy(layer),
     "to the CPU and back": lambda layer, device: layer.to("cpu").to(device),
 }
 
