@@ -376,7 +376,6 @@ def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, ne
     layer = make_layer(64, 320, torch.bfloat16, nested=nested)
     weight, state = layer.weight, layer.weight.quant_state
     compiled = launch.launch_kernel(weight, state).compiled
-    chains = [id(HOOKS.launch_enter_hook), id(HOOKS.launch_exit_hook)]
     launcher, calls = compiled.run, []
     c_launcher = launcher.launch
 
@@ -385,7 +384,8 @@ def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, ne
             return [plain(part) for part in value]
         if isinstance(value, torch.Tensor):
             return value.data_ptr()
-        return None if id(value) in chains else value  # empty chains; a replay passes None
+        # Without a hook these do nothing; a replay passes None.
+        return None if type(value).__name__ in ("HookChain", "LazyDict") else value
 
     def record(*arguments):
         calls.append(plain(arguments))
