@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.nf4.environment import describe, gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
+from helpers.nf4.environment import gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
