@@ -44,12 +44,14 @@ def kernel():
 @pytest.fixture
 def changed_kernel(tmp_path):
     """changed_kernel(name, old="", new=""): kernel.py and launch.py as one module of that name, as in a
-    notebook, with a text replaced. It registers an operator of its own."""
+    notebook, with a text replaced and an operator of its own."""
 
     def load(name, old="", new=""):
         folder = machine.ROOT / "helpers" / "nf4"
         text = (folder / "kernel.py").read_text(encoding="utf-8")
-        text += "".join((folder / "launch.py").read_text(encoding="utf-8").partition("# %% Checks")[1:])
+        launch = (folder / "launch.py").read_text(encoding="utf-8")
+        text += launch[launch.index("# %% Read and check") :]
+        text = text.replace('else "nf4_triton"', f'else "{name}"')
         assert old in text
         path = tmp_path / f"{name}.py"
         path.write_text(text.replace(old, new), encoding="utf-8")
