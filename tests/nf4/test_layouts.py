@@ -1,7 +1,6 @@
 """Layers as bitsandbytes, checkpoints and transformers make, save and move them."""
 
 import copy
-import json
 import pickle
 
 import pytest
@@ -48,21 +47,6 @@ def test_experts_of_a_stack(card):
             assert same_bits(expert, whole[i])
 
 
-# The form of a checkpoint since bitsandbytes 0.41: tensors beside the packed weight, the rest as JSON bytes.
-def old_checkpoint(layer):
-    state = layer.weight.quant_state
-    rest = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": list(state.shape)}
-    rest |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": state.offset.item()}
-    return {
-        "weight": layer.weight.data,
-        "weight.absmax": state.absmax,
-        "weight.quant_map": state.code,
-        "weight.nested_absmax": state.state2.absmax,
-        "weight.nested_quant_map": state.state2.code,
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(rest).encode())).byte(),
-    }
-
-
 def loaded(checkpoint, device):
     """As transformers loads a quantized checkpoint."""
     layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.float16, quant_type="nf4")
@@ -80,7 +64,6 @@ def through_safetensors(layer, device):
 
 
 JOURNEYS = {
-    "written by bitsandbytes 0.45": lambda layer, device: loaded(old_checkpoint(layer), device),
     "state_dict": lambda layer, device: loaded({k: v.clone() for k, v in layer.state_dict().items()}, device),
     "safetensors": through_safetensors,
     "pickle": lambda layer, device: pickle.loads(pickle.dumps(layer)),
