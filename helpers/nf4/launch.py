@@ -1,11 +1,12 @@
 """The launch path: read a bitsandbytes state, check it, launch the kernel, replay the launch.
 
-    layer -> read_state: tensors and spec -> a cached Launch that matches -> replay
-                                          -> none: check, Triton's ordinary launch, keep it
+    read_state: tensors and spec -> the first Launch kept for this spec that matches -> replay
+                                 -> none: check, Triton's ordinary launch, keep a Launch
 
 tensors: weight, absmax; if nested also state2.code, state2.absmax, offset.
 spec: shape, dtype, quant_type, blocksize; if nested also state2.blocksize, state2.dtype.
-Everything after read_state takes these two. Nothing about a layer is kept. `# %%`: notebook cells.
+Everything after read_state takes these two. No address of a layer's tensors is kept. `# %%`:
+notebook cells.
 """
 # ruff: noqa: E402, F401, I001
 # %% tags=["module-only"]
@@ -28,7 +29,8 @@ import triton
 
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # torch's default dtype
+# A loaded offset has what torch's default dtype was.
+OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"  # of `tensors`, in errors
 
 
@@ -40,8 +42,8 @@ def _private(root, path, public):
         return public
 
 
-# All private names, each with what it saves of a call of 15 us (H200), or what it protects.
-# Compares type, dispatch keys, dtype, device, sizes, and strides of five tensors in 0.5 us.
+# All private names. For speed, with what each saves of a call of 15 us (H200):
+# 0.5 us for five tensors: compares type, dispatch keys, dtype, device, sizes, and strides.
 _TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
 # 2.9 us over torch.empty_strided. Inductor's generated code allocates with it too.
 _empty_cuda = _private(
@@ -56,16 +58,19 @@ _stream = _private(torch._C, "_cuda_getCurrentRawStream",
 _current_device = _private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 # 1.8 us: skips the Python part of Triton's launcher, whose arguments are known for these versions.
 SKIP_PYTHON_LAUNCHER = TRITON in ((3, 5), (3, 6))
-# Dispatch modes, functorch transforms, and fake tensors get the operator, not a replayed launch.
+
+# For correctness. Dispatch modes, functorch transforms, and fake tensors get the operator.
 _modes = _private(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _transforms = _private(torch._C, "_functorch.peek_interpreter_stack", lambda: None)
 _is_fake = _private(torch, "_subclasses.fake_tensor.is_fake", lambda tensor: False)
-# The codebook is a plain tensor even if the first call comes inside a dispatch mode.
+# The codebook is a plain tensor even if the first call comes inside a mode or a transform.
 _no_modes = _private(torch.utils, "_python_dispatch._disable_current_modes", contextlib.nullcontext)
-# Not None while Dynamo runs a frame it gave up on (bf16 on a T4): it traces what that frame calls.
+_no_transforms = _private(torch._C, "_DisableFuncTorch", contextlib.nullcontext)
+# Set while Dynamo runs a frame that it gave up (bf16 on a T4), whose calls it still traces.
 _dynamo_callback = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 # Profilers add hooks here and expect every launch to call them.
 _hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel
+
 _is_compiling = torch.compiler.is_dynamo_compiling
 CAN_REPLAY = TRITON_TESTED and not INTERPRETED and _TensorGuards is not None
 
@@ -75,10 +80,11 @@ class UnsupportedState(ValueError):
 
 
 def read_state(weight, quant_state):
-    """Return (tensors, spec) as in the module's docstring. Checks nothing but that fields exist.
+    """Return (tensors, spec) of a state. Checks only that all fields exist.
 
-    Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer for its CPU
-    matmul.
+    tensors: weight, absmax; if nested also state2.code, state2.absmax, offset.
+    spec: shape, dtype, quant_type, blocksize; if nested also state2.blocksize, state2.dtype.
+    Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer.
     """
     q = quant_state
     try:
@@ -87,14 +93,14 @@ def read_state(weight, quant_state):
             tensors = weight, q.absmax, q2.code, q2.absmax, q.offset
             return tensors, (
                 tuple(q.shape), q.dtype, q.quant_type, q.blocksize, q2.blocksize, q2.dtype)
-        repacked = getattr(q, "packing_format_for_cpu", False)
+        repacked = getattr(q, "packing_format_for_cpu", False)  # which makes a state flat
         tensors, spec = (weight, q.absmax), (tuple(q.shape), q.dtype, q.quant_type, q.blocksize)
     except (AttributeError, TypeError) as error:
         raise UnsupportedState(missing_field(quant_state, error)) from error
     if repacked:
         raise UnsupportedState(
-            "bitsandbytes repacked this layer for its CPU matmul, expected the usual layout: use "
-            "bitsandbytes.functional.dequantize_4bit for it, or move the layer to the GPU")
+            "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, expected "
+            "the usual layout: reload the layer, and dequantize it before its first forward pass")
     return tensors, spec
 
 
@@ -110,7 +116,8 @@ def missing_field(quant_state, error):
 def check(tensors, spec, any_device=False):
     """Return (elements, log2 blocksize, log2 state2.blocksize or 0). Raises UnsupportedState.
 
-    Reads only metadata that torch.compile can trace. any_device: accept a weight on the CPU.
+    Reads only metadata, which torch.compile can trace. any_device: accept a weight on the CPU, for
+    dequantizing in plain PyTorch.
     """
     shape, dtype, quant_type, blocksize, *second_spec = spec
     if quant_type not in ("nf4", "fp4"):
@@ -131,8 +138,8 @@ def check(tensors, spec, any_device=False):
             "elements and 2**31 blocks: dequantize it in parts")
     weight, absmax, *second = tensors
     check_weight(weight, n, shape, any_device)
+    check_tensor("absmax", absmax, weight, blocks, torch.uint8 if second else torch.float32)
     if not second:
-        check_tensor("absmax", absmax, (torch.float32,), weight, blocks)
         return n, log2_block, 0
     blocksize2, dtype2 = second_spec
     if dtype2 != torch.float32:
@@ -140,20 +147,20 @@ def check(tensors, spec, any_device=False):
             f"state2.dtype is {dtype2}, expected torch.float32: quantize the layer again")
     log2_block2 = log2_of("state2.blocksize", blocksize2, 31)
     code2, absmax2, offset = second
-    check_tensor("absmax", absmax, (torch.uint8,), weight, blocks)
-    check_tensor("state2.code", code2, (torch.float32,), weight, 256)
-    check_tensor("state2.absmax", absmax2, (torch.float32,), weight, -(-blocks // blocksize2))
-    check_tensor("offset", offset, OFFSETS, weight, 1)
+    check_tensor("state2.code", code2, weight, 256, torch.float32)
+    check_tensor("state2.absmax", absmax2, weight, -(-blocks // blocksize2), torch.float32)
+    check_tensor("offset", offset, weight, 1, *OFFSETS)
     # bitsandbytes adds a one-dimensional fp64 offset in fp64, which rounds differently.
     if offset.numel() != 1 or (offset.dim() and offset.dtype == torch.float64):
         raise UnsupportedState(
-            f"offset has shape {tuple(offset.shape)} and {offset.dtype}, expected one value "
-            "without a dimension: reload the layer")
+            f"offset has shape {tuple(offset.shape)} and {offset.dtype}, expected one value, in "
+            "float64 without a dimension: reload the layer")
     return n, log2_block, log2_block2
 
 
 def log2_of(name, size, most):
-    """Return log2 of a power of two, at most `most` (the kernel shifts 32-bit integers)."""
+    """Return log2 of a power of two, at most `most`: from there on one block holds everything, and
+    the kernel shifts 32-bit integers."""
     if not isinstance(size, (int, torch.SymInt)) or size <= 0 or size & (size - 1):
         raise UnsupportedState(
             f"{name} is {size!r}, expected a power of two (bitsandbytes uses 32 to 4096): quantize "
@@ -172,25 +179,23 @@ def check_weight(weight, n, shape, any_device):
         raise UnsupportedState(
             f"the weight is on {weight.device}, expected CUDA: move the layer, or set "
             "TRITON_INTERPRET=1 before Python starts to run on the CPU")
+    # Packed codes in a float storage may have the weight's own shape only if it is tiny.
     unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == shape
     if weight.dtype not in STORAGES or not weight.dim() or unpacked:
         raise UnsupportedState(
             f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, expected packed 4-bit "
             f"codes, as (n / 2, 1) in one of {STORAGES}: quantize the layer again")
-    if hasattr(weight, "ds_id") and not weight.numel():
-        raise UnsupportedState(
-            "the weight is partitioned (DeepSpeed ZeRO-3), expected all of it: gather it first "
-            "(deepspeed.zero.GatheredParameters)")
-    check_tensor("weight", weight, STORAGES, weight, 0)
+    check_tensor("weight", weight, weight, 0, *STORAGES)
     held = weight.numel() * weight.itemsize
     if held * 2 < n:
         raise UnsupportedState(
             f"the weight holds {held} bytes, expected {(n + 1) // 2} for the shape {shape}: gather "
-            "it first if it is FSDP's shard, else reload the layer")
+            "it first if FSDP or DeepSpeed ZeRO-3 sharded it, else reload the layer")
 
 
-def check_tensor(name, tensor, dtypes, weight, least):
-    """Check dtype, length, device, and contiguity of one tensor of a state."""
+def check_tensor(name, tensor, weight, least, *dtypes):
+    """Check that a tensor of a state is on the weight's device, contiguous, of one of the dtypes,
+    and has at least `least` elements."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedState(
             f"{name} is {type(tensor).__name__}, expected a tensor: the quant_state is incomplete; "
@@ -242,12 +247,14 @@ def check_out(out, tensors, spec):
             f"{expected}: pass such a tensor, or None for a new one")
 
 
-def check_overlap(out, weight):
-    """Check that writing into `out` overwrites no codes."""
-    start, first = out.data_ptr(), weight.data_ptr()
-    if start < first + weight.nbytes and first < start + out.nbytes:
-        raise UnsupportedState(
-            "out shares memory with the weight, expected its own: pass another tensor, or None")
+def check_overlap(out, tensors):
+    """Check that writing into `out` overwrites nothing that the kernel reads."""
+    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
+    for name, tensor in zip(NAMES, tensors, strict=False):
+        first = tensor.data_ptr()
+        if start < first + tensor.nbytes and first < end:
+            raise UnsupportedState(
+                f"out shares memory with {name}, expected its own: pass another tensor, or None")
 
 
 @functools.cache
@@ -257,12 +264,12 @@ def codebook(device, quant_type):
     Raises RuntimeError during a CUDA graph capture, whose memory pool would own the upload.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first call on a GPU came inside a graph capture, expected one "
-                           "before it: call once outside, then capture")
+        raise RuntimeError(f"the first {quant_type} call on a GPU came inside a graph capture, "
+                           "expected one before it: call once outside, then capture")
     values = FP4 if quant_type == "fp4" else NF4
-    with torch.inference_mode(False), _no_modes():
-        table = torch.tensor(values, dtype=torch.float32, device="cpu")
-        return table.to(device)  # waits for the copy, so any stream may read it
+    with torch.inference_mode(False), _no_modes(), _no_transforms():
+        # .to() waits for the copy, so any stream may read the table.
+        return torch.tensor(values, dtype=torch.float32, device="cpu").to(device)
 
 
 # %% Launch the ordinary way id="launch-plain" part="launch" folded=true tags=["launch"]
@@ -275,16 +282,16 @@ class Launched(typing.NamedTuple):
     arguments: list  # all of the kernel's arguments, in order
 
 
-def launch_kernel(weight, quant_state, out=None):
+def launch_kernel(weight, quant_state):
     """Check, allocate, and launch with kernel[grid](...). Return Launched.
 
-    Arguments and errors as for _your_dequantize_nf4.
+    weight, quant_state, and errors: as for _your_dequantize_nf4.
     """
     with _plain_tensors():
-        return launch_ordinary(*read_state(weight, quant_state), out)
+        return launch_ordinary(*read_state(weight, quant_state))
 
 
-def transpose(result, tensors):
+def maybe_transpose(result, tensors):
     """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do."""
     return result.t() if tensors[0].shape[0] == 1 else result
 
@@ -301,8 +308,9 @@ def launch_ordinary(tensors, spec, out=None):
     else:
         check_out(out, tensors, spec)
         check_memory("out", out)
-        check_overlap(out, weight)
+        check_overlap(out, tensors)
         torch.autograd.graph.increment_version(out)  # so that autograd notices the change
+    # The kernel loads 32-bit words and stores 128 bits.
     aligned = weight.data_ptr() % 4 == 0 and out.data_ptr() % 16 == 0
     table = codebook(weight.device, quant_type)
     grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
@@ -311,6 +319,9 @@ def launch_ordinary(tensors, spec, out=None):
         if grid:
             compiled = _your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
     return Launched(out, compiled, grid, arguments)
+
+
+TABLE, POINTERS = 3, 7  # place of the codebook among the arguments; how many are pointers
 
 
 def kernel_arguments(tensors, sizes, table, out, aligned):
@@ -348,34 +359,38 @@ class Launch:
     owners: tuple  # the objects that own what `before` and `table` point to
 
     def matches(self, tensors):
-        """Return whether the layout is the same, and the weight has memory aligned to 4 bytes."""
+        """Return whether the layout is the same, and the weight has memory aligned to 4 bytes.
+
+        The guards fail under transforms and jit.trace, whose dispatch keys differ.
+        """
         if not self.guards(*tensors):
             return False
         weight = tensors[0]
         address = weight.data_ptr()
-        freed = address == weight.storage_offset() * weight.itemsize  # FSDP took the storage away
+        freed = address == weight.storage_offset() * weight.itemsize  # as in is_freed
         return address % 4 == 0 and not freed
 
 
 def is_observed():
     """Return whether a dispatch mode or a profiler's launch hook must see the next launch."""
-    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook  # chains from Triton 3.4 on
+    # From Triton 3.4 on a hook is a chain with a list of calls, before that None or a function.
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
     return _modes() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
 def check_and_launch(tensors, spec, out):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
     if is_traced(tensors[0]):
-        return transpose(call_operator(tensors, spec, out), tensors)
+        return maybe_transpose(call_operator(tensors, spec, out), tensors)
     with _plain_tensors():
         launched = launch_ordinary(tensors, spec, out)
-        result = transpose(launched.result, tensors)
+        result = maybe_transpose(launched.result, tensors)
         if CAN_REPLAY and launched.compiled and out is None:
             launch = make_launch(tensors, launched, result)
             if launch.matches(tensors):  # not for a misaligned weight, or one tensor given twice
                 if len(launches) >= 1024:  # a model has few shapes, a test may have many
                     launches.clear()
-                # Guards also depend on autocast, no_grad, and the like: a spec may need several.
+                # Guards also depend on autocast and inference mode: a spec may need several.
                 launches[spec] = [launch, *launches.get(spec, ())][:32]
         return result
 
@@ -389,11 +404,11 @@ def is_traced(weight):
 def make_launch(tensors, launched, result):
     """Return the Launch that repeats an ordinary launch, with the result as callers get it."""
     compiled, arguments = launched.compiled, launched.arguments
-    run, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    run, before = compiled.run, (compiled.packed_metadata, None, None, None)  # no hooks
     if SKIP_PYTHON_LAUNCHER and not (run.global_scratch_size or run.profile_scratch_size):
-        run = run.launch  # cooperative grid, dependent launch, and two scratch buffers: none
-        before = (compiled.function, 0, 0, None, None, *before[1:])
-    table = arguments[3]
+        run = run.launch
+        before = (0, 0, None, None, *before)  # no cooperative or dependent launch, no scratch
+    table = arguments[TABLE]
     guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return Launch(
         guards=guards.check,
@@ -401,9 +416,9 @@ def make_launch(tensors, launched, result):
         device=result.get_device(),
         run=run,
         grid=launched.grid,
-        before=before,
+        before=(compiled.function, *before),
         table=table.data_ptr(),
-        after=tuple(arguments[7:]),
+        after=tuple(arguments[POINTERS:]),
         owners=(compiled, table))
 
 
@@ -423,8 +438,8 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     """Return a weight dequantized in one kernel launch, bit-identical to bitsandbytes.
 
     weight: packed 4-bit codes, two a byte. quant_state: bitsandbytes' QuantState. out: optional
-    contiguous tensor for the result, of quant_state's shape and dtype. Transposed if weight.shape[0]
-    is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on malformed input.
+    contiguous tensor for the result, of quant_state's shape and dtype. Transposed if
+    weight.shape[0] is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on bad input.
     """
     tensors, spec = read_state(weight, quant_state)
     if out is None and not _is_compiling() and _dynamo_callback() is None:
@@ -454,8 +469,9 @@ def replay(launch, tensors):
 
 
 # %% torch.compile, export, and torch.func id="launch-operator" part="launch" folded=true tags=["launch"]
-@torch.compiler.assume_constant_result  # Dynamo takes the table as a constant of the graph
+@torch.compiler.assume_constant_result  # which Dynamo does not see on a cached function
 def traced_codebook(device, quant_type):
+    """Return the codebook, for Dynamo a constant of the graph."""
     return codebook(device, quant_type)
 
 
@@ -468,7 +484,7 @@ def call_operator(tensors, spec, out):
     shape, dtype, quant_type, blocksize, *second_spec = spec
     code2, absmax2, offset = second or (None, None, None)
     blocksize2 = second_spec[0] if second_spec else None
-    if not _is_compiling() and _is_fake(weight):
+    if not _is_compiling() and _is_fake(weight):  # fake tensors accept no real one beside them
         table = weight.new_empty(16, dtype=torch.float32)
     else:
         table = traced_codebook(weight.device, quant_type)
@@ -483,7 +499,11 @@ def _dequantize(
     absmax2: torch.Tensor | None, offset: torch.Tensor | None, shape: typing.Sequence[int],
     dtype: torch.dtype, quant_type: str, blocksize: int, blocksize2: int | None
 ) -> torch.Tensor:
-    """Dequantize a state given field by field. table: codebook(weight.device, quant_type)."""
+    """Dequantize a state given field by field.
+
+    table: codebook(weight.device, quant_type), for the traced launch. Real tensors take the
+    ordinary launch.
+    """
     tensors, spec = (weight, absmax), (tuple(shape), dtype, quant_type, blocksize)
     if blocksize2 is not None:
         tensors = (weight, absmax, code2, absmax2, offset)
@@ -492,10 +512,11 @@ def _dequantize(
         return launch_ordinary(tensors, spec).result
     sizes = check(tensors, spec)
     out = torch.empty(shape, dtype=dtype, device=weight.device)
-    # Inductor copies an input that is less aligned at run time than it was here.
-    aligned = weight.storage_offset() * weight.itemsize % 4 == 0
+    # Inductor copies an input that is less aligned at run time, if it was aligned to 16 bytes here.
+    aligned = weight.storage_offset() * weight.itemsize % 16 == 0
     grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
     if grid and not INTERPRETED:
+        # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)
         kernel[(grid,)](*arguments, num_warps=options["num_warps"])
     return out
