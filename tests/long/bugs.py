@@ -48,8 +48,8 @@ FORCED = {
 FORCED_LAUNCHES = {
     "launches outlive their settings": ("force", ".clear()", ""),
 }
-LAYOUT = {
-    "several elements per thread": ("_store_row", "tl.max_contiguous(thread, 1)", "thread"),
+HINTED = {
+    "stores without a cache hint": ("_store_row", ", cache_modifier=STORE_HINT", ""),
 }
 LAUNCHED = {
     "last program missing": ("kernel_arguments", "-(-n //", "max(1, n //"),
@@ -57,7 +57,7 @@ LAUNCHED = {
     "W.t() not transposed": ("", "result.t() if", "result if"),
 }
 CHECKED = {
-    "absmax too short": ("check", "(torch.uint8,), weight, blocks", "(torch.uint8,), weight, 0"),
+    "absmax too short": ("check", "absmax, weight, blocks", "absmax, weight, 0"),
     "blocks rounded down": ("check", "-(-n // blocksize)", "n // blocksize"),
     "weight too short": ("check_weight", "held * 2 < n", "held * 2 < n - 2"),
     "weight not packed": ("check_weight", "or unpacked", ""),
@@ -224,7 +224,7 @@ CPU = (
     rows("cpu", KERNEL, BITS, PORTABLE)
     | rows("cpu", KERNEL, BITS[:1], FORCED)
     | rows("cpu", KERNEL, CALLS, FORCED_LAUNCHES)
-    | rows("cpu", KERNEL, MACHINE_CODE, LAYOUT)
+    | rows("cpu", KERNEL, MACHINE_CODE, HINTED)
     | rows("cpu", LAUNCH, BITS, LAUNCHED)
     | rows("cpu", LAUNCH, CHECKS, CHECKED)
     | rows("cpu", LAUNCH, CALLS, REPLAYED | TRACED)
