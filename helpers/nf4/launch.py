@@ -512,7 +512,8 @@ def _dequantize(
         return launch_ordinary(tensors, spec).result
     sizes = check(tensors, spec)
     out = torch.empty(shape, dtype=dtype, device=weight.device)
-    # Inductor copies an input that is less aligned at run time, if it was aligned to 16 bytes here.
+    # Inductor copies an input, though no nn.Parameter, that is less aligned at run time, if it was
+    # aligned to 16 bytes here.
     aligned = weight.storage_offset() * weight.itemsize % 16 == 0
     grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
     if grid and not INTERPRETED:

@@ -22,14 +22,15 @@ def run_foreign(weight, state, out, arch: int) -> None:
     """
     theirs = cross.settings_of(kernel, arch)
     with kernel.force(**dataclasses.asdict(theirs)):
-        ours = launch.launch_kernel(weight, state, out)  # for the grid and the arguments
-    out.fill_(math.nan)
+        ours = launch.launch_kernel(weight, state)  # for the grid and the arguments
+    weight, _, *rest = ours.arguments
+    arguments = [weight, out, *rest]
     fn, named = kernel._your_dequantize_nf4_kernel, kernel.launch_options(theirs)
-    found = cross.compile_for(arch, fn, ours.arguments, named)
+    found = cross.compile_for(arch, fn, arguments, named)
     if f".target sm_{arch}" not in found.asm["ptx"]:  # sm_90a counts as sm_90
         raise RuntimeError(f"Triton did not compile for sm_{arch}")
     found.kernel = found.asm["ptx"].encode()  # instead of the cubin: the driver loads either
-    found[(ours.grid, 1, 1)](*ours.arguments)
+    found[(ours.grid, 1, 1)](*arguments)
 
 
 def layers(dtype, device):
