@@ -61,7 +61,7 @@ def random_shape(source, blocksize, largest):
     edge = source.choice([8, blocksize, 2048, 4096, 8192])
     near = source.randint(1, 4) * edge + source.randint(-9, 9)
     n = source.choice([source.randint(0, 72), source.randint(0, largest), near])
-    n = min(n, largest)
+    n = max(0, min(n, largest))
     inner = source.choice([1, 2, 3, 8, 64, 96])
     rows = n // inner
     return source.choice([(1, n), (n, 1), (rows, inner), (2, rows // 2, inner), (n,)])
