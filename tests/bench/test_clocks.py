@@ -1,5 +1,4 @@
 import gc
-import statistics
 import types
 
 import pytest
@@ -65,11 +64,3 @@ def test_a_graph_replays_every_call_and_returns_the_last():
     outs.zero_()
     graph.replay()
     assert outs.tolist() == [1, 2, 3, 4, 5] and last.data_ptr() == outs[4].data_ptr()
-
-
-@pytest.mark.gpu
-def test_replay_time_is_the_time_of_its_calls():
-    out = torch.empty(512_000_000, dtype=torch.uint8, device="cuda")
-    graphs = {count: clocks.capture([lambda: out.fill_(1)] * count)[0] for count in (1, 2)}
-    once, twice = (statistics.median(values) for values in clocks.gpu_seconds(graphs, 5).values())
-    assert 1.6 < twice / once < 2.4 and 1e-5 < once < 1e-1

@@ -80,15 +80,6 @@ def test_a_process_without_a_home_gets_one(monkeypatch, tmp_path):
     assert os.environ["HOME"] == str(tmp_path / "build" / "home")
 
 
-def test_what_a_process_prints_and_how_it_ended(tmp_path):
-    code = "import os, sys, helpers; print(os.getcwd(), sys.stdin.read(), os.environ.get('X')); sys.exit(3)"
-    for x in ("x", None):
-        done = machine.python(["-c", code], variables={"X": x}, folder=tmp_path, stdin="in", check=False)
-        assert (done.status, done.out.split()) == (3, [str(tmp_path), "in", str(x)])
-    with pytest.raises(machine.ChildFailed, match="ended with 1(.|\n)*ZeroDivisionError"):
-        machine.python(["-c", "1 / 0"])
-
-
 def test_after_its_time_a_process_ends_with_those_it_started():
     """The one it started would keep the pipe open for a minute."""
     start = time.monotonic()

@@ -137,16 +137,19 @@ def test_a_failure_says_why(setup, variables, message):
     assert done.returncode == 1 and f"SET-UP FAILED: {message}" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", ["--help", "help", "run --help"])
-def test_help_comes_before_any_set_up(setup, arguments):
+@pytest.mark.parametrize(
+    "arguments, status, text",
+    [
+        ("--help", 0, "bash colab_setup.sh test"),
+        ("run --help", 0, "bash colab_setup.sh test"),
+        ("tset", 2, ": tset\n"),
+        ("run --quik", 2, ": --quik\n"),
+        ("setup now", 2, ": now\n"),
+    ],
+)
+def test_help_and_unknown_words_come_before_any_set_up(setup, arguments, status, text):
     done, calls = setup(*arguments.split())
-    assert done.returncode == 0 and "bash colab_setup.sh test" in done.stdout and not calls
-
-
-@pytest.mark.parametrize("arguments", ["tset", "--quick", "run --quik", "setup now"])
-def test_an_unknown_word_is_named_before_any_set_up(setup, arguments):
-    done, calls = setup(*arguments.split())
-    assert done.returncode == 2 and f": {arguments.split()[-1]}\n" in done.stderr and not calls
+    assert done.returncode == status and text in done.stdout + done.stderr and not calls
 
 
 def test_ctrl_c_ends_in_one_line(setup):

@@ -114,8 +114,9 @@ def odd_states(device=None):
     state.shape = list(state.shape)
     _, state = add("offset of shape (1,)")
     state.offset = state.offset.view(1)
-    _, state = add("offset in bf16")  # of Unsloth's prequantized models
-    state.offset = state.offset.bfloat16()
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):  # loaded under this default dtype
+        _, state = add(f"offset in {dtype}")
+        state.offset = state.offset.to(dtype)
     _, state = add("absmax not contiguous")
     state.absmax = torch.stack([state.absmax, 255 - state.absmax], 1)[:, 0]
     return states

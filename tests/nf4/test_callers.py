@@ -1,7 +1,5 @@
 """Who calls: bitsandbytes, PEFT, Unsloth, accelerate, FSDP, other threads, streams, processes and GPUs."""
 
-import copy
-import pickle
 import textwrap
 
 import pytest
@@ -45,33 +43,6 @@ def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage, 
         flat.copy_(values)
     layer.quant_state, layer.weight.quant_state = layer.weight.quant_state, None  # a weight rebuilt without
     assert same_bits(launch.your_dequantize_nf4(layer), reference.dequantize(layer.weight, layer.quant_state))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_model_loaded_under_another_default_dtype(watched, make_layer, dtype):
-    """The offset then has that dtype: Unsloth's prequantized models. Equal to bitsandbytes."""
-    layer = make_layer(64, 320, torch.bfloat16)
-    packed = layer.weight.quant_state.as_dict(packed=True)
-    torch.set_default_dtype(dtype)
-    try:
-        state = functional.QuantState.from_dict(packed, layer.weight.device)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert state.offset.dtype == dtype
-    expected = functional.dequantize_4bit(layer.weight.data, state)
-    for expect_replay in (False, True):
-        result, replayed = watched(layer.weight, state)
-        assert replayed == expect_replay and same_bits(result, expected)
-
-
-def test_a_use_changes_nothing_of_what_is_saved(watched, make_layer):
-    used, unused = (make_layer(64, 320, torch.bfloat16) for _ in range(2))
-    watched.warm(used)
-    assert len(pickle.dumps(used)) == len(pickle.dumps(unused))
-    for twin in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
-        twin.weight.data.bitwise_xor_(255)
-        assert right(launch.your_dequantize_nf4(twin), twin)
-        assert right(launch.your_dequantize_nf4(used), used)
 
 
 # Processes

@@ -179,15 +179,6 @@ def test_a_weight_of_a_dynamic_length(layer, options):
         compiled(weight[:5000], state)
 
 
-def test_states_of_other_blocksizes_and_shapes(make_layer, options):
-    """Dynamo then makes a symbol of what differs."""
-    compiled = torch.compile(call, **options)
-    for sizes, blocksize in (((64, 320), 64), ((64, 640), 128), ((96, 128), 256)):
-        layer = make_layer(*sizes, torch.float16, blocksize=blocksize)
-        for _ in range(2):
-            assert right(compiled(layer.weight, layer.weight.quant_state), layer)
-
-
 def test_a_state_that_the_graph_changes(layer, options):
     """Each dequantization in one graph sees the contents of its moment."""
     weight, state = layer.weight.data, layer.weight.quant_state
@@ -244,36 +235,6 @@ def test_a_weight_that_requires_grad(layer, recwarn):
     compiled(x, weight).backward()
     assert weight.grad is None and x.grad.abs().sum() > 0
     assert not [one for one in recwarn if "autograd" in str(one.message)]
-
-
-class Adapted(torch.nn.Module):
-    """A quantized projection, dequantized again in the backward pass, and a trained adapter."""
-
-    def __init__(self, make_layer):
-        super().__init__()
-        self.frozen = make_layer(64, 64, torch.float32)
-        self.adapter = torch.nn.Linear(64, 64, bias=False, device=self.frozen.weight.device)
-
-    def forward(self, x):
-        y = torch.utils.checkpoint.checkpoint(self.project, x, use_reentrant=False)
-        return self.project(y) + self.adapter(x)
-
-    def project(self, x):
-        return x @ launch.your_dequantize_nf4(self.frozen).t()
-
-
-def test_a_training_step(make_layer, options):
-    model = Adapted(make_layer)
-    compiled = torch.compile(model, **options)
-    for batch in (3, 8, 8):
-        results = []
-        for function in (model, compiled):
-            x = torch.ones(batch, 64, device=model.adapter.weight.device, requires_grad=True)
-            model.zero_grad()
-            loss = function(x).square().mean()
-            loss.backward()
-            results.append((loss.detach().clone(), x.grad.clone(), model.adapter.weight.grad.clone()))
-        torch.testing.assert_close(*results, rtol=2e-3, atol=2e-3)
 
 
 def test_a_frame_that_dynamo_gave_up(layer):
@@ -367,8 +328,11 @@ def test_export(device, strict, plain):
 def test_aot_inductor(device, tmp_path, plain):
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("needs a C++ compiler")
-    if version.parse(torch.__version__) < version.parse("2.13") and (device == "cuda" or not plain):
-        pytest.skip("before torch 2.13 AOTInductor refuses subclasses, and its package crashes on a GPU")
+    installed = version.parse(torch.__version__)
+    if device == "cuda" and installed.release[:2] == (2, 11):
+        pytest.skip("known to fail with torch 2.11 on a GPU; others were not tried there (2026-11-23)")
+    if not plain and installed < version.parse("2.13"):
+        pytest.skip("before torch 2.13 AOTInductor refuses Params4bit")
     module, x = Projection(device, plain), torch.ones(4, 64, dtype=torch.float16, device=device)
     with torch.no_grad():
         exported = torch.export.export(module, (x,), strict=True)

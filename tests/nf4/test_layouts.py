@@ -6,9 +6,9 @@ import pickle
 import pytest
 import torch
 
-from helpers.nf4 import kernel, launch, reference
+from helpers.nf4 import launch, reference
 from helpers.nf4.reference import same_bits
-from states import DTYPES, random_state
+from states import DTYPES
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -31,22 +31,6 @@ def test_quant_storage_as_bitsandbytes_makes_it(device, storage, nested):
         assert layer.weight.dtype == storage and right(layer)
 
 
-@pytest.mark.parametrize("card", [None, pytest.param("t4", marks=ON_GPU)])
-def test_experts_of_a_stack(card):
-    """Fused experts, dequantized all at once and one by one as slices of the packed stack."""
-    weight, state = random_state((4, 128, 128), torch.float16)
-    with kernel.force(card):
-        whole = launch._your_dequantize_nf4(weight, state)
-        assert same_bits(whole, reference.dequantize(weight, state))
-        for i in range(4):
-            part = copy.copy(state)
-            part.shape, part.state2 = torch.Size([128, 128]), copy.copy(state.state2)
-            part.absmax = state.absmax[256 * i : 256 * i + 256]
-            part.state2.absmax = state.state2.absmax[i:]
-            expert = launch._your_dequantize_nf4(weight[8192 * i : 8192 * i + 8192], part)
-            assert same_bits(expert, whole[i])
-
-
 def loaded(checkpoint, device):
     """As transformers loads a quantized checkpoint."""
     layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.float16, quant_type="nf4")
@@ -67,6 +51,7 @@ JOURNEYS = {
     "state_dict": lambda layer, device: loaded({k: v.clone() for k, v in layer.state_dict().items()}, device),
     "safetensors": through_safetensors,
     "pickle": lambda layer, device: pickle.loads(pickle.dumps(layer)),
+    "deepcopy": lambda layer, device: copy.deepcopy(layer),
     "to the CPU and back": lambda layer, device: layer.to("cpu").to(device),
 }
 
@@ -79,27 +64,6 @@ def test_after_a_journey(device, make_layer, name):
     arrived = JOURNEYS[name](layer, device)
     assert arrived.weight.quant_state.nested and right(arrived)
     assert same_bits(launch.your_dequantize_nf4(arrived), expected)
-
-
-def test_from_pretrained(device, tmp_path):
-    """transformers quantizes on loading, saves the quantized model and loads that again."""
-    transformers = pytest.importorskip("transformers")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=64)
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "plain")
-    how = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float16, **how)
-    load, where = transformers.AutoModelForCausalLM.from_pretrained, {"": device}
-    model = load(tmp_path / "plain", quantization_config=how, device_map=where, dtype=torch.float16)
-    model.save_pretrained(tmp_path / "quantized")
-    again = load(tmp_path / "quantized", device_map=where)
-    names = [name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
-    assert len(names) == 7
-    for name in names:
-        first, second = model.get_submodule(name), again.get_submodule(name)
-        assert first.weight.quant_state.nested and second.weight.quant_state.nested
-        assert right(first) and right(second)
-        assert same_bits(launch.your_dequantize_nf4(second), launch.your_dequantize_nf4(first))
 
 
 @pytest.mark.parametrize("then", ["cpu", pytest.param("cuda", marks=ON_GPU)])

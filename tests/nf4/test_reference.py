@@ -57,15 +57,26 @@ def test_what_bitsandbytes_quantizes(quant_type, nested, device):
             assert agrees(*functional.quantize_4bit(weight, blocksize=1 << k, **how)), (k, dtype, n)
 
 
+# What bitsandbytes 0.50.2 does with the states that are left out (2026-11-23).
+INVALID = {"blocksize 2**13", "blocksize 2**40"}  # ValueError: invalid blocksize
+LEFT_OUT = {
+    "cpu": {
+        "weight not contiguous",  # its strides are ignored
+        "special scales",  # AVX512's conversion to bf16 flushes; the other dtypes are compared below
+    },
+    "cuda": {
+        "shape (0, 64)",  # ends the process: "Error invalid argument at line 93 in file ops.cu"
+        "blocksize2 2**0",  # other bits
+    },
+}
+
+
 def test_odd_states(device):
-    """What bitsandbytes also takes. Its kernels know no larger blocks and no strides of the weight."""
-    no = {"blocksize 2**13", "blocksize 2**40", "blocksize2 2**31", "blocksize2 2**40", "special scales"}
-    no |= {"weight not contiguous", "shape (0, 64)"}  # of the latter there is nothing to compare
-    if device == "cuda":
-        no |= {"blocksize2 2**0"}  # wrong in bitsandbytes 0.50.2
-    states = odd_states(device)
-    assert no < states.keys()
-    for name in states.keys() - no:
+    """On a GPU bitsandbytes 0.50.2 reads past the end of state2.absmax if the blocks do not fill its last
+    tile: compute-sanitizer's memcheck reports it, the bits are right (2026-11-23)."""
+    states, left_out = odd_states(device), INVALID | LEFT_OUT[device]
+    assert left_out < states.keys()
+    for name in states.keys() - left_out:
         assert agrees(*states[name]), name
 
 

@@ -64,13 +64,10 @@ def test_what_a_t4_measures_replaces_the_prediction(stored):
     assert "| seconds, Tesla T4 | speedup, Tesla T4 |" in pages.BLOCKS["protocol"]()
 
 
-@pytest.mark.parametrize(
-    "name, reason", [("", "Is a directory"), ("missing.json", "No such file or directory")]
-)
-def test_draw_refuses_what_is_no_file(tmp_path, capsys, name, reason):
+def test_draw_refuses_what_is_no_file(tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
-        pages.main([str(tmp_path / name)])
-    assert capsys.readouterr().err.endswith(f"is not a result file of the notebook: {reason}\n")
+        pages.main([str(tmp_path)])
+    assert capsys.readouterr().err.endswith("is not a result file of the notebook: Is a directory\n")
 
 
 @pytest.mark.parametrize("path", [*PAGES, store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
@@ -84,12 +81,9 @@ def test_what_a_page_names_exists(path):
 
 
 def test_docs_stay_short():
-    words = rows = 0
+    words = 0
     for path in DOCS:
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"```.*?```|<!--.*?-->|!\[.*?\]\(.*?\)", "", text, flags=re.S)
-        rows += len(re.findall(r"^\|(?! ---)", text, flags=re.M)) - len(
-            re.findall(r"^\| ---", text, flags=re.M)
-        )
         words += len(re.sub(r"^\|.*", "", text, flags=re.M).split())
-    assert words <= 3_200 and rows <= 130
+    assert words <= 3_200

@@ -31,8 +31,3 @@ def test_without_rows_there_is_no_picture(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     with pytest.raises(store.Missing):
         plots.PICTURES[name]()
-
-
-@pytest.mark.parametrize("ratio, text", [(1.0968, "1.09"), (1.15, "1.15"), (0.999, "0.99"), (2, "2.00")])
-def test_ratios_are_rounded_down(ratio, text):
-    assert plots.rounded_down(ratio) == text

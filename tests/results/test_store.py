@@ -143,8 +143,3 @@ def test_stored_rows_are_sound(card):
     assert all(math.isfinite(value) for row in rows for value in row.values)
     for section in meta["sections"].values():
         assert set(section) == {"date", "kernel", "launch", "note"}
-
-
-def test_stored_results_are_small():
-    files = [path for path in (store.ROOT / "results").rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 300_000

@@ -1,6 +1,5 @@
 """PTX of other cards on this GPU: every bit compared, every fault seen."""
 
-import copy
 import math
 
 import pytest
@@ -56,18 +55,3 @@ def test_ptx_of_other_cards_is_exact(arch, capsys):
         pytest.skip(f"needs a GPU of sm_{arch} or newer")
     assert foreign_ptx.report([arch]) == 0
     assert "21 of 21 cases exact" in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_wrong_ptx_is_noticed(monkeypatch, capsys):
-    real = compile.compile_for
-
-    def compile_for(*launch):
-        found = copy.copy(real(*launch))  # Triton keeps the original
-        found.module, found._run = None, None
-        found.asm = {"ptx": found.asm["ptx"].replace("shfl.sync.idx.b32", "shfl.sync.bfly.b32")}
-        return found
-
-    monkeypatch.setattr(compile, "compile_for", compile_for)
-    assert foreign_ptx.report([75]) == 1
-    assert " differ, 0 written outside" in capsys.readouterr().out

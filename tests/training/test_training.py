@@ -1,8 +1,6 @@
 """The section `training` of the benchmark, and losses on several GPUs."""
 
-import contextlib
 import json
-import types
 
 import pytest
 import several  # beside this file
@@ -31,18 +29,6 @@ def test_one_library_is_compared_and_timed(toy, monkeypatch):
     assert [len(ms) for ms in found["ms"]["PEFT, 16 tokens"].values()] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("digests", "kernel", "problem"),
-    [("aaaaaa", 1, ""), ("aaabaa", 1, "results differ"), ("aaaaaa", 0, "dequantized nothing")],
-)
-def test_results_are_compared_over_several_steps(monkeypatch, digests, kernel, problem):
-    """One step that agrees by chance says nothing of a backward pass that varies now and then."""
-    switch = types.SimpleNamespace(counts=lambda: {"a": {"kernel": kernel, "library": 0}})
-    monkeypatch.setattr(training, "arm", lambda library, name: contextlib.nullcontext(switch))
-    found = training.unequal("peft", iter(digests).__next__)
-    assert problem in found and bool(problem) == bool(found)
-
-
 def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
     def child(*command, library, folder):
         if library == "peft":
@@ -57,12 +43,6 @@ def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
     rows = [(row.case, row.contender) for row in training.time_training(None, problems)]
     assert rows == [("Unsloth, 8 tokens", name) for name in ("without", "with")]
     assert problems == ["peft: no memory", "Unsloth, 9 tokens: not timed"]
-
-
-@on_cpu
-def test_without_a_gpu_nothing_is_measured(capsys):
-    assert [*training.time_training(None, [])] == []
-    assert "training: not measured" in capsys.readouterr().out
 
 
 @on_cpu
