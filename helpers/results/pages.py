@@ -46,7 +46,8 @@ TITLES = {
     "today": "vs Unsloth today",
     "classic": "vs Unsloth classic",
     "s": "seconds",
-    "x": "speedup over classic",
+    "x": "its speedup over classic",
+    "speedup": "speedup of this kernel",
 }
 RANGES = ("t4_prediction", "published")  # sections whose values are shown from lowest to highest
 GPU_ONLY = ("gpu_time", "settings", "machine_code")  # sections that do not depend on the launch path
@@ -98,6 +99,8 @@ def digits(value: float) -> str:
 def shown(row) -> str:
     """Return the median of a row, or its range if it is a prediction; ratios are rounded down."""
     show = rounded_down if row.unit == "x" else digits
+    if row.section in RANGES and row.unit == "s":
+        show = "{:.2f}".format
     if row.section in RANGES and row.low < row.high:
         return f"{show(row.low)} to {show(row.high)}"
     return show(row.median)
@@ -146,16 +149,17 @@ def points(card: str, column: str) -> str:
 
 
 def claim(card: str = CARD) -> str:
-    """Return the score and the headline: the ratios of the puzzle's own line."""
+    """Return the score and the headline: the ratios of the puzzle's own line, and its control."""
     rows = store.rows(card)
     line = one(rows, "protocol", "puzzle's line", unit="x").values
-    ours, classic = (one(rows, "protocol", "total", name).median for name in ("ours", "unsloth_classic"))
-    speed, over_classic = rounded_down(statistics.median(line)), rounded_down(classic / ours)
-    name = store.meta(card)["card"]
+    seconds = {row.contender: row.median for row in select(rows, "protocol", "total")}
+    today, classic = (rounded_down(seconds[f"unsloth_{x}"] / seconds["ours"]) for x in ("today", "classic"))
+    name, speed = store.meta(card)["card"], rounded_down(statistics.median(line))
     return (
         f"Measured on one {name}: {points(card, 'today')} points; {speed} times the speed of Unsloth's "
-        f"current `fast_dequantize` in the puzzle's own test (median of {len(line)} runs, {extent(line)}), "
-        f"and {over_classic} times that of Unsloth classic, its code path when the puzzle was published."
+        f"current `fast_dequantize` (*Unsloth today*) by the puzzle's line (median of {len(line)} runs, "
+        f"{extent(line)}). With contenders alternating, medians give {today} times Unsloth today and "
+        f"{classic} times *Unsloth classic*, its code path when the puzzle was published."
     ) + stale("protocol", "score")
 
 
@@ -173,7 +177,7 @@ def official(corner: str, names: dict[str, str], case="total") -> str:
         for row in found:
             label = names[row.contender]
             cells[label, f"seconds, {card}"] = f"{row.median:.3f}"
-            cells[label, f"speedup, {card}"] = f"{rounded_down(row.median / found[0].median)}x"
+            cells[label, f"speedup of this kernel, {card}"] = f"{rounded_down(row.median / found[0].median)}x"
     return table(corner, cells)
 
 
