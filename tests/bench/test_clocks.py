@@ -56,9 +56,6 @@ def test_the_garbage_collector_is_off_while_timing_and_back_on_after():
 
 @pytest.mark.gpu
 def test_a_graph_replays_every_call_and_returns_the_last():
-    """Also after a call that cannot be captured."""
-    with pytest.raises(Exception):  # noqa: B017  which class depends on the torch version
-        clocks.capture([lambda: torch.ones(10, device="cuda").sum().item()])
     outs = torch.zeros(5, device="cuda")
     graph, last = clocks.capture([lambda i=i: outs[i].fill_(i + 1) for i in range(5)])
     outs.zero_()

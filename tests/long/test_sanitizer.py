@@ -27,7 +27,6 @@ LAYOUTS = (
     dict(dtype=torch.float32),
     dict(dtype=torch.float16, quant_type="fp4"),
     dict(dtype=torch.bfloat16, blocksize=32),
-    dict(dtype=torch.bfloat16, blocksize=128),
     dict(dtype=torch.bfloat16, blocksize=4096),
     dict(dtype=torch.bfloat16, blocksize2=1),
 )

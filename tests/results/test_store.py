@@ -6,7 +6,7 @@ import math
 import pytest
 
 from helpers.results import store
-from helpers.results.store import Row, one, select
+from helpers.results.store import Row, one
 
 NVIDIA = {
     "card": "NVIDIA H200",
@@ -52,9 +52,8 @@ def test_folder_of_a_machine():
     assert store.slug(NVIDIA | {"forced": "t4"}) == "nvidia-h200-forced-t4"
 
 
-def test_select_and_one():
+def test_one_row_is_found_or_named():
     rows = [Row("a", "x", who, "us", (2, 9, 1)) for who in ("ours", "peft")]
-    assert select(rows, case="x") == rows
     row = one(rows, "a", contender="peft")
     assert (row.median, row.low, row.high) == (2, 1, 9)
     with pytest.raises(KeyError, match="0 rows for .*nobody"):

@@ -15,7 +15,6 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
     "position, value, fault",
     [
         (None, 0.0, "7 of 7 cases exact"),
-        (-1, 7.0, ": 1 differ, 0 written outside"),
         (-1, math.nan, ": 1 differ, 0 written outside"),  # not written
         (0, 1.0, ": 0 differ, 1 written outside"),
     ],
@@ -40,10 +39,9 @@ def test_wrong_bits_missing_elements_and_writes_outside_are_seen(monkeypatch, ca
     assert fault in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("has, capability", [(False, None), (True, (7, 5))])
-def test_without_a_gpu_that_is_new_enough_nothing_runs(monkeypatch, capsys, has, capability):
-    monkeypatch.setattr(environment, "has_gpu", lambda: has)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+def test_on_a_gpu_that_is_too_old_nothing_runs(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 5))
     assert sass.main(["--arch", "80", "90", "--run"]) == 2
     assert "PTX for sm_80: not run (needs an NVIDIA GPU of sm_80 or newer)" in capsys.readouterr().out
 
