@@ -114,7 +114,7 @@ def kernel_constexprs(dtype, nested, log2_block, log2_block2, n, s):
     """Return the kernel's constexprs, in its order, for a weight of n elements under Settings s."""
     mode = {torch.float32: FP32, torch.float16: FP16}.get(dtype, BF16_INT if s.int_bf16 else BF16)
     return dict(
-        ASM=s.asm and log2_block >= 6,  # which decodes one scale for each 64 elements
+        ASM=s.asm and log2_block >= 6,  # the assembly needs one scale per 64 elements or more
         NESTED=nested,
         LOG2_BLOCK=log2_block,
         LOG2_BLOCK2=log2_block2,
@@ -144,8 +144,9 @@ def _flush(x, tiny):
 def _multiply(a, b, FLUSH: tl.constexpr):
     """Return a * b for |a| <= 1, as all codes are. With FLUSH as mul.ftz: subnormal operands and
     results become zeros of their sign, as in bitsandbytes' CUDA build (its CPU build keeps them).
-    A result counts as subnormal after rounding to 24 bits, which 2**64 times its size can hold.
-    1.17...e-38 is the smallest normal number, 2.16...e-19 is 2**64 times that."""
+    A result counts as subnormal after rounding to 24 bits, so the test multiplies by 2**64 first,
+    where no result is subnormal. 1.17...e-38 is the smallest normal number, 2.16...e-19 is 2**64
+    times that."""
     if FLUSH:
         a = _flush(a, tl.abs(a) < 1.1754943508222875e-38)
         b = _flush(b, tl.abs(b) < 1.1754943508222875e-38)

@@ -29,7 +29,7 @@ import triton
 
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# A loaded offset has what torch's default dtype was.
+# bitsandbytes loads the offset in torch's default dtype.
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NAMES = "weight", "absmax", "state2.code", "state2.absmax", "offset"  # of `tensors`, in errors
 
@@ -42,7 +42,7 @@ def _private(root, path, public):
         return public
 
 
-# All private names. For speed, with what each saves of a call of 15 us (H200):
+# All private names. For speed, with what each saves where a call takes 15 us (slow host, H200):
 # 0.5 us for five tensors: compares type, dispatch keys, dtype, device, sizes, and strides.
 _TensorGuards = _private(torch._C, "_dynamo.guards.TensorGuards", None)
 # 2.9 us over torch.empty_strided. Inductor's generated code allocates with it too.
@@ -66,7 +66,8 @@ _is_fake = _private(torch, "_subclasses.fake_tensor.is_fake", lambda tensor: Fal
 # The codebook is a plain tensor even if the first call comes inside a mode or a transform.
 _no_modes = _private(torch.utils, "_python_dispatch._disable_current_modes", contextlib.nullcontext)
 _no_transforms = _private(torch._C, "_DisableFuncTorch", contextlib.nullcontext)
-# Set while Dynamo runs a frame that it gave up (bf16 on a T4), whose calls it still traces.
+# Set while Dynamo runs a frame it could not compile (bf16 on a T4); it still traces the functions
+# that the frame calls.
 _dynamo_callback = _private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback", lambda: None)
 # Profilers add hooks here and expect every launch to call them.
 _hooks = _knobs.runtime if _knobs else triton.compiler.CompiledKernel
@@ -76,7 +77,8 @@ CAN_REPLAY = TRITON_TESTED and not INTERPRETED and _TensorGuards is not None
 
 
 class UnsupportedState(ValueError):
-    """A weight or quant_state that cannot be dequantized: what is wrong, expected, and to do."""
+    """A weight or quant_state that cannot be dequantized. The message says what is wrong, what was
+    expected, and what to do."""
 
 
 def read_state(weight, quant_state):
@@ -93,7 +95,7 @@ def read_state(weight, quant_state):
             tensors = weight, q.absmax, q2.code, q2.absmax, q.offset
             return tensors, (
                 tuple(q.shape), q.dtype, q.quant_type, q.blocksize, q2.blocksize, q2.dtype)
-        repacked = getattr(q, "packing_format_for_cpu", False)  # which makes a state flat
+        repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
         tensors, spec = (weight, q.absmax), (tuple(q.shape), q.dtype, q.quant_type, q.blocksize)
     except (AttributeError, TypeError) as error:
         raise UnsupportedState(missing_field(quant_state, error)) from error
@@ -159,7 +161,7 @@ def check(tensors, spec, any_device=False):
 
 
 def log2_of(name, size, most):
-    """Return log2 of a power of two, at most `most`: from there on one block holds everything, and
+    """Return log2 of a power of two, capped at `most`, where one block already spans the tensor:
     the kernel shifts 32-bit integers."""
     if not isinstance(size, (int, torch.SymInt)) or size <= 0 or size & (size - 1):
         raise UnsupportedState(
@@ -179,7 +181,7 @@ def check_weight(weight, n, shape, any_device):
         raise UnsupportedState(
             f"the weight is on {weight.device}, expected CUDA: move the layer, or set "
             "TRITON_INTERPRET=1 before Python starts to run on the CPU")
-    # Packed codes in a float storage may have the weight's own shape only if it is tiny.
+    # A float tensor in the full shape is an unpacked weight, unless it has at most 3 elements.
     unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == shape
     if weight.dtype not in STORAGES or not weight.dim() or unpacked:
         raise UnsupportedState(
@@ -469,7 +471,7 @@ def replay(launch, tensors):
 
 
 # %% torch.compile, export, and torch.func id="launch-operator" part="launch" folded=true tags=["launch"]
-@torch.compiler.assume_constant_result  # which Dynamo does not see on a cached function
+@torch.compiler.assume_constant_result  # Dynamo ignores it on a functools.cache function
 def traced_codebook(device, quant_type):
     """Return the codebook, for Dynamo a constant of the graph."""
     return codebook(device, quant_type)
@@ -512,8 +514,8 @@ def _dequantize(
         return launch_ordinary(tensors, spec).result
     sizes = check(tensors, spec)
     out = torch.empty(shape, dtype=dtype, device=weight.device)
-    # Inductor copies an input, though no nn.Parameter, that is less aligned at run time, if it was
-    # aligned to 16 bytes here.
+    # If an input is 16-byte aligned here, Inductor copies it when it is less aligned at run time
+    # (an nn.Parameter it does not check).
     aligned = weight.storage_offset() * weight.itemsize % 16 == 0
     grid, arguments, options = kernel_arguments(tensors, sizes, table, out, aligned)
     if grid and not INTERPRETED:

@@ -43,7 +43,7 @@ def wrong_elements(function, layer, reference=bitsandbytes):
 def some_layers():
     """Yield (description, function of a dtype that returns a layer)."""
     yield "every byte under every scale", every_code
-    for columns in (1, 65, 4097):  # they end inside a byte, a block, a program
+    for columns in (1, 65, 4097):  # sizes that end in the middle of a byte, a block, a program
         yield f"1 x {columns}", lambda dtype, columns=columns: quantized_layer(columns, 1, dtype)
     for config in CONFIGS:
         shape = config.hidden, config.intermediate
@@ -83,7 +83,7 @@ def gpu_events(function, *arguments, count=3):
 
 
 def on_and_off(candidate, setting):
-    """Run with a setting on and off. Return two dictionaries by that: the PTX that ran, wrong elements.
+    """Run with a setting on and off. Return ({on: PTX that ran}, {on: wrong elements}).
 
     Print the GPU time of both, on 12 layers, more than the L2 cache holds.
     """
@@ -101,7 +101,7 @@ def on_and_off(candidate, setting):
 
 
 def inductor_compiles(dtype):
-    """Forget everything that was compiled; return whether Inductor compiles this dtype on this card."""
+    """Reset Dynamo; return whether Inductor compiles this dtype on this card."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     if not ON_GPU or dtype != torch.bfloat16 or torch.cuda.is_bf16_supported(including_emulation=False):

@@ -9,7 +9,7 @@ from helpers.puzzle.protocol import NEEDS_GPU, ON_GPU, ratio, shown
 
 # %% The score id="score" folded=true call="points = print_score(passed, ratios, seconds, facts)"
 MAXIMUM = 14
-TABLE = (  # criterion, points if it holds, points if not, what decides, the cell that shows it
+TABLE = (  # criterion, points if met, points if not, verdict or least speedup, cell
     ("One fused kernel", 3, 0, "one kernel", "single_kernel"),
     ("Penalty: speedup at most 1.00", 0, -3, 1.00, "puzzles_line"),
     ("Speedup at least 1.05", 1, 0, 1.05, "puzzles_line"),

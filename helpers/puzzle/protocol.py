@@ -267,7 +267,7 @@ LABELS |= {"bitsandbytes": "bitsandbytes", "peft": "PEFT"}
 def launch_ours(layer, form, known):
     """Allocate and launch the kernel by Triton's kernel[grid] or compiled[grid]; check nothing.
 
-    known: what to launch, by shape and dtype. compiled[grid] is the form of Triton's softmax tutorial.
+    known: a cache of launches by shape and dtype. compiled[grid] is the form of Triton's softmax tutorial.
     """
     weight, state = layer.weight.data, layer.weight.quant_state
     key = state.shape, state.dtype
