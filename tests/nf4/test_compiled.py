@@ -179,6 +179,15 @@ def test_a_weight_of_a_dynamic_length(layer, options):
         compiled(weight[:5000], state)
 
 
+def test_states_of_other_blocksizes_and_shapes(make_layer, options):
+    """Dynamo then makes a symbol of what differs."""
+    compiled = torch.compile(call, **options)
+    for sizes, blocksize in (((64, 320), 64), ((64, 640), 128), ((96, 128), 256)):
+        layer = make_layer(*sizes, torch.float16, blocksize=blocksize)
+        for _ in range(2):
+            assert right(compiled(layer.weight, layer.weight.quant_state), layer)
+
+
 def test_a_state_that_the_graph_changes(layer, options):
     """Each dequantization in one graph sees the contents of its moment."""
     weight, state = layer.weight.data, layer.weight.quant_state
