@@ -34,7 +34,7 @@ LABELS = {
 # Colors: C0, C1, C2 are contenders in the order of LABELS; the others mean one thing in all pictures.
 GPU, LAUNCH = "C4", "C6"
 STORED, FIRST, SECOND = "#F7F8FA", "#FFDF85", "#A6DCE8"  # idea: inputs, first block, second block
-PAPER = "#D8DEE6"  # background: readable on a light page, no white box on a dark one
+INK = "#768390"  # text and lines, on no background: readable on a light page and on a dark one
 CODES, SCALES = "855A8A74", (3.919, 2.6715)  # idea: an example, a word and the scales of two blocks
 FOLLOWED = 5  # its code that the arrows follow
 IDEA_TEXTS = (  # height, weight, text
@@ -54,8 +54,15 @@ IDEA_TEXTS = (  # height, weight, text
 matplotlib.rcParams.update(
     {
         "font.size": 11,
-        "figure.facecolor": PAPER,
-        "axes.facecolor": PAPER,
+        "savefig.transparent": True,
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+        "grid.color": INK,
+        "grid.alpha": 0.3,
+        "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
@@ -128,7 +135,7 @@ def share_by_size() -> tuple[Figure, str]:
     right.plot(sizes, speeds, ":", label="this kernel, TB/s (right)")
     right.set(ylabel="TB/s", ylim=(0, 5.5))
     panel.set(xlabel="elements of the weight, bf16", ylabel="share of the reference's speed", ylim=(0, 1.1))
-    panel.grid(color="white")
+    panel.grid()
     figure.legend(loc="outside lower center", ncols=4)
     facts.append(f"this kernel moves up to {max(speeds):.2f} TB/s")
     return described(figure, f"GPU speed as a share of the memory-bound reference, {CARD_NAME}", facts)
@@ -142,7 +149,7 @@ def _ranges(title: str, unit: str, ratios: dict[str, tuple], lines: tuple, marke
         reach = [[middle - min(values)], [max(values) - middle]]
         panel.errorbar(middle, name, xerr=reach, fmt=marker, capsize=6, color="C0")
     for line in lines:
-        panel.axvline(line, color="black", linestyle="--")
+        panel.axvline(line, color=INK, linestyle="--")
     panel.invert_yaxis()
     panel.margins(y=0.2)
     panel.set_xlabel(unit)
@@ -189,11 +196,14 @@ def idea() -> tuple[Figure, str]:
 
     def cells(y, label, texts, x, *colors):
         row = panel.table([texts], [np.resize(colors, len(texts))], cellLoc="center", bbox=(0, y, 1, 0.075))
-        row[0, int(x * len(texts))].set(linewidth=3, zorder=3)
+        for cell in row.get_celld().values():
+            cell.get_text().set_color("black")
+            cell.set_edgecolor(INK)
+        row[0, int(x * len(texts))].set(linewidth=3, zorder=3, edgecolor="black")
         panel.text(-0.01, y + 0.03, label, ha="right")
 
     def arrow(*ends):
-        panel.annotate("", *ends, arrowprops={"arrowstyle": "<|-", "linewidth": 2})
+        panel.annotate("", *ends, arrowprops={"arrowstyle": "<|-", "linewidth": 2, "color": INK})
 
     for y, weight, text in IDEA_TEXTS:
         panel.text(-0.24, y, text, weight=weight)
