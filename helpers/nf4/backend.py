@@ -51,12 +51,23 @@ def dequantize_in_torch(weight, quant_state, out=None):
     launch.check(tensors, spec, any_device=True)
     if out is not None:
         launch.check_out(out, tensors, spec)
+    if not launch.is_traced(weight):
+        check_memory(tensors, out)
     result = reference.dequantize(weight, quant_state)
     if out is None:
         return result
     if weight.shape[0] == 1:
         return out.copy_(result.t()).t()
     return out.copy_(result)
+
+
+def check_memory(tensors, out):
+    """Refuse freed storages, which torch's operators read all the same, and an overlapping `out`."""
+    for name, tensor in zip(launch.NAMES, tensors, strict=False):
+        launch.check_memory(name, tensor)
+    if out is not None:
+        launch.check_memory("out", out)
+        launch.check_overlap(out, tensors)
 
 
 @torch.compiler.assume_constant_result  # a compiled call makes its choice once

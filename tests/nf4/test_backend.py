@@ -114,3 +114,22 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, caplog, name):
     with pytest.raises(TypeError, match=r"^dequantize\(\) missing"):
         dequantize()
     assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["triton", "torch"])
+def test_memory_that_is_not_there_is_refused(monkeypatch, name):
+    """A freed storage, which torch's own operators would read; an `out` over the codes."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    for field in ("weight", "absmax", "out"):
+        weight, state = random_state((32, 64), torch.bfloat16)
+        out = torch.zeros(32, 64, dtype=torch.bfloat16, device=weight.device)
+        freed = {"weight": weight, "absmax": state.absmax, "out": out}[field]
+        freed.untyped_storage().resize_(0)
+        with pytest.raises(launch.UnsupportedState, match=f"{field} has no memory"):
+            dequantize(weight, state, out if field == "out" else None)
+    memory = torch.zeros(2048, dtype=torch.bfloat16, device=weight.device)
+    weight, state = random_state((32, 64), torch.bfloat16)
+    inside = memory.view(torch.uint8)[: weight.numel()].view(weight.shape).copy_(weight)
+    with pytest.raises(launch.UnsupportedState, match="out shares memory with weight"):
+        dequantize(inside, state, memory.view(32, 64))
+    assert torch.equal(inside, weight)
