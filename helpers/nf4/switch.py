@@ -55,7 +55,7 @@ class UnknownInternals(RuntimeError):
 
 @dataclass(eq=False)
 class Site:
-    """A function of a library that dequantizes, and what answers for it.
+    """A function of a library that dequantizes, and what computes its result.
 
     Calls in compiled code are not counted; concurrent threads may miss a few.
     """
@@ -567,12 +567,12 @@ def require_parameters(name: str, parameters: list[str]) -> None:
 
 def _remove(library: Library) -> None:
     """Put a library's own functions back in all modules."""
-    library.on = False  # all replacements at once; a copy that nobody can find only passes calls on
+    library.on = False  # a replacement that this search misses then just calls the original
     library.holders.clear()
     originals = {id(site.replacement): site.original for site in library.replaced}
     for module, attribute, value in _references():
         if id(value) in originals:
-            with contextlib.suppress(Exception):  # a module that cannot be written keeps the detour
+            with contextlib.suppress(Exception):  # a module that cannot be written keeps the replacement
                 setattr(module, attribute, originals[id(value)])
 
 
