@@ -109,7 +109,7 @@ check_gpu() { # stops where the kernel cannot run
     "only, no speed) set NF4_ALLOW_CPU=1."
 }
 
-install() { # what is missing, and the package nf4_triton
+install() { # what is missing
   local keep=torch lacking; [ -z "$hosted" ] || keep=all
   lacking=$(missing "$python" "$tmp/need" $keep) || fail "$(tail -n 1 "$log")"
   if [ -n "$lacking" ]; then
@@ -126,8 +126,6 @@ install() { # what is missing, and the package nf4_triton
     pip "$(sed 's/[^a-zA-Z0-9_-].*//' "$tmp/main" | paste -sd ' ')" -r "$tmp/main" -c "$tmp/constraints" || explain
     [ -z "$gpus" ] || pip "unsloth unsloth_zoo cut_cross_entropy" --no-deps -r "$tmp/alone" || explain
   fi
-  "$python" -c "import nf4_triton, os; os.path.samefile(nf4_triton.__path__[0], 'helpers/nf4') or 1 / 0" 2>/dev/null ||
-    pip "nf4_triton from this folder" --no-deps --no-build-isolation -e . || explain
 }
 
 usage() { sed -n '2,10s/^# \{0,1\}//p' colab_setup.sh; }
@@ -168,9 +166,9 @@ else
 fi
 "$python" -c "
 import torch, triton, bitsandbytes
-from helpers.nf4 import environment
+from helpers import machine
 print(f'torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}')
-if '$gpus' and (problem := environment.no_gpu()): raise SystemExit(problem)
+if '$gpus' and (problem := machine.no_gpu()): raise SystemExit(problem)
 " 2>"$log" || fail "$(tail -n 3 "$log")"
 exec 9>&- # the lock
 rm -rf "$tmp"

@@ -19,4 +19,4 @@ def versions(session: nox.Session, which: str) -> None:
     session.install(
         *VERSIONS[which].split(), "pip", "hatchling", "pytest", "pytest-timeout", "matplotlib", "setuptools"
     )
-    session.run("python", "-m", "pytest", "-m", "long or not long", "tests/nf4/test_package.py")
+    session.run("python", "-m", "pytest", "-m", "long or not long", "tests/nf4_triton/test_package.py")

@@ -3,7 +3,7 @@
 doctor    check this machine: versions, correctness; what to fix
 run       run the notebook, print the score and where the files are
 bench     time the kernel against the baselines; training with and without it
-t4        cross-compile for the cards people own; check budgets
+cross     cross-compile for the cards people own; check budgets
 draw      fill README, docs, and notebook from the results; file a sent result
 sync      write the modules' sections into the notebook's cells
 """
@@ -15,7 +15,7 @@ COMMANDS = {  # module and function
     "doctor": ("__main__", "doctor"),
     "run": ("puzzle.notebook", "run"),
     "bench": ("bench.bench", "main"),
-    "t4": ("t4.sass", "main"),
+    "cross": ("cross.sass", "main"),
     "draw": ("results.pages", "main"),
     "sync": ("puzzle.notebook", "write"),
 }
@@ -23,7 +23,7 @@ COMMANDS = {  # module and function
 
 def doctor(argv: list[str]) -> int:
     """Run the package's doctor, told about the checkout."""
-    from helpers.nf4 import __main__ as package
+    from nf4_triton import __main__ as package
 
     if argv:
         return package.main(["doctor", *argv])

@@ -1,4 +1,4 @@
-"""What a checkout adds to helpers.nf4.environment: its root, child processes, setting a process up."""
+"""What a checkout adds to nf4_triton.environment: its root, child processes, setting a process up."""
 
 import contextlib
 import importlib.util
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.nf4.environment import gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
+from helpers import SRC
+from nf4_triton.environment import gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,7 +82,7 @@ def python(
     After `timeout` seconds it is ended with all processes it started. check: raise ChildFailed unless its
     status is 0.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), str(SRC), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],

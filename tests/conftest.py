@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def kernel():
     """The kernel module."""
-    from helpers.nf4 import kernel as nf4_kernel
+    from nf4_triton import kernel as nf4_kernel
 
     return nf4_kernel
 
@@ -47,7 +47,7 @@ def changed_kernel(tmp_path):
     notebook, with a text replaced and an operator of its own."""
 
     def load(name, old="", new=""):
-        folder = machine.ROOT / "helpers" / "nf4"
+        folder = machine.SRC / "nf4_triton"
         text = (folder / "kernel.py").read_text(encoding="utf-8")
         launch = (folder / "launch.py").read_text(encoding="utf-8")
         text += launch[launch.index("# %% Read and check") :]
@@ -71,9 +71,9 @@ def device():
 
 @pytest.fixture(scope="session")
 def make_layer(device):
-    """helpers.nf4.reference.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    """nf4_triton.reference.quantized_layer on the test's device; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
-    from helpers.nf4.reference import quantized_layer
+    from nf4_triton.reference import quantized_layer
 
     def make(in_features, out_features, dtype, *, device=device, **options):
         """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""

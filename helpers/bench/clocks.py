@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from helpers.nf4.reference import default_device
+from nf4_triton.reference import default_device
 
 ON_GPU = default_device() == "cuda"
 

@@ -11,8 +11,8 @@ from torch.nn.functional import linear
 from helpers import machine
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight, us, why
-from helpers.nf4.reference import default_device, quantized_layer, same_bits
 from helpers.results.store import Row
+from nf4_triton.reference import default_device, quantized_layer, same_bits
 
 MODES = {"eager": "_eager", "default": "", "reduce-overhead": "_reduce_overhead"}  # what names of rows end in
 LIBRARIES = ("unsloth_today", "bitsandbytes")

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import torch
 
 from helpers.bench import clocks
-from helpers.nf4 import launch
-from helpers.nf4.reference import dequantize, same_bits
 from helpers.puzzle import protocol
 from helpers.results.store import Row
+from nf4_triton import launch
+from nf4_triton.reference import dequantize, same_bits
 
 ON_GPU = ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")  # PEFT launches bitsandbytes' kernels
 

@@ -18,8 +18,8 @@ import torch
 
 from helpers import machine
 from helpers.bench import clocks
-from helpers.nf4.reference import default_device
 from helpers.results.store import Row
+from nf4_triton.reference import default_device
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
@@ -212,7 +212,7 @@ class Trainer:
 
 def arm(library: str, name: str):
     """Return a context manager: "with" the kernel in `library` and bitsandbytes, or "without" it."""
-    from helpers.integrate import use_nf4_kernel
+    from nf4_triton import use_nf4_kernel
 
     if name == "without":
         return contextlib.nullcontext()

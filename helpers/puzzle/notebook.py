@@ -19,9 +19,9 @@ from helpers import machine
 
 NOTEBOOK = machine.ROOT / "Unsloth_Puzzles_A.ipynb"
 MODULES = {
-    "kernel": "helpers/nf4/kernel.py",
-    "launch": "helpers/nf4/launch.py",
-    "reference": "helpers/nf4/reference.py",
+    "kernel": "helpers/src/nf4_triton/kernel.py",
+    "launch": "helpers/src/nf4_triton/launch.py",
+    "reference": "helpers/src/nf4_triton/reference.py",
     "protocol": "helpers/puzzle/protocol.py",
     "checks": "helpers/puzzle/checks.py",
     "marking": "helpers/puzzle/marking.py",

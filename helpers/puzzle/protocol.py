@@ -4,8 +4,8 @@
 # %% tags=["module-only"]
 import torch
 
-from helpers.nf4.kernel import _your_dequantize_nf4_kernel, launch_options, settings
-from helpers.nf4.launch import launch_kernel
+from nf4_triton.kernel import _your_dequantize_nf4_kernel, launch_options, settings
+from nf4_triton.launch import launch_kernel
 
 # %% The puzzle's layers, MLP, and comparisons id="protocol-names" folded=true
 import collections

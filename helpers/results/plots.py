@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from helpers.nf4.reference import NF4_VALUES
 from helpers.results import store
 from helpers.results.store import one, select
+from nf4_triton.reference import NF4_VALUES
 
 CARD, T4 = "nvidia-h200", "tesla-t4-simulated"  # the folders that the pages quote
 CARD_NAME = "NVIDIA H200"

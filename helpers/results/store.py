@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NF4 = ROOT / "helpers" / "nf4"
+NF4 = ROOT / "helpers" / "src" / "nf4_triton"
 HEADER = ["section", "case", "contender", "unit", "values"]
 SENT = ["kernel", "launch", "protocol", "score"]  # hashes and sections of a result file of the notebook
 
@@ -118,7 +118,7 @@ def write(
     card: the folder under results/, this machine's by default. environment: what `describe()` returned on
     the machine that measured, with the hashes of its code as "kernel". Returns the card's folder.
     """
-    from helpers.nf4.environment import describe
+    from nf4_triton.environment import describe
 
     here = environment or describe()
     card = card or slug(here)
@@ -198,7 +198,7 @@ def hashes_of(cells):
     """
     found = {}
     for part in ("kernel", "launch"):
-        ran = [cell for cell in dict.fromkeys(cells) if f"# helpers/nf4/{part}.py" in cell[:200]]
+        ran = [cell for cell in dict.fromkeys(cells) if f"# helpers/src/nf4_triton/{part}.py" in cell[:200]]
         found[part] = code_hash("\n".join(ran))
     return found
 

@@ -11,9 +11,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from helpers.bench import bench, clocks, contenders, copy_kernel
-from helpers.nf4.reference import dequantize
 from helpers.results import store
 from helpers.results.store import Row
+from nf4_triton.reference import dequantize
 
 pytest.importorskip("bitsandbytes")
 TINY = dataclasses.replace(bench.ON_CPU, sizes=(2**10,))

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.bench import contenders, copy_kernel
-from helpers.nf4.reference import quantized_layer
+from nf4_triton.reference import quantized_layer
 
 pytest.importorskip("bitsandbytes")
 

@@ -3,16 +3,16 @@
 
 from typing import NamedTuple
 
-KERNEL = "helpers/nf4/kernel.py"
-LAUNCH = "helpers/nf4/launch.py"
-BITS = ("nf4/test_kernel_bits.py", "nf4/test_layouts.py")
-CALLS = ("nf4/test_launch.py", "nf4/test_callers.py", "nf4/test_faults.py")
-CHECKS = ("nf4/test_bad_input.py", "nf4/test_faults.py", "nf4/test_launch.py")
-COMPILED = ("nf4/test_compiled.py",)
-ORACLE = ("nf4/test_reference.py",)
-BACKEND = ("nf4/test_backend.py",)
-SWITCH = ("nf4/test_switch.py", "nf4/test_switch_calls.py")
-MACHINE_CODE = ("t4/test_sass.py",)
+KERNEL = "helpers/src/nf4_triton/kernel.py"
+LAUNCH = "helpers/src/nf4_triton/launch.py"
+BITS = ("nf4_triton/test_kernel_bits.py", "nf4_triton/test_layouts.py")
+CALLS = ("nf4_triton/test_launch.py", "nf4_triton/test_callers.py", "nf4_triton/test_faults.py")
+CHECKS = ("nf4_triton/test_bad_input.py", "nf4_triton/test_faults.py", "nf4_triton/test_launch.py")
+COMPILED = ("nf4_triton/test_compiled.py",)
+ORACLE = ("nf4_triton/test_reference.py",)
+BACKEND = ("nf4_triton/test_backend.py",)
+SWITCH = ("nf4_triton/test_switch.py", "nf4_triton/test_switch_calls.py")
+MACHINE_CODE = ("cross/test_sass.py",)
 
 
 class Bug(NamedTuple):
@@ -214,11 +214,11 @@ CPU = (
     | rows("cpu", LAUNCH, CHECKS, CHECKED)
     | rows("cpu", LAUNCH, CALLS, REPLAYED | TRACED)
     | rows("cpu", LAUNCH, COMPILED, OPERATOR)
-    | rows("cpu", "helpers/nf4/reference.py", ORACLE, REFERRED)
-    | rows("cpu", "helpers/nf4/backend.py", BACKEND, CHOSEN)
-    | rows("cpu", "helpers/nf4/switch.py", SWITCH, SWITCHED)
-    | rows("cpu", "helpers/nf4/callback.py", SWITCH, TRAINED)
-    | rows("cpu", "helpers/nf4/autoload.py", SWITCH, LOADED)
+    | rows("cpu", "helpers/src/nf4_triton/reference.py", ORACLE, REFERRED)
+    | rows("cpu", "helpers/src/nf4_triton/backend.py", BACKEND, CHOSEN)
+    | rows("cpu", "helpers/src/nf4_triton/switch.py", SWITCH, SWITCHED)
+    | rows("cpu", "helpers/src/nf4_triton/callback.py", SWITCH, TRAINED)
+    | rows("cpu", "helpers/src/nf4_triton/autoload.py", SWITCH, LOADED)
     | rows("cpu", "helpers/puzzle/protocol.py", ("puzzle/test_protocol.py",), MEASURED)
     | rows("cpu", "helpers/puzzle/checks.py", ("puzzle/test_checks.py",), JUDGED)
     | rows("cpu", "helpers/puzzle/marking.py", ("puzzle/test_marking.py",), MARKED)

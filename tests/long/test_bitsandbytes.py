@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from helpers import machine
-from helpers.nf4.reference import default_device
+from nf4_triton.reference import default_device
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
@@ -27,7 +27,7 @@ def substitute():
     import bitsandbytes.functional as functional
     import torch
 
-    from helpers.nf4 import launch
+    from nf4_triton import launch
 
     original = functional.dequantize_4bit
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import default_device, different
+from nf4_triton import kernel, launch, reference
+from nf4_triton.reference import default_device, different
 from states import DTYPES, SPECIAL, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN

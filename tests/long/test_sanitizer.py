@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.nf4 import kernel, launch
-from helpers.nf4.reference import default_device, dequantize, different
+from nf4_triton import kernel, launch
+from nf4_triton.reference import default_device, dequantize, different
 from states import random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.nf4 import launch
-from helpers.nf4.reference import dequantize, different
+from nf4_triton import launch
+from nf4_triton.reference import dequantize, different
 from states import DTYPES, random_state
 
 LAUNCHES = int(os.environ.get("NF4_SOAK_LAUNCHES", 10_000_000))

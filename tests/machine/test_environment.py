@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.nf4 import environment
+from nf4_triton import environment
 
 
 @pytest.fixture

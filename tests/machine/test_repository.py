@@ -25,7 +25,8 @@ def test_lint(command):
 def test_imports_go_down():
     """The contracts are in pyproject.toml."""
     pytest.importorskip("importlinter")
-    run("-c", "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))")
+    code = "import sys; sys.path.insert(0, 'helpers/src'); import importlinter.cli as cli; "
+    run("-c", code + "sys.exit(cli.lint_imports(no_cache=True))")
 
 
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):

@@ -22,9 +22,7 @@ case "$*" in
   "-c import importlib"*" pip") [ ! -e "$0.without-pip" ] ;;
   "-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   "- "*) [ -e "$0.installed" ] || echo "${LACKS-torch>=2.7 (installed: none)}"; : >"$3" ;;
-  *"-e .") touch "$0.package" ;;
   *"pip "*install*) eval "${PIP:-:}"; touch "$0.installed" ;;
-  *"import nf4_triton"*) [ -e "$0.package" ] ;;
 esac
 """
 SMI = '#!/bin/sh\ncase "$1" in *name) echo "$GPU" ;; *compute_cap) echo "$CAPABILITY" ;; esac\n'
@@ -83,9 +81,9 @@ def test_the_newest_python_makes_the_environment_once(setup):
     done, calls = setup()
     assert done.returncode == 0 and "ready" in done.stdout, done.stderr
     assert "python3.13 -m venv --without-pip .venv" in calls
-    cpu, rest, own = [call for call in calls if "pip" in call and "install" in call]
+    cpu, rest = [call for call in calls if "pip" in call and "install" in call]
     assert "--isolated" in cpu and "download.pytorch.org/whl/cpu" in cpu
-    assert "-r " in rest and "-c " in rest and own.endswith("--no-deps --no-build-isolation -e .")
+    assert "-r " in rest and "-c " in rest
     done, calls = setup("run", "--quick")
     assert done.returncode == 0 and not any("venv" in call or "install" in call for call in calls)
     assert calls[-1] == "python -m helpers run --quick"
@@ -116,8 +114,8 @@ def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
     assert done.returncode == 1 and "installed: 2.6.0+cu124" in done.stderr and "new runtime" in done.stderr
     done, calls = setup("test", "-k", "a b", **colab, LACKS="peft>=0.18 (installed: none)", gpu="Tesla T4")
     assert done.returncode == 0 and not setup.folder.joinpath(".venv").exists(), done.stderr
-    first, unsloth, own = [call for call in calls if " install " in call]
-    assert "-r " in first and "-c " in first and "--no-deps -r" in unsloth and own.endswith("-e .")
+    first, unsloth = [call for call in calls if " install " in call]
+    assert "-r " in first and "-c " in first and "--no-deps -r" in unsloth
     assert calls[-1] == "python3.10 -m pytest -n auto --dist worksteal -k a b"
     assert any(call.startswith("python3.10 - ") and call.endswith(" all") for call in calls)  # what is kept
 

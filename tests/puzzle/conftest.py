@@ -16,6 +16,6 @@ def large_tiles(kernel):
 @pytest.fixture(scope="session")
 def candidate():
     """The kernel's function as the package has it."""
-    from helpers.nf4 import launch
+    from nf4_triton import launch
 
     return launch.your_dequantize_nf4

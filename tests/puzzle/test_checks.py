@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from helpers.nf4 import launch, reference
 from helpers.puzzle import checks, protocol
+from nf4_triton import launch, reference
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16

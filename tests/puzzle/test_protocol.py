@@ -6,8 +6,8 @@ import types
 import pytest
 import torch
 
-from helpers.nf4 import reference
 from helpers.puzzle import protocol
+from nf4_triton import reference
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16

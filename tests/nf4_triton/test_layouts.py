@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from helpers.nf4 import launch, reference
-from helpers.nf4.reference import same_bits
+from nf4_triton import launch, reference
+from nf4_triton.reference import same_bits
 from states import DTYPES
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from helpers.nf4 import environment
-from helpers.t4 import compile, foreign_ptx, sass
+from helpers.cross import compile, foreign_ptx, sass
+from nf4_triton import environment
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

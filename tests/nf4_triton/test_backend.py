@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from helpers.nf4 import backend, launch, reference
-from helpers.nf4.backend import choose, dequantize
-from helpers.nf4.reference import same_bits
+from nf4_triton import backend, launch, reference
+from nf4_triton.backend import choose, dequantize
+from nf4_triton.reference import same_bits
 from states import DTYPES, odd_states, random_state
 
 ODD = odd_states("cpu")

@@ -18,8 +18,8 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
-from helpers.nf4 import autoload, environment, launch, reference, switch  # noqa: E402
-from helpers.nf4.switch import DEQUANTIZE, PRODUCT, UnknownInternals, restore, use_nf4_kernel  # noqa: E402
+from nf4_triton import autoload, environment, launch, reference, switch  # noqa: E402
+from nf4_triton.switch import DEQUANTIZE, PRODUCT, UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 
 BF16, DEVICE = torch.bfloat16, reference.default_device()
 quietly = functools.partial(use_nf4_kernel, quiet=True)
@@ -482,7 +482,7 @@ def test_the_variable_fails_no_import_and_no_layer(variable, capsys):
 @pytest.fixture
 def callback():
     pytest.importorskip("transformers")
-    from helpers.integrate import NF4KernelCallback
+    from nf4_triton import NF4KernelCallback
 
     return NF4KernelCallback
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.nf4 import launch, reference
-from helpers.nf4.reference import same_bits
+from nf4_triton import launch, reference
+from nf4_triton.reference import same_bits
 from states import exact
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -51,8 +51,8 @@ def run(code, **variables):
     head = """
         from helpers import machine; machine.prepare()
         import torch
-        from helpers.nf4 import launch
-        import sys; sys.path.append("tests/nf4")
+        from nf4_triton import launch
+        import sys; sys.path.append("tests/nf4_triton")
         import states
         def make(seed=0): return states.random_state((64, 96), torch.float16, seed=seed)
         def same(case):

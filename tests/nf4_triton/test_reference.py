@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.nf4 import reference
-from helpers.nf4.reference import different, same_bits
+from nf4_triton import reference
+from nf4_triton.reference import different, same_bits
 from states import DTYPES, SPECIAL, odd_states, random_state
 
 functional = pytest.importorskip("bitsandbytes.functional")

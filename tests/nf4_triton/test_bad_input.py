@@ -7,8 +7,8 @@ import pytest
 import torch
 import triton
 
-from helpers.nf4 import launch, reference
-from helpers.nf4.reference import same_bits
+from nf4_triton import launch, reference
+from nf4_triton.reference import same_bits
 from states import exact, noise, random_state, replace
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -1,6 +1,6 @@
 """Compile the kernel for GPUs that need not be here, with the settings it gets there. Nothing is launched.
 
-A process with TRITON_INTERPRET=1 cannot compile, so `build` starts another: `python -m helpers.t4.compile`
+A process with TRITON_INTERPRET=1 cannot compile, so `build` starts another: `python -m helpers.cross.compile`
 reads and writes JSON.
 """
 
@@ -20,7 +20,7 @@ import torch
 from helpers import machine
 
 CACHE = machine.ROOT / "build" / "triton-cache"
-KERNEL = machine.ROOT / "helpers" / "nf4" / "kernel.py"
+KERNEL = machine.SRC / "nf4_triton" / "kernel.py"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 NUMEL = 2048 * 8192  # elements of a variant: one of the official sizes
 
@@ -123,7 +123,7 @@ def build(variants: list[Variant], path: Path = KERNEL) -> list[Built]:
     """
     request = json.dumps({"path": str(path), "variants": [asdict(variant) for variant in variants]})
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
-    done = machine.python(["-m", "helpers.t4.compile"], variables=variables, stdin=request)
+    done = machine.python(["-m", "helpers.cross.compile"], variables=variables, stdin=request)
     answers = json.loads(done.out.splitlines()[-1])
     return [Built(variant, **answer) for variant, answer in zip(variants, answers, strict=True)]
 

@@ -10,8 +10,8 @@ import resource
 import pytest
 import torch
 
-from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import same_bits
+from nf4_triton import kernel, launch, reference
+from nf4_triton.reference import same_bits
 from states import exact, random_state
 
 ON_GPU = pytest.mark.gpu

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from helpers.cross import predict
 from helpers.results import store
 from helpers.results.store import Row, one
-from helpers.t4 import predict
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 Train with it: one call after the imports and before training.
 
-    from nf4_triton import use_nf4_kernel      # in a checkout: from helpers.integrate import use_nf4_kernel
+    from nf4_triton import use_nf4_kernel      # in a checkout: from nf4_triton import use_nf4_kernel
 
     use_nf4_kernel()                           # Unsloth, bitsandbytes, Axolotl: the imported ones
     trainer.train()

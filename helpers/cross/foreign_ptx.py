@@ -8,8 +8,8 @@ import math
 
 import torch
 
-from helpers.nf4 import environment, kernel, launch, reference
-from helpers.t4 import compile as cross
+from helpers.cross import compile as cross
+from nf4_triton import environment, kernel, launch, reference
 
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
 GUARD = 256  # elements on either side of the output that must stay as they are

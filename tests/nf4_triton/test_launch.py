@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.nf4 import kernel, launch, reference
+from nf4_triton import kernel, launch, reference
 from states import DTYPES, exact, get, noise, replace
 
 pytest.importorskip("bitsandbytes")

@@ -10,9 +10,9 @@ import math
 import pytest
 import torch
 
-from helpers.nf4 import kernel, launch, reference
-from helpers.nf4.reference import same_bits
 from helpers.puzzle import protocol
+from nf4_triton import kernel, launch, reference
+from nf4_triton.reference import same_bits
 from states import DTYPES, SPECIAL, odd_states, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN

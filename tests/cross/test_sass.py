@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 
 from helpers import machine
+from helpers.cross import compile, predict, sass
+from helpers.cross.compile import Built, Variant
+from helpers.cross.sass import CARDS, Code
 from helpers.results import store
-from helpers.t4 import compile, predict, sass
-from helpers.t4.compile import Built, Variant
-from helpers.t4.sass import CARDS, Code
 
 # The machine code that was simulated: commit d0d6f41. If you change the device code on purpose, the simulated
 # times no longer describe the kernel: say so in docs, then replace these hashes.
@@ -105,7 +105,7 @@ def check_layout(ttgir):
 def test_the_machine_code_is_the_one_that_was_simulated(codes):
     version = codes["sm_75 fp16"].built.triton
     if version not in SIMULATED:
-        pytest.skip(f"no reference for Triton {version}: python -m helpers t4 --arch 75 --against d0d6f41")
+        pytest.skip(f"no reference for Triton {version}: python -m helpers cross --arch 75 --against d0d6f41")
     assert {name: codes[name].hash for name in SIMULATED[version]} == SIMULATED[version]
 
 

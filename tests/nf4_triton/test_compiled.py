@@ -7,9 +7,9 @@ import torch
 from packaging import version
 
 from helpers import machine
-from helpers.nf4 import launch, reference
-from helpers.nf4.reference import same_bits
 from helpers.puzzle.checks import gpu_events
+from nf4_triton import launch, reference
+from nf4_triton.reference import same_bits
 from states import exact, noise, odd_states, random_state, replace
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -261,8 +261,8 @@ def test_a_fresh_process_with_t4_settings():
     code = """
 from helpers import machine; machine.prepare()
 import torch
-from helpers.nf4 import launch, reference
-import sys; sys.path.append("tests/nf4")
+from nf4_triton import launch, reference
+import sys; sys.path.append("tests/nf4_triton")
 import states
 print(launch.settings().reason)
 for dtype in (torch.float16, torch.bfloat16):

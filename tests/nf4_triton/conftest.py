@@ -67,7 +67,7 @@ def watch(device, monkeypatch):
 @pytest.fixture
 def watched(watch):
     """The launch module as Watched."""
-    from helpers.nf4 import launch
+    from nf4_triton import launch
 
     return watch(launch)
 
@@ -77,7 +77,7 @@ def own_bitsandbytes():
     """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
     functional = pytest.importorskip("bitsandbytes.functional")
     if functional.dequantize_4bit.__module__ != functional.__name__:
-        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run tests/nf4 by itself")
+        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run this folder by itself")
 
 
 ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads

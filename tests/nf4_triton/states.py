@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from helpers.nf4 import reference
-from helpers.nf4.reference import default_device
+from nf4_triton import reference
+from nf4_triton.reference import default_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helpers import machine
-from helpers.nf4.environment import describe
+from helpers.cross import predict
+from helpers.cross.compile import DTYPES, Built, Variant, build
 from helpers.results.store import Row, write
-from helpers.t4 import predict
-from helpers.t4.compile import DTYPES, Built, Variant, build
+from nf4_triton.environment import describe
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def store(codes: list[Code]) -> None:
 
 def against(commit: str, archs: list[int]) -> int:
     """Compare the SASS for these cards with that of another commit. Returns 1 if it differs."""
-    command = ["git", "show", f"{commit}:helpers/nf4/kernel.py"]
+    command = ["git", "show", f"{commit}:helpers/src/nf4_triton/kernel.py"]
     source = subprocess.run(command, cwd=machine.ROOT, capture_output=True, text=True, check=True).stdout
     variants = [variant for variant in NESTED + FLAT if variant.arch in archs]
     with tempfile.TemporaryDirectory() as folder:
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.against:
         return against(options.against, options.arch)
     if options.run:
-        from helpers.t4 import foreign_ptx
+        from helpers.cross import foreign_ptx
 
         return foreign_ptx.report(options.arch)
     codes = [Code(built) for built in build([v for v in NESTED + FLAT if v.arch in options.arch])]

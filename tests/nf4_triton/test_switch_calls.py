@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 
-from helpers.nf4 import reference, switch  # noqa: E402
-from helpers.nf4.switch import AXOLOTL, DEQUANTIZE, FALLBACK, PRODUCT, UNSLOTH, restore  # noqa: E402
+from nf4_triton import reference, switch  # noqa: E402
+from nf4_triton.switch import AXOLOTL, DEQUANTIZE, FALLBACK, PRODUCT, UNSLOTH, restore  # noqa: E402
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
