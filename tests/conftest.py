@@ -71,9 +71,9 @@ def device():
 
 @pytest.fixture(scope="session")
 def make_layer(device):
-    """nf4_triton.reference.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+    """helpers.puzzle.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
-    from nf4_triton.reference import quantized_layer
+    from helpers.puzzle.layers import quantized_layer
 
     def make(in_features, out_features, dtype, *, device=device, **options):
         """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""

@@ -24,11 +24,11 @@ from helpers.bench import clocks, compiled, contenders, training
 from helpers.bench.contenders import check, exact_calls, exact_weight, us, why
 from helpers.bench.copy_kernel import VARIANTS
 from helpers.puzzle import protocol
+from helpers.puzzle.layers import quantized_layer
 from helpers.results import store
 from helpers.results.store import Row
 from nf4_triton import kernel
 from nf4_triton.launch import your_dequantize_nf4
-from nf4_triton.reference import quantized_layer
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 1_100_000_000  # bytes through which GPU calls rotate: many times any L2 cache

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from nf4_triton.reference import default_device
-
-ON_GPU = default_device() == "cuda"
+from helpers.puzzle.layers import ON_GPU
 
 
 def synchronize() -> None:

@@ -11,8 +11,9 @@ from torch.nn.functional import linear
 from helpers import machine
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight, us, why
+from helpers.puzzle.layers import DEVICE, quantized_layer
 from helpers.results.store import Row
-from nf4_triton.reference import default_device, quantized_layer, same_bits
+from nf4_triton.reference import same_bits
 
 MODES = {"eager": "_eager", "default": "", "reduce-overhead": "_reduce_overhead"}  # what names of rows end in
 LIBRARIES = ("unsloth_today", "bitsandbytes")
@@ -75,7 +76,7 @@ def time_compiled(scope, problems: list[str]) -> Iterator[Row]:
             networks[name + ending] = network(layers, fn, mode)
     medians = {name: [] for name in networks}
     for tokens in scope.tokens:
-        x = torch.randn(tokens, scope.layer[0], dtype=dtype, device=default_device())
+        x = torch.randn(tokens, scope.layer[0], dtype=dtype, device=DEVICE)
         torch._dynamo.maybe_mark_dynamic(x, 0)  # one graph serves every number of tokens
         calls = exact_networks(networks, x, problems)
         seconds = clocks.host_seconds(calls, scope.rounds, min(scope.inner, 10), wait=True)

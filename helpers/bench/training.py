@@ -18,8 +18,8 @@ import torch
 
 from helpers import machine
 from helpers.bench import clocks
+from helpers.puzzle.layers import DEVICE
 from helpers.results.store import Row
-from nf4_triton.reference import default_device
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
@@ -93,7 +93,7 @@ def make_model(folder, family: str = "llama", **sizes) -> str:
         eos_token_id=2,
     )
     torch.manual_seed(3407)
-    with torch.device(default_device()):
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
@@ -139,7 +139,7 @@ def peft_model(
         folder,
         dtype=dtype,
         quantization_config=nf4,
-        device_map={"": device or default_device()},
+        device_map={"": device or DEVICE},
         attn_implementation=attention,
         local_files_only=True,
         use_cache=False,

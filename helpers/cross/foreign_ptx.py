@@ -9,6 +9,7 @@ import math
 import torch
 
 from helpers.cross import compile as cross
+from helpers.puzzle import layers
 from nf4_triton import environment, kernel, launch, reference
 
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
@@ -35,10 +36,10 @@ def run_foreign(weight, state, out, arch: int) -> None:
 
 def layers(dtype, device):
     """Yield (name, layer) of what is compared."""
-    yield "every code with every scale", reference.every_code(dtype, device)
+    yield "every code with every scale", layers.every_code(dtype, device)
     for name, size in SIZES.items():
-        yield name, reference.quantized_layer(*size, dtype, device=device)
-        yield f"{name}, flat", reference.quantized_layer(*size, dtype, nested=False, device=device)
+        yield name, layers.quantized_layer(*size, dtype, device=device)
+        yield f"{name}, flat", layers.quantized_layer(*size, dtype, nested=False, device=device)
 
 
 def compare(layer, arch: int) -> tuple[int, int]:

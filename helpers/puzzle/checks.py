@@ -6,7 +6,8 @@ import torch
 
 from nf4_triton.kernel import force, settings
 from nf4_triton.launch import launch_kernel
-from nf4_triton.reference import dequantize, different, every_code, quantized_layer
+from helpers.puzzle.layers import every_code, quantized_layer
+from nf4_triton.reference import dequantize, different
 from helpers.puzzle.protocol import CONFIGS, NEEDS_GPU, ON_GPU, SHORT, baselines, synchronize
 
 # %% What the cells below share id="checks-tools" folded=true

@@ -22,6 +22,7 @@ MODULES = {
     "kernel": "helpers/src/nf4_triton/kernel.py",
     "launch": "helpers/src/nf4_triton/launch.py",
     "reference": "helpers/src/nf4_triton/reference.py",
+    "layers": "helpers/puzzle/layers.py",
     "protocol": "helpers/puzzle/protocol.py",
     "checks": "helpers/puzzle/checks.py",
     "marking": "helpers/puzzle/marking.py",

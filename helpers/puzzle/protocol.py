@@ -4,6 +4,7 @@
 # %% tags=["module-only"]
 import torch
 
+from helpers.puzzle.layers import DEVICE, ON_GPU
 from nf4_triton.kernel import _your_dequantize_nf4_kernel, launch_options, settings
 from nf4_triton.launch import launch_kernel
 
@@ -13,8 +14,6 @@ import os
 import statistics
 import time
 
-ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
 NEEDS_GPU = "an NVIDIA GPU"
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from helpers.bench import contenders, copy_kernel
-from nf4_triton.reference import quantized_layer
+from helpers.puzzle.layers import quantized_layer
 
 pytest.importorskip("bitsandbytes")
 

@@ -7,7 +7,8 @@ pytest -m long tests/long/test_axolotl.py
 import pytest
 import torch
 
-from nf4_triton.reference import quantized_layer, same_bits
+from helpers.puzzle.layers import quantized_layer
+from nf4_triton.reference import same_bits
 from nf4_triton.switch import AXOLOTL, use_nf4_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from helpers import machine
-from nf4_triton.reference import default_device
+from helpers.puzzle.layers import DEVICE
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
@@ -33,7 +33,7 @@ def substitute():
 
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
         global launches
-        if A.device.type != default_device() or quant_state is None:  # its own code then calls the operator
+        if A.device.type != DEVICE or quant_state is None:  # its own code then calls the operator
             return original(A, quant_state, absmax, out, blocksize or 64, quant_type)
         if not torch.compiler.is_compiling():
             launches += 1
@@ -46,7 +46,7 @@ def substitute():
         launch._your_dequantize_nf4(A.contiguous().view(-1, 1), state, out)
 
     functional.dequantize_4bit = dequantize_4bit
-    if default_device() == "cuda":
+    if DEVICE == "cuda":
         import bitsandbytes.backends.cuda.ops as operators
 
         operators._dequantize_4bit_impl = operator
@@ -72,7 +72,7 @@ def run(folder, who, report):
     path = [str(folder), str(machine.ROOT), str(Path(__file__).parent), *sys.path]
     variables = {
         "NF4_SUBSTITUTE": who,
-        "BNB_TEST_DEVICE": default_device(),
+        "BNB_TEST_DEVICE": DEVICE,
         "PYTHONPATH": os.pathsep.join(path),
     }
     command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", WORKERS, "-q", "--junitxml", report]

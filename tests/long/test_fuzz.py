@@ -13,8 +13,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import kernel, launch, reference
-from nf4_triton.reference import default_device, different
+from nf4_triton.reference import different
 from states import DTYPES, SPECIAL, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -77,7 +78,7 @@ def pool():
     special = plain.clone()
     values = torch.tensor(SPECIAL)
     special[::2] = values[torch.randint(len(values), (len(special) // 2,), generator=generator)]
-    device = default_device()
+    device = DEVICE
     return packed.to(device), plain.to(device), special.to(device)
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from helpers import machine
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import kernel, launch
-from nf4_triton.reference import default_device, dequantize, different
+from nf4_triton.reference import dequantize, different
 from states import random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -46,14 +47,14 @@ def cases():
 
 def on_gpu(x):
     """Return a copy in an allocation of exactly its size: one byte read or written beside it is an error."""
-    return x.to(default_device(), copy=True) if isinstance(x, torch.Tensor) else x
+    return x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x
 
 
 def wrong_launches(n, options):
     """Return how many of four launches are wrong. Contents and comparison are on the CPU, so that no other
     kernel needs to run."""
     packed, state = random_state((n,), **options, device="cpu")
-    expected = dequantize(packed, state, flush_subnormal=default_device() == "cuda")
+    expected = dequantize(packed, state, flush_subnormal=DEVICE == "cuda")
     for owner in (state, state.state2):
         if owner:
             for name, value in vars(owner).items():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import reference
-from nf4_triton.reference import default_device
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
@@ -48,7 +48,7 @@ def random_state(
 
     draw: optional (codes, floats), functions of a count that return the uint8 and fp32 contents.
     """
-    device, shape = device or default_device(), torch.Size(shape)
+    device, shape = device or DEVICE, torch.Size(shape)
     how = dict(generator=torch.Generator(device).manual_seed(seed), device=device)
     codes, floats = draw or (
         lambda count: torch.randint(256, (count,), dtype=torch.uint8, **how),

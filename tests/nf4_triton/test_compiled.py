@@ -7,8 +7,9 @@ import torch
 from packaging import version
 
 from helpers import machine
+from helpers.puzzle import layers
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import launch, reference
+from nf4_triton import launch
 from nf4_triton.reference import same_bits
 from states import exact, noise, odd_states, random_state, replace
 
@@ -311,7 +312,7 @@ class Projection(torch.nn.Module):
 
     def __init__(self, device, plain):
         super().__init__()
-        layer = reference.quantized_layer(64, 96, torch.float16, device=device)
+        layer = layers.quantized_layer(64, 96, torch.float16, device=device)
         self.state = layer.weight.quant_state
         self.register_buffer("codes", layer.weight.data.as_subclass(torch.Tensor).clone())
         self.layer = None if plain else layer

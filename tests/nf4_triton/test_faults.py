@@ -10,6 +10,7 @@ import resource
 import pytest
 import torch
 
+from helpers.puzzle import layers
 from nf4_triton import kernel, launch, reference
 from nf4_triton.reference import same_bits
 from states import exact, random_state
@@ -74,7 +75,7 @@ MULTIPLY = "mul.rn.ftz.f32 a, a, $6;"
 def test_the_cache_serves_no_older_kernel(changed_kernel):
     """After a change of the assembly the very next call runs the new one, compiled or not."""
     changed = changed_kernel("changed", MULTIPLY, "mul.rn.ftz.f32 a, a, 0f00000000;")
-    layer = reference.quantized_layer(64, 320, torch.float16)
+    layer = layers.quantized_layer(64, 320, torch.float16)
     expected = launch.your_dequantize_nf4(layer)
     for call in (changed.your_dequantize_nf4, torch.compile(changed.your_dequantize_nf4, fullgraph=True)):
         with changed.force(asm=True):

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from helpers.puzzle import protocol
+from helpers.puzzle import layers, protocol
 from nf4_triton import kernel, launch, reference
 from nf4_triton.reference import same_bits
 from states import DTYPES, SPECIAL, odd_states, random_state
@@ -168,7 +168,7 @@ def test_more_than_2_to_the_31_elements(way, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     """At the official protocol's sizes."""
-    layers = [reference.every_code(dtype)]
+    layers = [layers.every_code(dtype)]
     layers += [
         make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))
     ]

@@ -18,10 +18,11 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
+from helpers.puzzle import layers
 from nf4_triton import autoload, environment, launch, reference, switch  # noqa: E402
 from nf4_triton.switch import DEQUANTIZE, PRODUCT, UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 
-BF16, DEVICE = torch.bfloat16, reference.default_device()
+BF16, DEVICE = torch.bfloat16, layers.DEVICE
 quietly = functools.partial(use_nf4_kernel, quiet=True)
 
 

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from helpers.puzzle import checks, protocol
-from nf4_triton import launch, reference
+from helpers.puzzle import checks, layers, protocol
+from nf4_triton import launch
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -153,7 +153,7 @@ def test_what_is_printed_of_the_ptx(monkeypatch, candidate, capsys):
 @pytest.fixture
 def pretend_gpu(monkeypatch):
     """pretend_gpu(names): the logic of a GPU's checks on small layers, with these names in every profile."""
-    made = reference.quantized_layer
+    made = layers.quantized_layer
 
     def pretend(*names):
         monkeypatch.setattr(checks, "ON_GPU", True)

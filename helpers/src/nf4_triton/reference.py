@@ -5,7 +5,6 @@ Its section is a cell of the notebook and needs only torch.
 
 # %% Exact dequantization in plain PyTorch, to compare with id="reference" folded=true
 import math
-import os
 
 import torch
 
@@ -20,40 +19,37 @@ FP4_VALUES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
 FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbytes' CUDA kernels
 
 
-def dequantize(weight, quant_state, flush_subnormal=None):
-    """Return the dequantized weight, bit-identical to bitsandbytes, on the device of `weight`.
+def dequantize(packed, flush_subnormal=None):
+    """Return the dequantized weight, bit-identical to bitsandbytes, on the device of the weight.
 
         scale[k] = fp32(code2[absmax[k]] * absmax2[k // blocksize2]) + offset    nested: rounded twice, no FMA
         out[i]   = dtype(fp32(table[code[i]] * scale[i // blocksize]))           flat: scale is absmax
 
-    weight: 4-bit codes in any dtype, two a byte, high nibble first. If weight.shape[0] is 1, the result is
-    transposed.
-    quant_state: bitsandbytes' QuantState, nf4 or fp4, nested or flat. It gives shape and dtype of the result.
+    packed: a Packed of nf4 or fp4, nested or flat. If weight.shape[0] is 1, the result is transposed.
     flush_subnormal: treat subnormal fp32 numbers as zeros. Default: only on a GPU, as bitsandbytes does.
     """
+    weight = packed.weight
     if flush_subnormal is None:
         flush_subnormal = weight.is_cuda
     multiply = multiply_flushing if flush_subnormal else torch.mul
-    state = quant_state
-    n = math.prod(state.shape)
+    n = math.prod(packed.shape)
 
-    blocks = -(-n // state.blocksize)
-    scale = state.absmax.reshape(-1)[:blocks]
-    if state.nested:
-        state2 = state.state2
-        scale = state2.code[scale.int()]
-        scale = by_block(multiply, scale, state2.absmax, state2.blocksize)
-        scale += state.offset
+    blocks = -(-n // packed.blocksize)
+    scale = packed.absmax.reshape(-1)[:blocks]
+    if packed.nested:
+        scale = packed.code2[scale.int()]
+        scale = by_block(multiply, scale, packed.absmax2, packed.blocksize2)
+        scale += packed.offset
 
-    values = FP4_VALUES if state.quant_type == "fp4" else NF4_VALUES
+    values = FP4_VALUES if packed.quant_type == "fp4" else NF4_VALUES
     table = torch.tensor(values, dtype=torch.float32, device=weight.device)
-    packed = weight.detach().contiguous().view(-1)
-    packed = packed.view(torch.uint8).int()
-    high, low = packed >> 4, packed & 15
+    data = weight.detach().contiguous().view(-1)
+    data = data.view(torch.uint8).int()
+    high, low = data >> 4, data & 15
     codes = torch.stack([high, low], dim=1)
     codes = codes.view(-1)[:n]
-    out = by_block(multiply, table[codes], scale.float(), state.blocksize)
-    out = out.to(state.dtype).view(tuple(state.shape))
+    out = by_block(multiply, table[codes], scale.float(), packed.blocksize)
+    out = out.to(packed.dtype).view(tuple(packed.shape))
     return out.t() if weight.shape[0] == 1 else out
 
 
@@ -100,49 +96,3 @@ def same_bits(x, y):
     if x.dtype != y.dtype or x.shape != y.shape:
         return False
     return different(x, y) == 0
-
-
-def default_device():
-    """Return "cuda" if the kernel runs on a GPU, "cpu" if Triton's interpreter runs it."""
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return "cuda" if torch.cuda.is_available() and not interpreted else "cpu"
-
-
-def quantized_layer(
-    in_features,
-    out_features,
-    dtype,
-    nested=True,
-    quant_type="nf4",
-    blocksize=64,
-    device=None,
-    seed=3407,
-):
-    """Return a bitsandbytes Linear4bit: its (out, in) weight is standard normal, its output dtype `dtype`."""
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    device = device or default_device()
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (out_features, in_features)
-    weight = torch.randn(shape, generator=generator, device=device)
-    layer = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, device="meta")
-    layer.weight = Params4bit(
-        weight,
-        requires_grad=False,
-        blocksize=blocksize,
-        compress_statistics=nested,
-        quant_type=quant_type,
-    )
-    layer.to(device)  # quantizes the weight
-    layer.weight.quant_state.dtype = dtype
-    return layer
-
-
-def every_code(dtype, device=None):
-    """Return a layer with all 256 bytes under each of the 256 absmax codes: 131,072 elements."""
-    layer = quantized_layer(64, 2048, dtype, device=device)
-    weight = layer.weight
-    every = torch.arange(256, device=weight.device)
-    weight.data.copy_(every.repeat(256).view(-1, 1))
-    weight.quant_state.absmax.copy_(every.repeat_interleave(8))
-    return layer
