@@ -6,9 +6,12 @@
 # In Colab and Kaggle it installs into the running Python and leaves every package that fits as it is, torch and triton
 # always. Elsewhere it installs into .venv beside this file. It never changes a .venv that it cannot use, or a Python
 # named by PYTHON=/path/to/python: it uses that one as it is if nothing is missing, else it makes an environment with
-# it. A second run installs nothing and needs no network. The first takes 2 to 5 minutes and 2.5 GB, or 6 GB with a GPU.
+# it. It installs no package of this repository, and removes an editable nf4-triton that an earlier version left. A
+# second run installs nothing and needs no network. The first takes 2 to 5 minutes and 2.5 GB, or 6 GB with a GPU.
 set -euo pipefail
 unset CDPATH
+here=$PWD
+[[ ${PYTHON:-} != ?*/* || $PYTHON = /* ]] || PYTHON=$here/$PYTHON
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 CPU_TORCH=torch==2.13.0 # without that index: some machines have a CPU build of this one
@@ -28,9 +31,10 @@ sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))" "$@" >/dev/null 2>&1
 }
 
 find_python() { # the newest that can make environments, else the newest
-  local modules candidate
+  local modules candidate candidates=(python3.13 python3.12 python3.11 python3.10 python3 python)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
   for modules in "venv ensurepip" ""; do
-    for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3.10 python3 python}; do
+    for candidate in "${candidates[@]}"; do
       # shellcheck disable=SC2086
       if works "$candidate" $modules; then echo "$candidate"; return; fi
     done
@@ -99,7 +103,7 @@ explain() { # why pip failed, from its output
 
 check_gpu() { # stops where the kernel cannot run
   [ "$(uname)" = Linux ] || fail "Triton runs on Linux only. On Windows use WSL; on a Mac use Google Colab."
-  gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null) || gpus=
+  gpus=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | paste -sd ,) || gpus=
   local newest; newest=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -V | tail -n 1) || newest=
   case $newest in
     [1-6].* | 7.[0-4]) fail "$gpus (compute capability $newest): the kernel needs 7.5 (a Tesla T4) or newer." ;;
@@ -128,14 +132,38 @@ install() { # what is missing
   fi
 }
 
-usage() { sed -n '2,10s/^# \{0,1\}//p' colab_setup.sh; }
+remove_editable() { # nf4-triton that points to this folder, or to one that is gone: it would break `import bitsandbytes`
+  if "$python" -c '
+import importlib.metadata, json, os, sys, urllib.parse
+for one in importlib.metadata.distributions(name="nf4-triton"):
+    origin = json.loads(one.read_text("direct_url.json") or "{}")
+    folder = urllib.parse.unquote(urllib.parse.urlsplit(origin.get("url", "")).path)
+    editable = origin.get("dir_info", {}).get("editable")
+    if editable and (not os.path.exists(folder) or os.path.samefile(folder, os.curdir)): sys.exit(3)
+' 2>>"$log"; [ $? = 3 ]; then
+    echo "uninstalling the editable nf4-triton that an earlier version installed"
+    "$python" -m pip uninstall -qy nf4-triton >"$log" 2>&1 || fail "$(tail -n 1 "$log")"
+  fi
+}
+
+usage() { sed -n '2,11s/^# \{0,1\}//p' colab_setup.sh; }
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$here/$1" ;; esac; } # as seen from the caller's folder
 wrong() { echo "colab_setup.sh: unknown $*" >&2; usage >&2; exit 2; }
 mode=${1:-setup}
 [ $# -eq 0 ] || shift
 case $mode in
-  run) for option; do
-    case $option in -h | --help) usage; exit ;; --quick | --in-place | --out | --out=*) ;; -*) wrong "option of run: $option" ;; esac
-  done ;;
+  run) options=() previous=
+    for option; do
+      case $option in
+        -h | --help) usage; exit ;;
+        --out=*) option=--out=$(absolute "${option#--out=}") ;;
+        --quick | --in-place | --cpu | --out) ;;
+        -*) wrong "option of run: $option" ;;
+        *) [ "$previous" != --out ] || option=$(absolute "$option") ;;
+      esac
+      options+=("$option") previous=$option
+    done
+    set -- ${options[@]+"${options[@]}"} ;;
   setup) [ $# -eq 0 ] || wrong "argument of setup: $1" ;;
   test) ;;
   -h | --help | help) usage; exit ;;
@@ -164,12 +192,13 @@ else
   make_venv
   install
 fi
-"$python" -c "
-import torch, triton, bitsandbytes
+remove_editable
+"$python" -c '
+import sys, torch, triton, bitsandbytes
 from helpers import machine
-print(f'torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}')
-if '$gpus' and (problem := machine.no_gpu()): raise SystemExit(problem)
-" 2>"$log" || fail "$(tail -n 3 "$log")"
+print(f"torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}")
+if sys.argv[1] and (problem := machine.no_gpu()): raise SystemExit(problem)
+' "$gpus" 2>"$log" || fail "$(tail -n 3 "$log")"
 exec 9>&- # the lock
 rm -rf "$tmp"
 

@@ -7,7 +7,7 @@ import nox
 
 nox.options.sessions = []
 VERSIONS = {  # the bounds in pyproject.toml, and the newest releases that were tried
-    "oldest": "torch==2.7.1 bitsandbytes==0.46.0 transformers==4.56.0 peft==0.15.0 accelerate==1.10.0",
+    "oldest": "torch==2.8.0 bitsandbytes==0.46.0 transformers==4.56.0 peft==0.15.0 accelerate==1.10.0",
     "newest": "torch==2.15.0 bitsandbytes==0.50.2 transformers==5.23.0 peft==0.21.2 accelerate",
 }
 

@@ -20,6 +20,10 @@ from helpers import machine
 NOTEBOOK = machine.ROOT / "Unsloth_Puzzles_A.ipynb"
 MODULES = {
     "kernel": "helpers/src/nf4_triton/kernel.py",
+    "settings": "helpers/src/nf4_triton/settings.py",
+    "private": "helpers/src/nf4_triton/private.py",
+    "state": "helpers/src/nf4_triton/state.py",
+    "replay": "helpers/src/nf4_triton/replay.py",
     "launch": "helpers/src/nf4_triton/launch.py",
     "reference": "helpers/src/nf4_triton/reference.py",
     "layers": "helpers/puzzle/layers.py",
@@ -31,7 +35,7 @@ MODULES = {
 
 
 def cells_of_module(name: str, path: Path) -> list:
-    """Return the cells that a module makes. A cell of the kernel or of its launch names its file."""
+    """Return the cells that a module makes. A cell of the package names its file."""
     import jupytext
 
     cells = []
@@ -40,7 +44,7 @@ def cells_of_module(name: str, path: Path) -> list:
         if "module-only" in facts.get("tags", ()):
             continue
         cell = nbformat.v4.new_code_cell(id=facts["id"], metadata={"tags": [name]})
-        if name in ("kernel", "launch"):
+        if MODULES[name].startswith("helpers/src/"):
             lines.insert(0, f"# {MODULES[name]}")
         if "call" in facts:
             lines.append(f"\n\n{facts['call']}")
@@ -138,18 +142,29 @@ def executed(out: Path) -> tuple:
     return notebook, failure
 
 
+def result_files(out: Path) -> dict[Path, int]:
+    """Return each result file in a folder and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in out.glob("nf4_*.json")}
+
+
 def run(argv: list[str] | None = None) -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
     parser.add_argument("--quick", action="store_true", help="200 timed rounds per MLP instead of 1000")
     help = "write outputs into the notebook (not with NF4_FORCE) and a GPU's results into results/"
     parser.add_argument("--in-place", action="store_true", help=help)
+    parser.add_argument("--cpu", action="store_true", help="with --in-place: also without a GPU")
     parser.add_argument("--out", type=Path, default=machine.ROOT / "build", help="folder for what it writes")
     options = parser.parse_args(argv)
+    writes_notebook = options.in_place and not os.environ.get("NF4_FORCE")
+    if writes_notebook and not (options.cpu or machine.has_gpu()):
+        parser.error(
+            f"--in-place would replace {NOTEBOOK.name}'s GPU outputs, but this machine has no GPU. "
+            "Add --cpu to replace them with outputs of Triton's interpreter."
+        )
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    for old in out.glob("nf4_*.json"):
-        old.unlink()
+    earlier = result_files(out)
     os.environ["NF4_BUILD"] = str(out)  # the notebook writes its result file there
     if options.quick:
         os.environ["NF4_QUICK"] = "1"
@@ -159,11 +174,14 @@ def run(argv: list[str] | None = None) -> int:
     if failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
+    if writes_notebook:
+        nbformat.write(notebook, NOTEBOOK)
     if options.in_place:
-        if not os.environ.get("NF4_FORCE"):
-            nbformat.write(notebook, NOTEBOOK)
-        files = [] if options.quick else [str(path) for path in out.glob("nf4_*.json")]
-        subprocess.call([sys.executable, "-m", "helpers", "draw", *files], cwd=machine.ROOT)
+        draw = [sys.executable, "-m", "helpers", "draw"]
+        new = [str(path) for path, time in result_files(out).items() if earlier.get(path) != time]
+        if new and not options.quick:
+            draw += ["--replace", *new]
+        subprocess.call(draw, cwd=machine.ROOT)
     print(f"\n{score_text(notebook)}")
     return 0
 

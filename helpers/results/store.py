@@ -1,7 +1,7 @@
 """Read and write measurements: results/<card>/rows.csv, one row per number shown anywhere, and meta.json.
 
-A row is (section, case, contender, unit, values); `values` holds every repeat. meta.json names the card, its
-driver and versions, and when and with which kernel and launch path each section was measured.
+A row is (section, case, contender, unit, values); `values` holds every repeat. meta.json names the
+card and, for each section, the date, commit, hashes of the kernel and launch path, driver, and versions.
 """
 
 import csv
@@ -9,6 +9,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NF4 = ROOT / "helpers" / "src" / "nf4_triton"
 HEADER = ["section", "case", "contender", "unit", "values"]
-SENT = ["kernel", "launch", "protocol", "score"]  # hashes and sections of a result file of the notebook
+FACTS = ("card", "driver", "cuda", "versions")  # of the machine that measured a section
+GPU_ONLY = ("gpu_time", "settings", "machine_code")  # sections that do not depend on the launch path
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,43 @@ def rows(card: str) -> list[Row]:
 
 
 def meta(card: str) -> dict:
-    """Return meta.json of a card: card, driver, cuda, versions and sections; {} if there is none."""
+    """Return meta.json of a card: its name as "card", and "sections"; {} if there is none.
+
+    Files written before 1.1.0 have one driver, cuda and versions for all sections, and no commit.
+    """
     path = folder(card) / "meta.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    shared = {name: found.get(name) for name in FACTS} | {"commit": None}
+    found["sections"] = {name: shared | at for name, at in found.get("sections", {}).items()}
+    return found
+
+
+def old(card: str) -> set[str]:
+    """Return the sections of a card that another version of the code measured."""
+    now, found = hashes(), set()
+    for name, at in meta(card).get("sections", {}).items():
+        parts = ["kernel"] if name in GPU_ONLY else now
+        if any(at[part] not in (None, now[part]) for part in parts):
+            found.add(name)
+    return found
+
+
+def commit() -> str | None:
+    """Return this checkout's commit, with "-dirty" if helpers/ differs from it; None without git.
+
+    NF4_COMMIT names the commit of a copy that has no .git.
+    """
+    git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
+        clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "helpers"], capture_output=True)
+    except FileNotFoundError:
+        return os.environ.get("NF4_COMMIT")
+    if head.returncode:
+        return os.environ.get("NF4_COMMIT")
+    return head.stdout.strip() + ("-dirty" if clean.returncode else "")
 
 
 def select(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> list[Row]:
@@ -113,53 +149,134 @@ def save(card: str, rows: Iterable[Row], meta: dict) -> Path:
 def write(
     section: str, new: Iterable[Row], card: str | None = None, note: str = "", environment=None
 ) -> Path:
-    """Replace one section of a card's rows and record when and with which code it was measured.
+    """Replace one section of a card's rows and record when, where, and with which code it was measured.
 
     card: the folder under results/, this machine's by default. environment: what `describe()` returned on
-    the machine that measured, with the hashes of its code as "kernel". Returns the card's folder.
+    the machine that measured, with the hashes of its code as "kernel". The commit is recorded
+    if this checkout has that code. Returns the card's folder.
     """
     from nf4_triton.environment import describe
 
     here = environment or describe()
     card = card or slug(here)
-    facts = {name: here.get(name) for name in ("card", "driver", "cuda", "versions")}
     code = here.get("kernel") or hashes()
-    sections = meta(card).get("sections", {})
-    sections[section] = {"date": here["date"][:10], **code, "note": note}
+    code = {"commit": commit() if code == hashes() else None, **code}
+    stored = meta(card)
+    sections = stored.get("sections", {})
+    facts = {name: here.get(name) for name in FACTS}
+    sections[section] = {"date": here["date"][:10], **code, **facts, "note": note}
     kept = [row for row in rows(card) if row.section != section]
-    return save(card, [*kept, *new], facts | {"sections": sections})
+    return save(card, [*kept, *new], {"card": here.get("card"), "sections": sections})
 
 
 # --- files that people send ---
 
+CONTENDERS = {  # that a sent file may have, by section and unit
+    ("protocol", "x"): {"unsloth_today"},
+    ("protocol", "s"): {"ours", "ordinary", "compiled_grid", "peft", "bitsandbytes"}
+    | {"unsloth_today", "unsloth_classic", "unsloth_buffered"},
+    ("score", "points"): {"today", "classic"},
+    ("score", "x"): {"today", "classic"},
+}
+NEEDED = {  # without these no page can show it
+    ("protocol", "puzzle's line", "unsloth_today", "x"),
+    *(
+        ("protocol", "total", who, "s")
+        for who in ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
+    ),
+    *(("score", "total", column, "x") for column in ("today", "classic")),
+}
+CRITERIA = {
+    "One fused kernel",
+    "Penalty: speedup at most 1.00",
+    "Speedup at least 1.05",
+    "Speedup at least 1.10",
+    "Speedup at least 1.15",
+    "Works under torch.compile",
+    "Custom assembly works",
+    "Uses cache eviction",
+    "Tested in fp16 and bf16",
+}
+CLEAN = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .+_()-]{0,59}")  # no path, HTML or mark of a page
 
-def file_result(path: Path) -> Path:
-    """Store an nf4_<card>.json, which a run of the notebook leaves, under results/<card>/; return that.
+
+def problem_of(row: Row) -> str:
+    """Return what is wrong with a row that somebody sent, "" if nothing is."""
+    cases = {"x": {"puzzle's line", "total"}, "s": {"total"}, "points": CRITERIA}
+    if row.contender not in CONTENDERS.get((row.section, row.unit), ()) or row.case not in cases[row.unit]:
+        return f"unknown row {row.section}, {row.case}, {row.contender}, {row.unit}"[:200]
+    # points may be 0 or negative; a time or a ratio may not
+    lowest, highest = (-14, 14) if row.unit == "points" else (1e-6, 1e6)
+    if not row.values or not all(lowest <= value <= highest for value in row.values):
+        return f"{row.case}, {row.contender}: values {row.values[:3]}, expected {lowest:g} to {highest:g}"
+    return ""
+
+
+def read_sent(path: Path) -> tuple[str, dict, list[Row]]:
+    """Return (folder name, environment, rows) of an nf4_<card>.json that a run of the notebook wrote.
 
     Raises ValueError with one line if the file is anything else.
     """
-    problem = "it needs a card, a date, both hashes, and rows of protocol and score"
     try:
         sent = json.loads(path.read_text(encoding="utf-8"))
         found = [Row(*fields) for fields in sent["rows"]]
-        code = sent["kernel"]
-        facts = sent["environment"] | {"kernel": code}
-        sections = sorted({row.section for row in found})
-        if facts["card"] and facts["date"] and [*sorted(code), *sections] == SENT:
-            problem = ""
+        facts = {name: sent["environment"].get(name) for name in (*FACTS, "date", "forced")}
+        facts["kernel"] = {part: sent["kernel"][part] for part in ("kernel", "launch")}
+        texts = [facts["card"], *(text for text in (facts["driver"], facts["cuda"]) if text is not None)]
+        texts += [text for item in (facts["versions"] or {}).items() for text in item if text is not None]
+        keys = {(row.section, row.case, row.contender, row.unit) for row in found}
+        checks = {
+            "the card, driver and versions must be short plain texts": all(map(CLEAN.fullmatch, texts)),
+            "forced must be null or 't4'": facts["forced"] in (None, "t4"),
+            "the date must be YYYY-MM-DD": re.fullmatch(r"\d{4}-\d\d-\d\d(T[0-9:+]{8,14})?", facts["date"]),
+            "both hashes must be 12 hexadecimal digits": all(
+                re.fullmatch("[0-9a-f]{12}", text) for text in facts["kernel"].values()
+            ),
+            "a row is there twice": len(keys) == len(found),
+            **{problem: False for problem in map(problem_of, found) if problem},
+            f"rows are missing: {sorted(NEEDED - keys)[:2]}": keys >= NEEDED,
+        }
+        wrong = [problem for problem, passed in checks.items() if not passed]
     except OSError as error:
-        problem = error.strerror
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        problem = "it is not JSON"
-    except (AttributeError, KeyError, TypeError, ValueError):
-        pass  # another program's JSON
-    if problem:
-        raise ValueError(f"{path} is not a result file of the notebook: {problem}")
-    card = slug(facts)
-    for section in sections:
+        wrong = [error.strerror or "it cannot be read"]
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        wrong = ["it is not JSON"]
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # another program's JSON
+        wrong = ["it needs an environment, both hashes, and rows of protocol and score"]
+    if wrong:
+        raise ValueError(f"{path} is not a result file of the notebook: {wrong[0]}")
+    return slug(facts), facts, found
+
+
+def changes(path: Path) -> list[str]:
+    """Return one line for each stored number that storing a sent file would change."""
+    card, _, found = read_sent(path)
+    before = {(row.section, row.case, row.contender, row.unit): row for row in rows(card)}
+    lines = []
+    for row in found:
+        was = before.get((row.section, row.case, row.contender, row.unit))
+        if was and was.median != row.median:
+            lines.append(
+                f"{row.section}, {row.case}, {row.contender}: {was.median:.4g} -> {row.median:.4g} {row.unit}"
+            )
+    return lines
+
+
+def file_result(path: Path, replace: bool = False) -> Path:
+    """Store an nf4_<card>.json, which a run of the notebook leaves, under results/<card>/; return that.
+
+    Raises ValueError if the file is anything else, or if that folder holds results and `replace` is not set.
+    """
+    card, facts, found = read_sent(path)
+    if rows(card) and not replace:
+        listed = "".join(f"\n  {line}" for line in changes(path))
+        raise ValueError(
+            f"results/{card} holds results already; add --replace to store {path}. Changes:{listed}"
+        )
+    for section in ("protocol", "score"):
         new = select(found, section)
-        same_code = code.items() <= meta(card).get("sections", {}).get(section, {}).items()
-        if same_code:  # what the bench alone measures stays
+        at = meta(card).get("sections", {}).get(section, {})
+        if facts["kernel"].items() <= at.items():  # what the bench alone measures with the same code stays
             cases = {row.case for row in new}
             new += [row for row in select(rows(card), section) if row.case not in cases]
         write(section, new, card, environment=facts)
@@ -191,23 +308,37 @@ def code_hash(text):
     return hashlib.sha256(repr(syntax(ast.parse(text))).encode()).hexdigest()[:12]
 
 
+PARTS = {  # files of the package by what depends on them
+    "kernel": ("kernel", "settings"),
+    "launch": ("private", "state", "replay", "launch"),
+}
+
+
+def hash_of_parts(codes):
+    """Return {"kernel", "launch"}: hashes of the codes of each part's files, given by file name."""
+    return {
+        part: hashlib.sha256("".join(code_hash(codes[name]) for name in names).encode()).hexdigest()[:12]
+        for part, names in PARTS.items()
+    }
+
+
 def hashes_of(cells):
-    """Return {"kernel", "launch"}: hashes of the notebook's cells of kernel.py and launch.py that ran.
+    """Return {"kernel", "launch"}: hashes of the notebook's cells of these files that ran.
 
     An edited cell gives a hash that no version of the code has.
     """
-    found = {}
-    for part in ("kernel", "launch"):
-        ran = [cell for cell in dict.fromkeys(cells) if f"# helpers/src/nf4_triton/{part}.py" in cell[:200]]
-        found[part] = code_hash("\n".join(ran))
-    return found
+    codes = {}
+    for name in sum(PARTS.values(), ()):
+        ran = [cell for cell in dict.fromkeys(cells) if f"# helpers/src/nf4_triton/{name}.py" in cell[:200]]
+        codes[name] = "\n".join(ran)
+    return hash_of_parts(codes)
 
 
 # %% tags=["module-only"]
 def hashes() -> dict[str, str]:
-    """Return {"kernel", "launch"}: hashes of kernel.py and launch.py.
+    """Return {"kernel", "launch"}: hashes of the package's files, see PARTS.
 
     GPU times depend on `kernel` only; everything else depends on both.
     """
-    files = {part: NF4 / f"{part}.py" for part in ("kernel", "launch")}
-    return {part: code_hash(file.read_text(encoding="utf-8")) for part, file in files.items()}
+    files = {name: NF4 / f"{name}.py" for name in sum(PARTS.values(), ())}
+    return hash_of_parts({name: file.read_text(encoding="utf-8") for name, file in files.items()})
