@@ -1,6 +1,8 @@
 """The contenders, and the comparison of bits that comes before any clock."""
 
 import functools
+import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,6 +12,7 @@ from helpers.puzzle import protocol
 from helpers.results.store import Row
 from nf4_triton import launch
 from nf4_triton.reference import dequantize, same_bits
+from nf4_triton.state import read_state
 
 ON_GPU = ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")  # PEFT launches bitsandbytes' kernels
 
@@ -18,6 +21,21 @@ def all_contenders() -> dict[str, Callable]:
     """Return {name: layer -> weight}: ours, its two public launch forms, and every library installed here."""
     forms = protocol.launch_forms(launch.your_dequantize_nf4)  # without a GPU ours alone
     return forms | {name: one.fn for name, one in protocol.baselines().items() if one.fn}
+
+
+def writing_into_out(layer) -> dict[str, Callable]:
+    """Return {name: layer -> weight} of calls with `out=`, a tensor that suits layers like this one."""
+    ours, theirs = (torch.full_like(exact_weight(layer), math.nan) for _ in range(2))
+
+    def ours_out(layer):
+        weight = layer._parameters["weight"]
+        return launch._your_dequantize_nf4(weight, weight.quant_state, ours)
+
+    forms = {"ours_out": ours_out}
+    if protocol.baselines()["unsloth_today"].fn:
+        fast = sys.modules["unsloth.kernels.utils"].fast_dequantize
+        forms["unsloth_out"] = lambda layer: fast(layer.weight, layer.weight.quant_state, theirs)
+    return forms
 
 
 def missing() -> dict[str, str]:
@@ -48,7 +66,7 @@ def check(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) ->
 
 def exact_weight(layer) -> torch.Tensor:
     """Return the layer's weight from the plain torch reference."""
-    return dequantize(layer.weight, layer.weight.quant_state)
+    return dequantize(read_state(layer.weight.data, layer.weight.quant_state))
 
 
 def exact_calls(functions: dict[str, Callable], layer, problems: list[str]) -> dict[str, Callable]:

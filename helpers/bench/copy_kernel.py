@@ -17,30 +17,23 @@ def _copy_kernel(
     absmax_ptr,  # uint8, one for 8 words
     absmax2_ptr,  # int32: the bits of an fp32, one for 256 absmax
     out_ptr,  # int32, 4 for each word of the weight
-    n_words,
-    WORDS: tl.constexpr,  # words a thread
-    THREADS: tl.constexpr,
+    n_rows,  # of 8 words
+    ROWS: tl.constexpr,  # per program
+    WIDE: tl.constexpr,  # 128-bit loads; else a word's results stay with the thread that loads it
 ):
-    """Write every word four times, XORed with scales of its tile, so that the compiler keeps all loads."""
-    tile: tl.constexpr = THREADS * WORDS
-    thread = tl.arange(0, THREADS)
-    first = tl.program_id(0).to(tl.int64) * tile
-    left = n_words - first
-    block = thread & (tile // 8 - 1)
-    exists = block * 8 < left
-    block += first // 8
-    mix = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
-    mix ^= tl.load(absmax2_ptr + (block >> 8), mask=exists, other=0)
-    words = ()
-    for row in tl.static_range(WORDS):
-        index = row * THREADS + tl.max_contiguous(thread, 1)  # one word's results stay with their thread
-        words = words + (tl.load(weight_ptr + first + index, mask=index < left),)
-    for row in tl.static_range(WORDS):
-        index = row * THREADS + tl.max_contiguous(thread, 1)
-        value = words[row] ^ mix
-        quad = tl.reshape(tl.join(tl.join(value, value), tl.join(value, value)), (THREADS, 4))
-        target = (first + index)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        tl.store(out_ptr + target, quad, mask=(index < left)[:, None], cache_modifier=".cs")
+    """Write every word four times, XORed with the scales of its row, so that the compiler keeps all loads."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < n_rows
+    mix = tl.load(absmax_ptr + row, mask=exists, other=0).to(tl.int32)
+    mix ^= tl.load(absmax2_ptr + (row >> 8), mask=exists, other=0)
+    column = tl.arange(0, 8)
+    if not WIDE:
+        column = tl.max_contiguous(column, 1)
+    word = row[:, None] * 8 + column[None, :]
+    value = tl.load(weight_ptr + word, mask=exists[:, None], other=0) ^ mix[:, None]
+    four = tl.broadcast_to(value[:, :, None], (ROWS, 8, 4))
+    target = word[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    tl.store(out_ptr + target, four, mask=exists[:, None, None], cache_modifier=".cs")
 
 
 def parts(layer):
@@ -52,44 +45,29 @@ def parts(layer):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """A variant of the memory-bound reference, for nested layers in blocks of 64 and 256."""
+    """A variant of the memory-bound reference, for nested layers in blocks of 64 and 256, of whole rows."""
 
-    words: int  # per thread
+    rows: int  # per program
     num_warps: int
+    wide: bool
 
     def __call__(self, layer, out=None) -> torch.Tensor:
         """Move the bytes of a layer of n weights into `out`, and return it: int32 (n / 2), no weights."""
         words, absmax, absmax2 = parts(layer)
-        n, threads = words.numel(), 32 * self.num_warps
+        n = words.numel() // 8
         if out is None:
-            out = words.new_empty(4 * n)
-        grid = (triton.cdiv(n, self.words * threads),)
-        _copy_kernel[grid](
-            words,
-            absmax,
-            absmax2,
-            out,
-            n,
-            WORDS=self.words,
-            THREADS=threads,
-            num_warps=self.num_warps,
-        )
+            out = words.new_empty(4 * words.numel())
+        launch = _copy_kernel[(triton.cdiv(n, self.rows),)]
+        launch(words, absmax, absmax2, out, n, self.rows, self.wide, num_warps=self.num_warps)
         return out
 
     def expected(self, layer) -> torch.Tensor:
         """Return what a call must write, in plain torch. It depends on every byte of the layer."""
         words, absmax, absmax2 = parts(layer)
-        threads = 32 * self.num_warps
-        scales = threads * self.words // 8  # of a tile
-        index = torch.arange(words.numel(), device=words.device)
-        tile, thread = index // (threads * self.words), index % threads
-        block = tile * scales + thread % scales
-        exists = block * 8 < words.numel()
-        block = torch.where(exists, block, 0)
-        mix = torch.where(exists, absmax[block].int() ^ absmax2[block // 256], 0)
-        return (words ^ mix).repeat_interleave(4)
+        mix = absmax.int() ^ absmax2.repeat_interleave(256)[: absmax.numel()]
+        return (words ^ mix.repeat_interleave(8)).repeat_interleave(4)
 
 
-# All are timed, and the fastest at a size is the reference. Within 1% of the best of 16 variants in CUDA C
-# from 4M elements on (H200); plain stores were never faster than streaming ones.
-VARIANTS = [Copy(words, num_warps) for words in (2, 4, 8) for num_warps in (4, 8)]
+# All are timed, and the fastest at a size is the reference.
+TILES = ((32, 1), (32, 2), (64, 4))
+VARIANTS = [Copy(rows, num_warps, wide) for rows, num_warps in TILES for wide in (False, True)]

@@ -1,19 +1,22 @@
 """QLoRA steps with the kernel and without: real libraries on a small random model, in processes of their own.
 
 The section `training` of `python -m helpers bench`. Losses and gradients must be bit-identical with and
-without the kernel, or nothing is timed. Unsloth changes the other libraries for good and asks to be imported
-first, so each library gets a new process.
+without the kernel, or nothing is timed. Then rounds of both are paired, and the speedup is the median of the
+rounds' ratios with its 95% bootstrap interval. Unsloth changes the other libraries for good and asks to be
+imported first, so each library gets a new process.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from helpers import machine
@@ -37,8 +40,14 @@ VARIABLES = {
 }
 LIBRARIES = {"peft": "PEFT", "unsloth": "Unsloth"}
 ARMS = ("without", "with")
-STEPS = ((1, 512, 4), (1, LONGEST, 2), (4, LONGEST, 1))  # sequences, tokens each, steps per round
-ROUNDS = 20
+STEPS = (
+    (1, 128, 6),
+    (1, 512, 6),
+    (1, LONGEST, 3),
+    (4, LONGEST, 1),
+)  # sequences, tokens each, steps per round
+ROUNDS = 30
+CORES = 2  # that a process keeps to: the backward pass has a thread of its own
 REPEATS = 3  # steps of each arm that are compared: a backward pass that varies may agree by chance
 
 
@@ -246,12 +255,24 @@ def times(library: str, step, count: int) -> dict[str, list[float]]:
         with arm(library, name):
             step()  # untimed: what the other arm left in caches is not this one's
             clocks.synchronize()
-            start = time.perf_counter()
-            for _ in range(count):
-                step()
-            clocks.synchronize()
-            found[name].append(1e3 * (time.perf_counter() - start) / count)
+            with clocks.collector_off():
+                start = time.perf_counter()
+                for _ in range(count):
+                    step()
+                clocks.synchronize()
+                found[name].append(1e3 * (time.perf_counter() - start) / count)
     return found
+
+
+def speedup(arms: dict[str, list[float]]) -> list[float]:
+    """Return (low, median, high) of the rounds' ratios of times without the kernel to times with it.
+
+    low, high: the 95% bootstrap interval of the median. An interval that includes 1 is within noise.
+    """
+    ratios = np.divide(arms["without"], arms["with"])
+    resampled = np.random.default_rng(3407).choice(ratios, (10_000, len(ratios)))
+    low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
+    return [low, float(np.median(ratios)), high]
 
 
 def steps(library: str, folder: str, sizes=STEPS) -> dict:
@@ -286,7 +307,7 @@ def time_training(scope, problems: list[str]) -> Iterator[Row]:
         make_model(folder, **LLAMA3_8B)
         for library in LIBRARIES:
             try:
-                found = in_new_process("-m", __name__, library=library, folder=folder)
+                found = in_new_process("-m", __name__, timeout=600, library=library, folder=folder)
             except machine.ChildFailed as error:
                 problems.append(f"{library}: {error}")
                 continue
@@ -294,7 +315,9 @@ def time_training(scope, problems: list[str]) -> Iterator[Row]:
             for case, arms in found["ms"].items():
                 for name, values in arms.items():
                     yield Row("training", case, name, "ms", values)
+                yield Row("training", case, "speedup", "x", speedup(arms))
 
 
 if __name__ == "__main__":
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     answer(steps)

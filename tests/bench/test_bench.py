@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from helpers.bench import bench, clocks, contenders, copy_kernel
+from helpers.bench import bench, clocks, contenders, copy_kernel, gpu, host
 from helpers.results import store
 from helpers.results.store import Row
-from nf4_triton.reference import dequantize
+from nf4_triton import reference, settings
+from nf4_triton.state import read_state
 
 pytest.importorskip("bitsandbytes")
 TINY = dataclasses.replace(bench.ON_CPU, sizes=(2**10,))
-LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & contenders.all_contenders().keys())
-FORMS = {"ours"} | ({"ordinary", "compiled_grid"} if clocks.ON_GPU else set())
+EVERYONE = contenders.all_contenders().keys()
+LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & EVERYONE)
 
 
 def run(name, scope=TINY):
@@ -36,22 +37,38 @@ def test_gpu_time():
     assert all(found.keys() == {"ours", "copy_kernel"} | LIBRARIES for found in cases.values())
 
 
-def test_settings_that_change_the_launch_are_timed_and_put_back(kernel):
-    with kernel.force(card="t4"):  # a change is made to the settings in force
-        before = kernel.settings()
-        found = bench.changes(2**28, "bf16").keys() - {"asm=False"}  # asm is off without a GPU
+def test_experts():
+    cases, problems = run("experts")
+    assert not problems and list(cases) == ["2x8x64 bf16"]
+    assert {"ours", "bitsandbytes"} <= cases["2x8x64 bf16"].keys()
+
+
+def test_settings_that_change_the_launch_are_timed_and_put_back():
+    with settings.force(card="t4", rows=32, num_warps=2, hints=True):  # changes are made to these
+        before = settings.settings()
         cases, problems = run("settings")
-        assert kernel.settings() == before and not problems
-    assert found == {"hints=False", "stage=False", "num_warps=2", "num_warps=8", "words=2", "words=4"}
-    assert "hints=False at 1024 bf16" in cases
+        assert settings.settings() == before and not problems
+    changed = {case.removesuffix(" at 1024 bf16") for case in cases} - {"asm=False"}  # off without a GPU
+    assert {"hints=False", "rows=16", "rows=64", "rows=128", "num_warps=1", "num_warps=4"} <= changed
+    assert not {"rows=32", "num_warps=2"} & changed
     assert all(found.keys() == {"default", "changed"} for found in cases.values())
 
 
 def test_host_time():
     cases, problems = run("host_time")
     assert not problems and {"until_return", "synchronized", "first_call_new_layer"} <= cases.keys()
+    out = {"ours_out"} | ({"unsloth_out"} if "unsloth_today" in EVERYONE else set())
     for case, found in cases.items():
-        assert case == "first_call" or found.keys() == FORMS | LIBRARIES | {"peft"}
+        assert case in ("first_call", "launcher") or found.keys() == EVERYONE | out, case
+
+
+def test_another_triton_has_a_section_of_its_own(monkeypatch):
+    monkeypatch.setattr(host.triton, "__version__", "9.9.9")
+    monkeypatch.setattr(host, "time_protocol", good)
+    monkeypatch.setattr(host, "time_call", lambda scope, problems: [])
+    rows, problems = bench.run_section("triton", TINY)
+    assert not problems and {row.section for row in rows} == {"triton 9.9.9"}
+    assert {"64 fp16", "1024 bf16"} <= {row.case for row in rows}
 
 
 def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
@@ -66,6 +83,9 @@ def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
 
 
 def test_axolotl_is_timed_without_the_switch_and_with_it(monkeypatch):
+    def dequantize(weight, quant_state):
+        return reference.dequantize(read_state(weight, quant_state))
+
     switched, stand_in = [], types.SimpleNamespace(dequantize=dequantize)
     for name in ("axolotl", "axolotl.kernels", "axolotl.kernels.quantize"):
         monkeypatch.setitem(sys.modules, name, stand_in)
@@ -74,13 +94,13 @@ def test_axolotl_is_timed_without_the_switch_and_with_it(monkeypatch):
         switched.append(name)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(bench.training, "arm", arm)
+    monkeypatch.setattr(host.training, "arm", arm)
     cases, problems = run("axolotl")
     assert not problems and [len(values) for values in cases["synchronized"].values()] == [2, 2]
     assert switched == ["without", "with", "with", "without"]
 
 
-@pytest.mark.parametrize("section", ["protocol", "gpu_time", "settings", "host_time", "compiled"])
+@pytest.mark.parametrize("section", ["protocol", "gpu_time", "experts", "settings", "host_time", "compiled"])
 def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
     def nearly(layer):
         weight = contenders.exact_weight(layer)
@@ -88,9 +108,9 @@ def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
         return weight
 
     monkeypatch.setattr(contenders.launch, "your_dequantize_nf4", nearly)
-    monkeypatch.setattr(bench, "your_dequantize_nf4", nearly)
-    monkeypatch.setattr(bench.protocol, "puzzles_line", lambda candidate: None)
-    monkeypatch.setattr(bench.protocol, "in_turns", lambda fns: (dict.fromkeys(fns, [1.0]), {}))
+    monkeypatch.setattr(gpu, "your_dequantize_nf4", nearly)
+    monkeypatch.setattr(host.protocol, "puzzles_line", lambda candidate: None)
+    monkeypatch.setattr(host.protocol, "in_turns", lambda fns: (dict.fromkeys(fns, [1.0]), {}))
     cases, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
     cases.pop("first_call", None)  # of other processes
@@ -98,9 +118,9 @@ def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
 
 
 def test_the_memory_bound_reference_is_the_fastest_copy(monkeypatch):
-    seconds = {"ours": [20.0]} | {str(copy): [9.0 - copy.words] for copy in copy_kernel.VARIANTS}
-    monkeypatch.setattr(bench, "gpu_seconds", lambda *arguments: dict(seconds))
-    assert run("gpu_time")[0]["1024 fp16"] == {"ours": (20e6,), "copy_kernel": (1e6,)}
+    seconds = {"ours": [20.0]} | {str(copy): [9.0 - copy.num_warps] for copy in copy_kernel.VARIANTS}
+    monkeypatch.setattr(gpu, "gpu_seconds", lambda *arguments: dict(seconds))
+    assert run("gpu_time")[0]["1024 fp16"] == {"ours": (20e6,), "copy_kernel": (5e6,)}
 
 
 # --- the command ---
@@ -156,9 +176,15 @@ def test_unsloths_fallback_to_its_classic_path_is_a_problem(monkeypatch):
 @pytest.mark.long  # protocol alone runs the puzzle's test 45 times
 @pytest.mark.timeout(0)
 def test_on_a_gpu_nobody_fails(monkeypatch):
-    monkeypatch.setattr(bench.protocol, "ROUNDS", 100)
+    monkeypatch.setattr(host.protocol, "ROUNDS", 100)
     scope = dataclasses.replace(
-        bench.FULL, sizes=(2**16, 2**22), settings=((2**20, "bf16"),), tokens=(64,), weights=4, rounds=5
+        bench.FULL,
+        sizes=(2**16, 2**22),
+        experts=((2, 64, 64),),
+        settings=((2**20, "bf16"),),
+        tokens=(64,),
+        weights=4,
+        rounds=5,
     )
     for section in bench.DEFAULT:
         cases, problems = run(section, scope)

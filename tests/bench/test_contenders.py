@@ -26,7 +26,7 @@ def test_wrong_and_unwritten_elements_are_named(device):
     assert "ZeroDivisionError" in problems[-1] and "not bit-identical" in problems[0]
 
 
-@pytest.mark.parametrize("numel", [64, 64 * 40, 2**14 + 64])  # less than a program, part of one, one over
+@pytest.mark.parametrize("numel", [64, 64 * 40, 2**14 + 64])  # a row, part of a program, several
 def test_the_copy_kernel_moves_every_byte_and_no_other(device, numel):
     """What is expected depends on every byte: see the next test."""
     layer = quantized_layer(64, numel // 64, torch.bfloat16)

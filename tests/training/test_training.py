@@ -30,7 +30,7 @@ def test_one_library_is_compared_and_timed(toy, monkeypatch):
 
 
 def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
-    def child(*command, library, folder):
+    def child(*command, timeout, library, folder):
         if library == "peft":
             raise machine.ChildFailed("no memory")
         ms = {"Unsloth, 8 tokens": {"without": [2.0], "with": [1.0]}}
@@ -41,8 +41,16 @@ def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
     monkeypatch.setattr(training, "in_new_process", child)
     problems = []
     rows = [(row.case, row.contender) for row in training.time_training(None, problems)]
-    assert rows == [("Unsloth, 8 tokens", name) for name in ("without", "with")]
+    assert rows == [("Unsloth, 8 tokens", name) for name in ("without", "with", "speedup")]
     assert problems == ["peft: no memory", "Unsloth, 9 tokens: not timed"]
+
+
+def test_the_interval_pairs_rounds():
+    drifting = [float(ms) for ms in range(10, 40)]  # the clock drifts more than the kernel gains
+    gains = {"without": [1.1 * ms for ms in drifting], "with": drifting}
+    assert training.speedup(gains) == pytest.approx([1.1, 1.1, 1.1])
+    low, median, high = training.speedup({"without": [10.0, 11.0, 9.0] * 10, "with": [10.0] * 30})
+    assert low <= median == 1.0 <= high and low < high
 
 
 @on_cpu
