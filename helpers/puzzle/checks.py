@@ -1,40 +1,144 @@
-"""One cell for each of the puzzle's criteria beside speed: it prints what it saw and returns a verdict."""
+"""GPU time, and one cell for each of the puzzle's criteria beside speed: it prints what it saw."""
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import torch
 
-from nf4_triton.kernel import force, settings
-from nf4_triton.launch import launch_kernel
-from helpers.puzzle.layers import every_code, quantized_layer
+from helpers.puzzle.layers import LARGE, ON_GPU, every_code, quantized_layer
+from helpers.puzzle.protocol import (
+    CONFIGS,
+    NEEDS_GPU,
+    SHORT,
+    baselines,
+    bitsandbytes_baseline,
+    dequantize_in_pytorch,
+    synchronize,
+)
+from nf4_triton.launch import launch_ordinary
 from nf4_triton.reference import dequantize, different
-from helpers.puzzle.protocol import CONFIGS, NEEDS_GPU, ON_GPU, SHORT, baselines, synchronize
+from nf4_triton.settings import force, settings
+from nf4_triton.state import read_state
+
+# %% A kernel that only moves the bytes, and the chart id="move-bytes" folded=true
+import statistics
+
+import triton
+import triton.language as tl
+
+COLORS = {
+    "this kernel": "#0B63CE",
+    "Unsloth today": "#C2410C",
+    "bitsandbytes": "#2E7D32",
+    "plain PyTorch": "#9A6700",
+}
+MOVES = "only moves the bytes"
+
+
+@triton.jit
+def _move_bytes_kernel(words_ptr, absmax_ptr, out_ptr, n_words, TILE: tl.constexpr):
+    """Write each word four times: a dequantization reads 8 codes in a word and writes 8 results."""
+    # max_contiguous: a word's results stay with their thread, as one 128-bit store
+    index = tl.program_id(0) * TILE + tl.max_contiguous(tl.arange(0, TILE), 1)
+    exists = index < n_words
+    word = tl.load(words_ptr + index, mask=exists, other=0)
+    word ^= tl.load(absmax_ptr + (index >> 3), mask=exists, other=0)  # one absmax for 64 codes
+    words = tl.reshape(tl.join(tl.join(word, word), tl.join(word, word)), (TILE, 4))
+    to = index[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(out_ptr + to, words, mask=exists[:, None], cache_modifier=".cs")
+
+
+def move_bytes(layer):
+    """Read a layer's codes and absmax, write as many bytes as its 16-bit weight has; return these."""
+    words, absmax = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state.absmax
+    out = torch.empty(4 * len(words), dtype=torch.int32, device=words.device)
+    grid = (triton.cdiv(len(words), 1024),)
+    _move_bytes_kernel[grid](words, absmax, out, len(words), TILE=1024, num_warps=8)
+    return out
+
+
+def draw(us):
+    """Draw how fast each contender is relative to moving the bytes. us: {contender: {size: us}}."""
+    import matplotlib.pyplot as plt
+
+    figure, panel = plt.subplots(figsize=(9, 3.6), layout="constrained", facecolor="white")
+    for i, (name, color) in enumerate(COLORS.items()):
+        times = us.get(name, {})
+        shares = [us[MOVES][size] / times[size] for size in times]
+        bars = panel.bar([group + 0.2 * i for group in range(len(times))], shares, 0.19, color=color)
+        bars.set_label(name)
+        panel.bar_label(bars, [f"{time:.3g}" for time in times.values()], fontsize=9)
+    panel.set_xticks([group + 0.3 for group in range(len(us[MOVES]))], us[MOVES])
+    panel.set(ylabel="speed relative to moving the bytes", title="Labels: GPU time of a call in us")
+    panel.axhline(1, color="#1F2328", linestyle="--")
+    figure.legend(loc="outside lower center", ncols=4)
+    plt.show()
+
+
+# %% id="gpu-events"
+def gpu_events(function, *arguments, count=3):
+    """Profile `count` calls; return (name, microseconds) of everything they ran on the GPU."""
+    function(*arguments)
+    synchronize()
+    activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(count):
+            function(*arguments)
+        synchronize()
+    found = []
+    for event in profile.events():  # annotations are ranges that torch.compile marks
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            found.append((event.name, event.time_range.elapsed_us()))
+    return found
+
+
+def gpu_us(function, layers):
+    """Return the GPU time of a call in us. All results are kept, so that no two share memory."""
+    events = gpu_events(lambda: [function(layer) for layer in layers])
+    return sum(us for _, us in events) / len(layers) / 3
+
+
+# %% id="device" call="attempt(device, your_dequantize_nf4)"
+def device(candidate):
+    """Print and draw the GPU time of a call at the three sizes of the puzzle's test."""
+    known = baselines()
+    contenders = {MOVES: move_bytes, "this kernel": candidate, "Unsloth today": known["unsloth_today"].fn}
+    contenders |= {"bitsandbytes": known["bitsandbytes"].fn, "plain PyTorch": dequantize_in_pytorch}
+    us = {name: {} for name, function in contenders.items() if function}
+    for config in sorted(CONFIGS, key=lambda config: config.hidden):
+        size = f"{config.intermediate}x{config.hidden} {SHORT[config.dtype]}"
+        count = 1 + 48 * 2**20 // (config.hidden * config.intermediate)  # more than an L2 cache holds
+        layers = [quantized_layer(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
+        for name, times in us.items():
+            times[size] = gpu_us(contenders[name], layers)
+    print(f"{'GPU time of a call, us':24}", *(f"{size:>18}" for size in us[MOVES]))
+    for name, times in us.items():
+        print(f"{name:24}", *(f"{time:18.1f}" for time in times.values()))
+    draw(us)
+
 
 # %% What the cells below share id="checks-tools" folded=true
 import collections
 import contextlib
 import math
 import re
-import statistics
 
 HALF = (torch.float16, torch.bfloat16)
-LARGE = (4096, 14336) if ON_GPU else (128, 64)
 BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
 KERNEL = "_your_dequantize_nf4_kernel"
 passed = {}  # {criterion: True, False, or None where it was not measured}
 
 
-def bitsandbytes(layer):
+def by_bitsandbytes(layer):
     """Return the weight by bitsandbytes' own function."""
-    return baselines()["bitsandbytes"].fn(layer)
+    return bitsandbytes_baseline().fn(layer)
 
 
-def plain_pytorch(layer):
-    """Return the weight by the reference above."""
-    return dequantize(layer.weight, layer.weight.quant_state)
+def by_pytorch(layer):
+    """Return the weight by the reference in plain PyTorch."""
+    return dequantize(read_state(layer.weight, layer.weight.quant_state))
 
 
-def wrong_elements(function, layer, reference=bitsandbytes):
+def wrong_elements(function, layer, reference=by_bitsandbytes):
     """Count the elements whose bits differ from the reference's."""
     expected = reference(layer)
     torch.full_like(expected, math.nan)  # freed at once, so the result is likely to get this memory
@@ -67,40 +171,6 @@ def changes_show(candidate):
     return right
 
 
-def gpu_events(function, *arguments, count=3):
-    """Profile `count` calls; return (name, microseconds) of everything they ran on the GPU."""
-    function(*arguments)
-    synchronize()
-    activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(count):
-            function(*arguments)
-        synchronize()
-    found = []
-    for event in profile.events():  # annotations are ranges that torch.compile marks
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            found.append((event.name, event.time_range.elapsed_us()))
-    return found
-
-
-def on_and_off(candidate, setting):
-    """Run with a setting on and off. Return ({on: PTX that ran}, {on: wrong elements}).
-
-    Print the GPU time of both, on 12 layers, more than the L2 cache holds.
-    """
-    layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
-    chosen, ptx, wrong, times = vars(settings()), {}, {}, {}
-    for on in (True, False):
-        with force(**(chosen | {setting: on and chosen[setting]})):
-            first = launch_kernel(layers[0].weight, layers[0].weight.quant_state)
-            ptx[on], wrong[on] = first.compiled.asm["ptx"], wrong_elements(candidate, layers[0])
-            events = gpu_events(lambda: [candidate(layer) for layer in layers])
-            times[on] = statistics.median(us for _, us in events)
-    print(f"1024x4096 bf16, {setting} on: {times[True]:.2f} us, {wrong[True]} wrong elements;", end=" ")
-    print(f"off: {times[False]:.2f} us, {wrong[False]} wrong elements")
-    return ptx, wrong
-
-
 def inductor_compiles(dtype):
     """Reset Dynamo; return whether Inductor compiles this dtype on this card."""
     torch._dynamo.reset()
@@ -121,16 +191,13 @@ def no_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def assembly(ptx):
-    """Return {opcode: its instructions} of the inline assembly, without Triton's own loads and stores."""
-    found = collections.defaultdict(list)
+def our_opcodes(ptx):
+    """Return the opcodes of the kernel's inline assembly. Its blocks have mul.rn.ftz, Triton's own do not."""
+    opcodes = {}
     for block in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.S):
-        for instruction in block.replace("\n", ";").split(";"):
-            instruction = instruction.strip(" \t{}")
-            opcode = re.match(r"(?:@\S+ )?([a-z]+)", instruction)
-            if opcode and opcode[1] not in ("ld", "st", "mov", "createpolicy"):
-                found[opcode[1]].append(instruction)
-    return found
+        if "mul.rn.ftz" in block:
+            opcodes |= dict.fromkeys(re.findall(r"[;{]\s*([a-z]+\.[a-z0-9.]+)", block))
+    return list(opcodes)
 
 
 # %% id="single-kernel" call="passed['one kernel'] = attempt(single_kernel, your_dequantize_nf4)"
@@ -153,7 +220,7 @@ def exact(candidate):
     for description, make in some_layers():
         counts = []
         for layer in map(make, HALF):
-            counts += [wrong_elements(candidate, layer, fx) for fx in (plain_pytorch, bitsandbytes)]
+            counts += [wrong_elements(candidate, layer, fx) for fx in (by_pytorch, by_bitsandbytes)]
         size = layer.weight.quant_state.shape.numel()
         print(f"{description:28}", *(f"{count:13,}" for count in (*counts, size)))
         right = right and not any(counts)
@@ -176,17 +243,35 @@ def torch_compile(candidate):
     return right if ON_GPU else None
 
 
+# %% id="on-and-off"
+def on_and_off(candidate, setting):
+    """Run with a setting on and off. Return ({on: PTX that ran}, {on: wrong elements}).
+
+    Print the GPU time of both, on 12 layers, more than the L2 cache holds.
+    """
+    layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
+    chosen, ptx, wrong, times = vars(settings()), {}, {}, {}
+    for on in (True, False):
+        with force(**(chosen | {setting: on and chosen[setting]})):
+            first = launch_ordinary(read_state(layers[0].weight, layers[0].weight.quant_state))
+            ptx[on], wrong[on] = first.compiled.asm["ptx"], wrong_elements(candidate, layers[0])
+            events = gpu_events(lambda: [candidate(layer) for layer in layers])
+            times[on] = statistics.median(us for _, us in events)
+    print(f"1024x4096 bf16, {setting} on: {times[True]:.2f} us, {wrong[True]} wrong elements;", end=" ")
+    print(f"off: {times[False]:.2f} us, {wrong[False]} wrong elements")
+    return ptx, wrong
+
+
 # %% id="custom-asm" call="passed['assembly'] = attempt(custom_asm, your_dequantize_nf4)"
 def custom_asm(candidate):
-    """Print the inline assembly in the PTX that ran. Without it: no shfl, no prmt, and the same bits."""
+    """Count the assembly's instructions in the PTX that ran, with it and without. The bits stay the same."""
     ptx, wrong = on_and_off(candidate, "asm")
-    used = assembly(ptx[True])
-    for opcode, instructions in used.items():
-        left = ptx[False].count(f"{opcode}.")
-        print(f"{opcode:5}{len(instructions):4} with asm,{left:4} without:  {instructions[0]}")
-    needed = "shfl" in used and "prmt" in used
-    gone = "shfl." not in ptx[False] and "prmt." not in ptx[False]
-    return needed and gone and not any(wrong.values())
+    counts = {}
+    for opcode in our_opcodes(ptx[True]):
+        counts[opcode] = [len(re.findall(rf"\b{opcode}\b", ptx[on])) for on in (True, False)]
+        print(f"{opcode:20}{counts[opcode][0]:4} in the PTX with asm,{counts[opcode][1]:4} without")
+    used, left = counts.get("mul.rn.ftz.f32", (0, 0))
+    return used > 0 and left == 0 and not any(wrong.values())
 
 
 # %% id="cache-eviction" call="passed['eviction'] = attempt(cache_eviction, your_dequantize_nf4)"

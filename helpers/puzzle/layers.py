@@ -9,6 +9,7 @@ import torch
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
+LARGE = (4096, 14336) if ON_GPU else (128, 64)  # in and out features; the interpreter is slow
 
 
 def quantized_layer(

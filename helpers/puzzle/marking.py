@@ -5,9 +5,10 @@
 import os
 import statistics
 
-from helpers.puzzle.protocol import NEEDS_GPU, ON_GPU, ratio, shown
+from helpers.puzzle.layers import ON_GPU
+from helpers.puzzle.protocol import NEEDS_GPU, shown
 
-# %% The score id="score" folded=true call="points = print_score(passed, ratios, seconds, facts)"
+# %% The score id="score" folded=true call="points = print_score(passed, ratios, facts)"
 MAXIMUM = 14
 TABLE = (  # criterion, points if met, points if not, verdict or least speedup, cell
     ("One fused kernel", 3, 0, "one kernel", "single_kernel"),
@@ -22,12 +23,12 @@ TABLE = (  # criterion, points if met, points if not, verdict or least speedup, 
 )
 
 
-def speeds(ratios, seconds):
-    """Return the speedup over each Unsloth: 0 if the test failed, None if it was not timed."""
+def speeds(ratios):
+    """Return the median speedup over each Unsloth: 0 if the test failed, None if it was not timed."""
     if ratios is False:
         return {"today": 0.0, "classic": 0.0}
-    today = statistics.median(ratios) if ratios else None
-    return {"today": today, "classic": ratio(seconds, "unsloth_classic")}
+    ratios = ratios or {"today": [], "classic": []}
+    return {version: statistics.median(values) if values else None for version, values in ratios.items()}
 
 
 def points_of(passed, speedups):
@@ -43,9 +44,9 @@ def points_of(passed, speedups):
     return points
 
 
-def print_score(passed, ratios, seconds, facts):
-    """Print the marking table from the verdicts and times above; return the points."""
-    speedups = speeds(ratios, seconds)
+def print_score(passed, ratios, facts):
+    """Print the marking table from the verdicts and ratios above; return the points."""
+    speedups = speeds(ratios)
     points = points_of(passed, speedups)
     totals = [sum(line[column] or 0 for line in points.values()) for column in speedups]
     where = facts["card"] or "this CPU (Triton's interpreter)"
@@ -56,7 +57,7 @@ def print_score(passed, ratios, seconds, facts):
         print(f"{criterion:32}{texts[0]:>18}{texts[1]:>20}   {cell}")
     print(f"{'Sum':32}{totals[0]:>18}{totals[1]:>20}")
     texts = [shown(speedup) for speedup in speedups.values()]
-    print(f"{'Speedup':32}{texts[0]:>18}{texts[1]:>20}   puzzles_line, in_turns_table")
+    print(f"{'Speedup':32}{texts[0]:>18}{texts[1]:>20}   puzzles_line")
     if passed.get("memory") is False:
         print("\nBreaks a rule: allocates a large buffer, or waits for the GPU (memory)")
     return points
@@ -70,13 +71,16 @@ import re
 
 def rows_of(points, ratios, seconds):
     """Return [section, case, contender, unit, values] of all that was measured."""
-    rows = [["protocol", "puzzle's line", "unsloth_today", "x", ratios]] if ratios else []
+    lines = ratios or {}
+    rows = [
+        ["protocol", "puzzle's line", f"unsloth_{x}", "x", values] for x, values in lines.items() if values
+    ]
     rows += [["protocol", "total", name, "s", values] for name, values in seconds.items()]
     for criterion, line in points.items():
         for column, value in line.items():
             if value is not None:
                 rows.append(["score", criterion, column, "points", [value]])
-    for column, speedup in speeds(ratios, seconds).items():
+    for column, speedup in speeds(ratios).items():
         if speedup is not None:
             rows.append(["score", "total", column, "x", [speedup]])
     return rows
@@ -93,4 +97,4 @@ def write_result(facts, points, ratios, seconds, kernel):
     path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"Results are in {path.name}.")
     if facts["capability"] == [7, 5]:
-        print("Few T4 results are known: please send us this file.")
+        print("No T4 result is stored yet: please send this file to the author of the notebook.")

@@ -4,17 +4,151 @@
 # %% tags=["module-only"]
 import torch
 
-from helpers.puzzle.layers import DEVICE, ON_GPU
-from nf4_triton.kernel import _your_dequantize_nf4_kernel, launch_options, settings
-from nf4_triton.launch import launch_kernel
+from helpers.puzzle.layers import DEVICE, LARGE, ON_GPU, quantized_layer
+from nf4_triton.kernel import _your_dequantize_nf4_kernel
+from nf4_triton.launch import launch_ordinary
+from nf4_triton.reference import different
+from nf4_triton.settings import launch_options, settings
+from nf4_triton.state import read_state
 
-# %% The puzzle's layers, MLP, and comparisons id="protocol-names" folded=true
-import collections
-import os
+# %% Run a cell's function, compare with bitsandbytes id="protocol-attempt" folded=true
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import math
 import statistics
 import time
+from collections.abc import Callable
+from unittest import mock
 
 NEEDS_GPU = "an NVIDIA GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """A library's function from a Linear4bit to its weight."""
+
+    label: str
+    fn: Callable | None = None
+    reason: str = ""  # what is missing where fn is None
+
+
+def load(label, loader):
+    """Import a library without its banners; return its Baseline."""
+    try:
+        if not ON_GPU and label.startswith("Unsloth"):
+            return Baseline(label, None, NEEDS_GPU)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return Baseline(label, loader())
+    except ModuleNotFoundError as error:
+        return Baseline(label, None, f"{error.name}, which is not installed")
+    except Exception as error:  # a broken installation can raise anything
+        return Baseline(label, None, f"a working {label}: {type(error).__name__}: {error}")
+
+
+def own_dequantize_4bit():
+    """Return bitsandbytes' own function: unsloth_zoo puts a wrapper in its place."""
+    from bitsandbytes import functional
+
+    own = inspect.unwrap(functional.dequantize_4bit)
+    if own.__module__ != functional.__name__:
+        raise RuntimeError(f"{own.__module__} replaced bitsandbytes' dequantize_4bit")
+    return own
+
+
+def own_libraries():
+    """Inside this block PEFT calls bitsandbytes' own function, not Unsloth's wrapper."""
+    return mock.patch("bitsandbytes.functional.dequantize_4bit", own_dequantize_4bit())
+
+
+def load_bitsandbytes():
+    own = own_dequantize_4bit()
+    return lambda layer: own(layer.weight.data, layer.weight.quant_state)
+
+
+@functools.cache
+def bitsandbytes_baseline() -> Baseline:
+    """Return bitsandbytes' own function. Called first, before Unsloth is imported."""
+    return load("bitsandbytes", load_bitsandbytes)
+
+
+def synchronize():
+    """Wait for the GPU, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
+def shown(ratio):
+    """Return a ratio as text, rounded down to two decimals; a dash for None."""
+    return "-" if ratio is None else f"{math.floor(round(100 * ratio, 6)) / 100:.2f}x"
+
+
+def attempt(check, candidate, needs_gpu=True):
+    """Return check(candidate). If something is missing, say so and return None; after an error, False."""
+    needs = bitsandbytes_baseline().reason
+    if needs_gpu and not ON_GPU:
+        needs = NEEDS_GPU
+    if needs:
+        print(f"not measured (needs {needs})")
+        return None
+    try:
+        verdict = check(candidate)
+    except Exception as error:
+        print(f"{type(error).__name__}: {str(error).strip()[:500]}")
+        verdict = False
+    if verdict in (True, False):
+        print("passed" if verdict else "FAILED")
+    return verdict
+
+
+def compare(dequantize, layer=None):
+    """Count the elements that differ in any bit from bitsandbytes' weight; print the time of a call."""
+    layer = layer or quantized_layer(*LARGE, torch.bfloat16)
+    weight = dequantize(layer)
+    wrong = different(weight, bitsandbytes_baseline().fn(layer))
+    print(f"{wrong:,} of {weight.numel():,} elements differ from bitsandbytes", end="; ")
+    seconds = []
+    for _ in range(20 if ON_GPU else 0):
+        synchronize()
+        start = time.perf_counter()
+        dequantize(layer)
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    print(f"{1e3 * statistics.median(seconds):.3f} ms" if ON_GPU else f"not timed (needs {NEEDS_GPU})")
+    return wrong == 0
+
+
+# %% id="format" call="attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
+def dequantize_in_pytorch(layer):
+    """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
+    state = layer.weight.quant_state
+    code2, absmax2 = state.state2.code, state.state2.absmax
+    byte = layer.weight.data.view(-1)  # two 4-bit codes each, the high nibble first
+    code = torch.stack((byte >> 4, byte & 15), dim=1).view(-1, 64)  # 64 codes share a scale
+    scale = code2[state.absmax.int()]  # scales are quantized, too: absmax is an index into 256 values
+    scale = scale * absmax2.repeat_interleave(256)[: len(scale)]  # 256 scales share an absmax2
+    scale = scale + state.offset
+    weight = state.code[code.int()] * scale[:, None]  # state.code: the 16 values of NF4
+    return weight.to(state.dtype).view(state.shape)
+
+
+# %% id="one-call" call="attempt(one_call, your_dequantize_nf4, needs_gpu=False)"
+def one_call(your_dequantize_nf4):
+    """Dequantize one layer, compare every bit with bitsandbytes, and time the call."""
+    layer = quantized_layer(*LARGE, torch.bfloat16)
+    W = your_dequantize_nf4(layer)
+    print(f"{tuple(W.shape)}, {W.dtype}, first weights {[round(w, 4) for w in W[0, :4].tolist()]}")
+    return compare(your_dequantize_nf4, layer)
+
+
+# %% The puzzle's layers and MLP id="protocol-names" folded=true
+import collections
+import importlib.metadata
+import os
+import sys
+
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
@@ -76,10 +210,82 @@ def mlp_forward(X, mlp, fx):
     return (torch.nn.functional.silu(gate) * up) @ fx(mlp.down_proj).t()
 
 
-def synchronize():
-    """Wait for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
+def layers_of(mlp):
+    """Return the MLP's layers in the order of a timed round."""
+    return mlp.up_proj, mlp.gate_proj, mlp.down_proj
+
+
+def assert_correct_bnb(layer, dtype):
+    """Check that a layer is double-quantized NF4 with blocks of 64 and 256, dequantized to `dtype`."""
+    state, second = layer.weight.quant_state, layer.weight.quant_state.state2
+    assert layer.weight.dtype == state.absmax.dtype == torch.uint8
+    assert state.dtype == dtype
+    assert state.code.dtype == state.offset.dtype == torch.float32
+    assert second.absmax.dtype == second.code.dtype == torch.float32
+    assert (state.blocksize, second.blocksize) == (64, 256)
+
+
+def imported_versions():
+    """Import all libraries, print what is missing, and return {package: version that was imported}."""
+    for one in baselines().values():
+        if one.reason:
+            print(f"{one.label}: not measured (needs {one.reason})")
+    versions = {}
+    for name in ("bitsandbytes", "unsloth", "peft", "transformers"):
+        if module := sys.modules.get(name):
+            versions[name] = getattr(module, "__version__", None) or importlib.metadata.version(name)
+    print(", ".join(f"{name} {version}" for name, version in versions.items()))
+    return versions
+
+
+def flip(mlp):
+    """Flip all bits of the last byte of each weight; a second call restores it."""
+    for layer in layers_of(mlp):
+        layer.weight.data.view(-1)[-1] ^= 255
+
+
+# %% id="protocol-libraries" call="facts['versions'] |= imported_versions()"
+def load_unsloth_today():
+    from unsloth.kernels.utils import fast_dequantize
+
+    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state)
+
+
+def load_unsloth_buffered():  # as Unsloth's training forward calls it: every result in one buffer
+    from unsloth.kernels.utils import fast_dequantize
+
+    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, use_global_buffer=True)
+
+
+def load_unsloth_classic():  # the puzzle's baseline when it was published: three launches
+    from unsloth.kernels.utils import _fast_dequantize_ctypes
+
+    return lambda layer: _fast_dequantize_ctypes(layer.weight, layer.weight.quant_state, None, False)
+
+
+def load_peft():
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight
+
+
+@functools.cache
+def baselines() -> dict[str, Baseline]:
+    """Return what the kernel is compared with. The first call imports the libraries."""
+    return {
+        "bitsandbytes": bitsandbytes_baseline(),  # before Unsloth changes it
+        "peft": load("PEFT", load_peft),
+        "unsloth_classic": load("Unsloth classic", load_unsloth_classic),
+        "unsloth_today": load("Unsloth today", load_unsloth_today),
+        "unsloth_buffered": load("Unsloth today, one buffer", load_unsloth_buffered),
+    }
+
+
+# %% id="protocol-test"
+def reference(layer):
+    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
+    known = baselines()
+    return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
 
 
 def mlp_dequantize(X, mlp, fx):
@@ -99,131 +305,25 @@ def assert_same(x, y, dtype):
     torch.testing.assert_close(x, y, check_stride=True)
 
 
-def assert_correct_bnb(layer, dtype):
-    """Check that a layer is double-quantized NF4 with blocks of 64 and 256, dequantized to `dtype`."""
-    state, second = layer.weight.quant_state, layer.weight.quant_state.state2
-    assert layer.weight.dtype == state.absmax.dtype == torch.uint8
-    assert state.dtype == dtype
-    assert state.code.dtype == state.offset.dtype == torch.float32
-    assert second.absmax.dtype == second.code.dtype == torch.float32
-    assert (state.blocksize, second.blocksize) == (64, 256)
+def assert_fresh(X, mlp, fx, dtype):
+    """Not in the puzzle: flip a byte of each weight; the next results must be right and in new memory."""
+    before = mlp_dequantize(X, mlp, fx)
+    flip(mlp)
+    after = mlp_dequantize(X, mlp, fx)
+    for x, y in zip(after, mlp_dequantize(X, mlp, reference), strict=True):
+        assert_same(x, y, dtype)
+    addresses = {x.data_ptr() for x in (*before, *after)}
+    assert len(addresses) == 6, "two results have the same address"
 
 
-def attempt(check, candidate, needs_gpu=True):
-    """Return check(candidate). If something is missing, say so and return None; after an error, False."""
-    needs = baselines()["bitsandbytes"].reason
-    if needs_gpu and not ON_GPU:
-        needs = NEEDS_GPU
-    if needs:
-        print(f"not measured (needs {needs})")
-        return None
-    try:
-        verdict = check(candidate)
-    except Exception as error:
-        print(f"{type(error).__name__}: {str(error).strip()[:500]}")
-        verdict = False
-    if verdict in (True, False):
-        print("passed" if verdict else "FAILED")
-    return verdict
-
-
-# %% The libraries to compare with id="protocol-libraries" folded=true
-import contextlib
-import dataclasses
-import functools
-import inspect
-import io
-from collections.abc import Callable
-from unittest import mock
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """A library's function from a Linear4bit to its weight."""
-
-    label: str
-    fn: Callable | None = None
-    reason: str = ""  # what is missing where fn is None
-
-
-def own_dequantize_4bit():
-    """Return bitsandbytes' own function: unsloth_zoo puts a wrapper in its place."""
-    from bitsandbytes import functional
-
-    own = inspect.unwrap(functional.dequantize_4bit)
-    if own.__module__ != functional.__name__:
-        raise RuntimeError(f"{own.__module__} replaced bitsandbytes' dequantize_4bit")
-    return own
-
-
-def own_libraries():
-    """Inside this block PEFT calls bitsandbytes' own function, not Unsloth's wrapper."""
-    return mock.patch("bitsandbytes.functional.dequantize_4bit", own_dequantize_4bit())
-
-
-def load_bitsandbytes():
-    own = own_dequantize_4bit()
-    return lambda layer: own(layer.weight.data, layer.weight.quant_state)
-
-
-def load_unsloth_today():
-    from unsloth.kernels.utils import fast_dequantize
-
-    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state)
-
-
-def load_unsloth_classic():
-    from unsloth.kernels.utils import _fast_dequantize_ctypes
-
-    return lambda layer: _fast_dequantize_ctypes(layer.weight, layer.weight.quant_state, None, False)
-
-
-def load_peft():
-    from peft.utils.integrations import dequantize_module_weight
-
-    return dequantize_module_weight
-
-
-def load(label, loader):
-    """Import a library without its banners; return its Baseline."""
-    try:
-        if not ON_GPU and label.startswith("Unsloth"):
-            return Baseline(label, None, NEEDS_GPU)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return Baseline(label, loader())
-    except ModuleNotFoundError as error:
-        return Baseline(label, None, f"{error.name}, which is not installed")
-    except Exception as error:  # a broken installation can raise anything
-        return Baseline(label, None, f"a working {label}: {type(error).__name__}: {error}")
-
-
-@functools.cache
-def baselines() -> dict[str, Baseline]:
-    """Return what the kernel is compared with. The first call imports the libraries."""
-    bitsandbytes = load("bitsandbytes", load_bitsandbytes)  # before Unsloth changes it
-    return {
-        "unsloth_today": load("Unsloth today", load_unsloth_today),
-        "unsloth_classic": load("Unsloth classic", load_unsloth_classic),
-        "bitsandbytes": bitsandbytes,
-        "peft": load("PEFT", load_peft),
-    }
-
-
-def reference(layer):
-    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
-    known = baselines()
-    return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
-
-
-# %% id="protocol-test"
-def test_dequantize(dequantize_fx, build=build):
+def test_dequantize(dequantize_fx):
     """Check every weight, then return the seconds of 1000 rounds, summed over the three MLPs."""
     elapsed = 0
     for config in CONFIGS:
         mlp, X = build(config)
         for _ in range(2):
             assert_same(mlp_forward(X, mlp, dequantize_fx), mlp(X), config.dtype)
-            for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj):
+            for layer in layers_of(mlp):
                 assert_correct_bnb(layer, config.dtype)
             results, expected = (mlp_dequantize(X, mlp, fx) for fx in (dequantize_fx, reference))
             for x, y in zip(results, expected, strict=True):
@@ -232,6 +332,7 @@ def test_dequantize(dequantize_fx, build=build):
         for _ in range(ROUNDS):
             mlp_dequantize(X, mlp, dequantize_fx)
         elapsed += time.perf_counter() - start
+        assert_fresh(X, mlp, dequantize_fx, config.dtype)
     return elapsed
 
 
@@ -241,24 +342,26 @@ test_dequantize.__test__ = False  # the puzzle's name: not a test for pytest
 
 # %% id="ratio" call="ratios = attempt(puzzles_line, your_dequantize_nf4, needs_gpu=False)"
 def puzzles_line(your_dequantize_nf4):
-    """Run the puzzle's line five times; return the five ratios."""
-    unsloth_dequantize = baselines()["unsloth_today"].fn  # Unsloth's fast_dequantize
-    if unsloth_dequantize is None:
+    """Run the puzzle's line five times; return {"today": five ratios, "classic": five ratios}."""
+    known, ratios = baselines(), {"today": [], "classic": []}
+    if known["unsloth_today"].reason:
         test_dequantize(your_dequantize_nf4)
-        print(f"all weights are correct; not timed (needs {baselines()['unsloth_today'].reason})")
+        print(f"all weights are correct; not timed (needs {known['unsloth_today'].reason})")
         return None
-    ratios = []
     for _ in range(5):
-        ratios.append(test_dequantize(unsloth_dequantize) / test_dequantize(your_dequantize_nf4))
-        print(f"{ratios[-1]:.3f}")
-    print(f"median {statistics.median(ratios):.3f}, range {min(ratios):.3f} to {max(ratios):.3f}")
+        for version, values in ratios.items():
+            if unsloth_dequantize := known[f"unsloth_{version}"].fn:
+                values.append(test_dequantize(unsloth_dequantize) / test_dequantize(your_dequantize_nf4))
+    for version, values in ratios.items():
+        if values:
+            texts = [shown(value) for value in (statistics.median(values), *sorted(values))]
+            print(f"vs Unsloth {version}: median {texts[0]} of {', '.join(texts[1:])}")
     return ratios
 
 
-# %% All contenders in turns id="protocol-turns" folded=true
-import math
-
-LABELS = {"ours": "this kernel", "ordinary": "... by kernel[grid]", "compiled_grid": "... by compiled[grid]"}
+# %% How contenders take turns id="protocol-turns" folded=true
+LABELS = {"ours": "this kernel, replayed", "compiled_grid": "this kernel, compiled[grid]"}
+LABELS |= {"ordinary": "this kernel, kernel[grid]", "unsloth_buffered": "Unsloth today, one buffer"}
 LABELS |= {"unsloth_today": "Unsloth today", "unsloth_classic": "Unsloth classic"}
 LABELS |= {"bitsandbytes": "bitsandbytes", "peft": "PEFT"}
 
@@ -268,28 +371,27 @@ def launch_ours(layer, form, known):
 
     known: a cache of launches by shape and dtype. compiled[grid] is the form of Triton's softmax tutorial.
     """
-    weight, state = layer.weight.data, layer.weight.quant_state
-    key = state.shape, state.dtype
+    packed = read_state(layer.weight.data, layer.weight.quant_state)
+    key = packed.shape, packed.dtype
     if key not in known:
-        first = launch_kernel(weight, state)
-        options = launch_options(settings(weight.device))
+        first = launch_ordinary(packed)
+        options = launch_options(settings(packed.weight.device))
         launch = functools.partial(_your_dequantize_nf4_kernel[(first.grid,)], **options)
         if form == "compiled_grid":
             launch = first.compiled[(first.grid, 1, 1)]
-        known[key] = launch, first.arguments[3], first.arguments[7:]
-    launch, table, rest = known[key]
-    out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
-    second = state.state2
-    launch(weight, out, state.absmax, table, second.code, second.absmax, state.offset, *rest)
+        known[key] = launch, first.arguments[6:]
+    launch, rest = known[key]
+    out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.weight.device)
+    launch(packed.weight, out, packed.absmax, packed.code2, packed.absmax2, packed.offset, *rest)
     return out
 
 
 def launch_forms(candidate) -> dict[str, Callable]:
-    """Return the candidate as "ours" and, on a GPU, our kernel under Triton's two public launches."""
-    forms = {"ours": candidate}
+    """Return, on a GPU, our kernel under Triton's two public launches, and the candidate as "ours"."""
+    forms = {}
     for form in ("ordinary", "compiled_grid") if ON_GPU else ():
         forms[form] = functools.partial(launch_ours, form=form, known={})
-    return forms
+    return forms | {"ours": candidate}
 
 
 def turns_here():
@@ -300,22 +402,44 @@ def turns_here():
     return 3 if slow else 5
 
 
-def in_turns(contenders, turns=None):
-    """Time contenders, {name: layer -> weight}, through test_dequantize, one after another in each turn.
+def assert_weights(mlp, fx, dtype):
+    """Compare one weight after another: a contender may keep all its results in one buffer."""
+    for layer in layers_of(mlp):
+        assert_same(fx(layer), reference(layer), dtype)
 
-    All get the same layers. Returns ({name: seconds of each turn}, {name: error}).
+
+def timed(config, mlp, X, fx):
+    """Return the seconds of 1000 rounds. Weights are checked before, and with a flipped byte after."""
+    assert_weights(mlp, fx, config.dtype)
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        mlp_dequantize(X, mlp, fx)
+    elapsed = time.perf_counter() - start
+    flip(mlp)
+    try:
+        assert_weights(mlp, fx, config.dtype)
+    finally:
+        flip(mlp)
+    return elapsed
+
+
+def in_turns(contenders, turns=None):
+    """Time contenders, {name: layer -> weight}, on the same three MLPs, one after another in each turn.
+
+    Returns ({name: seconds of each turn}, {name: error}).
     """
-    shared, seconds, errors = functools.cache(build), {}, {}
+    turns = turns or turns_here()
+    seconds, errors = {name: [0.0] * turns for name in contenders}, {}
     with own_libraries():
-        for _ in range(turns or turns_here()):
-            for name in [name for name in contenders if name not in errors]:
-                try:
-                    elapsed = test_dequantize(contenders[name], shared)
-                    seconds.setdefault(name, []).append(elapsed)
-                except Exception as error:  # one that fails gets no time
-                    errors[name] = f"{type(error).__name__}: {str(error).strip()}"
-                    seconds.pop(name, None)
-    return seconds, errors
+        for config in CONFIGS:
+            mlp, X = build(config)
+            for turn in range(turns):
+                for name in [name for name in contenders if name not in errors]:
+                    try:
+                        seconds[name][turn] += timed(config, mlp, X, contenders[name])
+                    except Exception as error:  # one that fails gets no time
+                        errors[name] = f"{type(error).__name__}: {str(error).strip()}"
+    return {name: values for name, values in seconds.items() if name not in errors}, errors
 
 
 def ratio(seconds, baseline, name="ours"):
@@ -325,21 +449,17 @@ def ratio(seconds, baseline, name="ours"):
     return statistics.median(seconds[baseline]) / statistics.median(seconds[name])
 
 
-def shown(ratio):
-    """Return a ratio as text, rounded down to two decimals; a dash for None."""
-    return "-" if ratio is None else f"{math.floor(round(100 * ratio, 6)) / 100:.2f}x"
-
-
-# %% id="turns" call="seconds = attempt(in_turns_table, your_dequantize_nf4) or {}"
-def in_turns_table(candidate):
-    """Time all contenders in turns; print median seconds and the speed relative to both baselines."""
+# %% id="turns" call="seconds = attempt(ladder, your_dequantize_nf4) or {}"
+def ladder(candidate):
+    """Time every library and launch form in turns; print seconds and speed relative to Unsloth."""
     libraries = {name: one.fn for name, one in baselines().items() if one.fn}
-    seconds, errors = in_turns(launch_forms(candidate) | libraries)
-    print(f"{'':24}{'median s':>8}{'vs Unsloth today':>18}{'vs Unsloth classic':>20}")
+    seconds, errors = in_turns(libraries | launch_forms(candidate))
+    print(f"{'':28}{'median s':>8}   {'range':16}{'vs Unsloth today':>18}{'vs classic':>12}")
     for name, values in seconds.items():
         today, classic = (shown(ratio(seconds, who, name)) for who in ("unsloth_today", "unsloth_classic"))
-        print(f"{LABELS[name]:24}{statistics.median(values):8.4f}{today:>18}{classic:>20}")
+        spread = f"{min(values):.4f} to {max(values):.4f}"
+        print(f"{LABELS[name]:28}{statistics.median(values):8.4f}   {spread:16}{today:>18}{classic:>12}")
     errors |= {name: f"needs {one.reason}" for name, one in baselines().items() if one.reason}
     for name, error in errors.items():
-        print(f"{LABELS[name]:24}not measured ({error[:200]})")
+        print(f"{LABELS[name]:28}not measured ({error[:200]})")
     return seconds

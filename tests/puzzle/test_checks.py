@@ -1,4 +1,4 @@
-"""The criteria: the kernel passes, and four wrong implementations fail where they should."""
+"""GPU time, and the criteria: the kernel passes, and wrong implementations fail where they should."""
 
 import contextlib
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.puzzle import checks, layers, protocol
-from nf4_triton import launch
+from nf4_triton import launch, settings
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -74,8 +74,8 @@ def test_the_kernel_passes_or_says_that_it_needs_a_gpu(name, candidate, capsys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_kernel_passes_with_t4_settings(name, candidate, kernel):
-    with kernel.force(card="t4"):
+def test_the_kernel_passes_with_t4_settings(name, candidate):
+    with settings.force(card="t4"):
         assert protocol.attempt(CHECKS[name], candidate) is True
 
 
@@ -104,19 +104,21 @@ def test_a_result_is_compared_in_memory_that_held_nan(make_layer):
 
 PTX = """
 	// begin inline asm
-	{ .reg .b32 x; @%p1 shfl.sync.idx.b32 x, %r1, 3; prmt.b32 %r2, x, y, %r3; mul.rn.ftz.f32 m, a, b; }
+	{ .reg .f32 a, b; mul.rn.ftz.f32 a, %f1, %f3; mul.rn.ftz.f32 b, %f2, %f3; cvt.rn.f16x2.f32 %r1, b, a; }
 	// end inline asm
 	// begin inline asm
 	@%p2 ld.global.L1::evict_first.L2::cache_hint.b32 { %r7 }, [ %rd7 + 0 ], %rd2;
 	// end inline asm
 	createpolicy.fractional.L2::evict_first.b64 %rd2, 1.0;
+	cvt.rn.f16x2.f32 %r9, %f8, %f9;
 	st.global.cs.v4.b32 [ %rd8 ], { %r2 };
 """
 PLAIN = """
 	// begin inline asm
 	ld.global.b32 { %r7 }, [ %rd7 + 0 ];
 	// end inline asm
-	mul.rn.f32 %r1, %r2, %r3;
+	mul.f32 %f1, %f2, %f3;
+	cvt.rn.f16x2.f32 %r9, %f8, %f9;
 	st.global.v4.b32 [ %rd8 ], { %r2 };
 """
 EXACT, INEXACT = {True: 0, False: 0}, {True: 0, False: 1}
@@ -141,9 +143,8 @@ def test_what_is_printed_of_the_ptx(monkeypatch, candidate, capsys):
     monkeypatch.setattr(checks, "on_and_off", lambda candidate, name: ({True: PTX, False: PLAIN}, EXACT))
     checks.custom_asm(candidate), checks.cache_eviction(candidate)
     assert capsys.readouterr().out.splitlines() == [
-        "shfl    1 with asm,   0 without:  @%p1 shfl.sync.idx.b32 x, %r1, 3",
-        "prmt    1 with asm,   0 without:  prmt.b32 %r2, x, y, %r3",
-        "mul     1 with asm,   1 without:  mul.rn.ftz.f32 m, a, b",
+        "mul.rn.ftz.f32         2 in the PTX with asm,   0 without",
+        "cvt.rn.f16x2.f32       2 in the PTX with asm,   1 without",
         "  1 x ld.global.L1::evict_first.L2::cache_hint.b32",
         "  1 x st.global.cs.v4.b32",
         "with hints off: 0",
@@ -175,6 +176,49 @@ def test_one_kernel_and_nothing_else_may_run(pretend_gpu, candidate, names, pass
     pretend_gpu(*names)
     assert checks.single_kernel(candidate) is passes
     assert checks.torch_compile(candidate) is passes
+
+
+# --- GPU time ---
+
+
+def test_moving_the_bytes_depends_on_every_code_and_absmax(make_layer):
+    layer = make_layer(64, 100, BF16)
+    words, absmax = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state.absmax
+    expected = (words ^ absmax.int().repeat_interleave(8)).repeat_interleave(4)
+    assert torch.equal(checks.move_bytes(layer), expected)
+
+
+def test_gpu_time_is_printed_and_drawn(monkeypatch, candidate, capsys):
+    """Three sizes; a contender that is not installed has no line and no bar."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    made, sizes, figures = layers.quantized_layer, [], []
+    times = {"move_bytes": 1.0, "dequantize_in_pytorch": 30.0}
+
+    def small_layer(in_features, out_features, dtype):
+        sizes.append((in_features, out_features))
+        return made(64, 64, dtype)
+
+    def gpu_us(function, layers):
+        return times.get(function.__name__, 4.0) * len(sizes)
+
+    monkeypatch.setattr(checks, "quantized_layer", small_layer)
+    monkeypatch.setattr(checks, "gpu_us", gpu_us)
+    monkeypatch.setattr(checks, "CONFIGS", protocol.OFFICIAL)
+    monkeypatch.setattr(pyplot, "show", lambda: figures.append(pyplot.gcf()))
+    assert checks.device(candidate) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-6:] == ["4096x1024", "bf16", "8192x2048", "fp16", "14336x4096", "bf16"]
+    assert [line[:24].strip() for line in lines[1:]] == [
+        "only moves the bytes",
+        "this kernel",
+        *(["Unsloth today"] if protocol.ON_GPU else []),
+        "bitsandbytes",
+        "plain PyTorch",
+    ]
+    assert sizes.count((1024, 4096)) == 13 and sizes.count((4096, 14336)) == 1
+    bars = {bar.get_label(): [one.get_height() for one in bar] for bar in figures[0].axes[0].containers}
+    assert len(bars["plain PyTorch"]) == 3 and bars["plain PyTorch"][0] == pytest.approx(1 / 30)
+    pyplot.close("all")
 
 
 # --- torch.compile ---

@@ -1,6 +1,8 @@
 """The puzzle's test: what it checks and times, how contenders alternate, and what a missing library says."""
 
+import contextlib
 import importlib
+import sys
 import types
 
 import pytest
@@ -8,13 +10,14 @@ import torch
 
 from helpers.puzzle import protocol
 from nf4_triton import reference
+from nf4_triton.state import read_state
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
 def exact(layer):
-    return reference.dequantize(layer.weight, layer.weight.quant_state)
+    return reference.dequantize(read_state(layer.weight, layer.weight.quant_state))
 
 
 def test_official_configurations():
@@ -32,6 +35,29 @@ def last_element_off(layer):
     return weight
 
 
+class Keeps:
+    """Return the kept result from the call of this number on, for each layer. It passes the puzzle's test."""
+
+    def __init__(self, call):
+        self.call, self.calls, self.kept = call, {}, {}
+
+    def __call__(self, layer):
+        count = self.calls[layer] = self.calls.get(layer, 0) + 1
+        if count < self.call or layer not in self.kept:
+            self.kept[layer] = exact(layer)
+        return self.kept[layer]
+
+
+class OneBuffer:
+    """Return right results, but all of a layer in the same memory."""
+
+    def __init__(self):
+        self.buffers = {}
+
+    def __call__(self, layer):
+        return self.buffers.setdefault(layer, exact(layer)).copy_(exact(layer))
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -39,11 +65,21 @@ def last_element_off(layer):
         (last_element_off, "not close"),
         (lambda layer: exact(layer).double(), "dtype"),
         (lambda layer: exact(layer).t().contiguous().t(), "stride"),
+        (Keeps(1), "not close"),
+        (Keeps(11), "not close"),
+        (OneBuffer(), "same address"),
     ],
 )
-def test_a_wrong_weight_fails_the_test(wrong, message):
+def test_a_wrong_implementation_fails_the_test(wrong, message, monkeypatch):
+    monkeypatch.setattr(protocol, "ROUNDS", 10)
     with pytest.raises((AssertionError, RuntimeError), match=message):
         protocol.test_dequantize(wrong)
+
+
+def test_the_late_keeper_fails_only_because_weights_change_after_the_clock(monkeypatch):
+    monkeypatch.setattr(protocol, "ROUNDS", 10)
+    monkeypatch.setattr(protocol, "assert_fresh", lambda *arguments: None)
+    assert protocol.test_dequantize(Keeps(11)) > 0
 
 
 def test_a_state_that_is_no_double_quantized_nf4_fails_the_test(make_layer):
@@ -62,7 +98,8 @@ def test_every_mlp_is_checked_and_then_timed_for_all_rounds(monkeypatch):
         protocol, "mlp_dequantize", lambda X, mlp, fx: (rounds.append(fx), mlp_dequantize(X, mlp, fx))[1]
     )
     assert protocol.test_dequantize(exact) > 0
-    assert rounds == ([exact, protocol.reference] * 2 + [exact] * 7) * 3
+    expected = [exact, protocol.reference] * 2 + [exact] * 7 + [exact, exact, protocol.reference]
+    assert rounds == expected * 3
 
 
 @pytest.fixture
@@ -77,47 +114,101 @@ def baselines(monkeypatch):
 
 
 def test_the_puzzles_line_five_times(baselines, monkeypatch, capsys):
-    seconds = {"ours": 2.0, "theirs": 3.0}
+    seconds = {"ours": 2.0, "today": 2.998, "classic": 4.0}
     calls = []
     monkeypatch.setattr(protocol, "test_dequantize", lambda fx: calls.append(fx) or seconds[fx])
-    baselines(unsloth_today="theirs")
-    assert protocol.puzzles_line("ours") == [1.5] * 5 and calls == ["theirs", "ours"] * 5
-    assert capsys.readouterr().out.splitlines()[-1] == "median 1.500, range 1.500 to 1.500"
+    baselines(unsloth_today="today", unsloth_classic="classic")
+    ratios = protocol.puzzles_line("ours")
+    assert ratios == {"today": [1.499] * 5, "classic": [2.0] * 5}
+    assert calls == ["today", "ours", "classic", "ours"] * 5
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "vs Unsloth today: median 1.49x of 1.49x, 1.49x, 1.49x, 1.49x, 1.49x"
+    assert shown[1].startswith("vs Unsloth classic: median 2.00x of ")
+    baselines(unsloth_today="today", unsloth_classic=None)
+    assert protocol.puzzles_line("ours")["classic"] == []
     baselines(unsloth_today=None)
     assert protocol.puzzles_line("ours") is None and "not timed (needs a thing)" in capsys.readouterr().out
 
 
-def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(monkeypatch):
-    seen = []
+@pytest.fixture
+def one_mlp(monkeypatch):
+    """The names of the contenders in the order in which they ran; one tiny MLP instead of three."""
+    ran = []
+    monkeypatch.setattr(protocol, "CONFIGS", protocol.SMALL[1:2])
+    monkeypatch.setattr(protocol, "own_libraries", contextlib.nullcontext)
 
-    def timed(name, build):
-        seen.append((name, id(build("config"))))
-        if name == "bad" and len(seen) > 3:
-            raise RuntimeError("out of memory")
-        return 1.0
+    def contender(name, function):
+        return lambda layer: (ran.append(name), function(layer))[1]
 
-    monkeypatch.setattr(protocol, "test_dequantize", timed)
-    monkeypatch.setattr(protocol, "build", lambda config: object())
-    seconds, errors = protocol.in_turns({"good": "good", "bad": "bad"}, turns=3)
-    assert seconds == {"good": [1.0] * 3} and errors == {"bad": "RuntimeError: out of memory"}
-    assert [name for name, _ in seen] == ["good", "bad", "good", "bad", "good"]
-    assert len({layers for _, layers in seen}) == 1
+    return ran, contender
 
 
-def test_the_table_of_turns(baselines, monkeypatch, capsys):
-    seconds = {"ours": [2.0], "unsloth_today": [2.1936]}
+def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(one_mlp):
+    ran, contender = one_mlp
+    layers = []
+    contenders = {
+        "good": contender("good", lambda layer: (layers.append(layer), exact(layer))[1]),
+        "wrong": contender("wrong", lambda layer: exact(layer) * 1.01),
+        "buffer": contender("buffer", OneBuffer()),
+        "keeps": contender("keeps", Keeps(2)),
+    }
+    seconds, errors = protocol.in_turns(contenders, turns=2)
+    assert {name: len(values) for name, values in seconds.items()} == {"good": 2, "buffer": 2}
+    assert set(errors) == {"wrong", "keeps"} and all("not close" in text for text in errors.values())
+    assert len(set(layers)) == 3, "both turns get the same layers"
+    # before the clock, one round, after it
+    turn = ["good"] * 9 + ["buffer"] * 9
+    assert [name for name in ran if name in seconds] == turn * 2
+
+
+def test_a_turn_leaves_the_weights_as_they_were():
+    config = protocol.SMALL[1]
+    mlp, X = protocol.build(config)
+    before = [layer.weight.data.clone() for layer in protocol.layers_of(mlp)]
+    protocol.timed(config, mlp, X, exact)
+    with pytest.raises(AssertionError):
+        protocol.timed(config, mlp, X, Keeps(1))
+    after = [layer.weight.data for layer in protocol.layers_of(mlp)]
+    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    protocol.flip(mlp)
+    assert not any(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+def test_the_ladder(baselines, monkeypatch, capsys):
+    seconds = {"unsloth_today": [2.1936, 2.0, 2.2], "ours": [2.0]}
     monkeypatch.setattr(protocol, "in_turns", lambda contenders: (seconds, {"unsloth_classic": "broken"}))
     baselines(peft=None)
-    assert protocol.in_turns_table(exact) == seconds
+    assert protocol.ladder(exact) == seconds
     shown = capsys.readouterr().out
     assert "1.09x" in shown and "1.10x" not in shown, "ratios are rounded down"
-    assert protocol.shown(1.15) == "1.15x"
+    assert "2.0000 to 2.2000" in shown
+    assert protocol.shown(1.15) == "1.15x" and protocol.shown(None) == "-"
     assert "not measured (broken)" in shown and "not measured (needs a thing)" in shown
 
 
-def test_attempt_never_raises(baselines, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "function, wrong", [(exact, 0), (protocol.dequantize_in_pytorch, 0), (last_element_off, 1)]
+)
+def test_compare_counts_the_wrong_elements(function, wrong, make_layer, capsys):
+    layer = make_layer(64, 256, BF16)
+    assert protocol.compare(function, layer) is (wrong == 0)
+    assert capsys.readouterr().out.startswith(f"{wrong} of 16,384 elements differ from bitsandbytes; ")
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (192, 1000), (4096, 5)])
+@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float32])
+def test_the_format_in_pytorch_is_exact(shape, dtype, make_layer):
+    layer = make_layer(*shape, dtype)
+    assert reference.same_bits(protocol.dequantize_in_pytorch(layer), exact(layer))
+
+
+def test_one_call(candidate, capsys):
+    assert protocol.attempt(protocol.one_call, candidate, needs_gpu=False) is True
+    assert "0 of " in capsys.readouterr().out
+
+
+def test_attempt_never_raises(monkeypatch, capsys):
     monkeypatch.setattr(protocol, "ON_GPU", False)
-    baselines(bitsandbytes=exact)
     assert protocol.attempt(lambda candidate: True, exact) is None
     assert protocol.attempt(lambda candidate: candidate is exact, exact, needs_gpu=False) is True
     assert protocol.attempt(lambda candidate: 1 / 0, exact, needs_gpu=False) is False
@@ -125,8 +216,10 @@ def test_attempt_never_raises(baselines, monkeypatch, capsys):
     assert (
         shown == "not measured (needs an NVIDIA GPU)\npassed\nZeroDivisionError: division by zero\nFAILED\n"
     )
-    baselines(bitsandbytes=None)
+    absent = protocol.Baseline("bitsandbytes", None, "bitsandbytes, which is not installed")
+    monkeypatch.setattr(protocol, "bitsandbytes_baseline", lambda: absent)
     assert protocol.attempt(lambda candidate: True, exact, needs_gpu=False) is None
+    assert capsys.readouterr().out == "not measured (needs bitsandbytes, which is not installed)\n"
 
 
 # --- the libraries ---
@@ -171,6 +264,15 @@ def test_a_library_loads_without_its_banner_or_says_what_is_missing(capsys):
     assert found[2].reason == "a working Library: OSError: no libcudart"
 
 
+def test_the_printed_versions_are_of_what_was_imported(monkeypatch, capsys):
+    """An older copy later on the path has metadata, too."""
+    monkeypatch.setitem(sys.modules, "peft", types.SimpleNamespace(__version__="9.9.9"))
+    monkeypatch.delitem(sys.modules, "unsloth", raising=False)
+    versions = protocol.imported_versions()
+    assert versions["peft"] == "9.9.9" and "bitsandbytes" in versions and "unsloth" not in versions
+    assert "peft 9.9.9" in capsys.readouterr().out
+
+
 def test_every_library_that_runs_here_is_exact(make_layer):
     layer = make_layer(64, 128, FP16)
     for one in protocol.baselines().values():
@@ -180,7 +282,7 @@ def test_every_library_that_runs_here_is_exact(make_layer):
 @pytest.mark.gpu
 def test_the_public_launch_forms_are_exact(candidate, make_layer):
     forms = protocol.launch_forms(candidate)
-    assert list(forms) == ["ours", "ordinary", "compiled_grid"]
+    assert list(forms) == ["ordinary", "compiled_grid", "ours"]
     for fx in forms.values():
         for layer in (make_layer(64, 128, BF16), make_layer(64, 128, BF16, seed=1)):
             assert reference.same_bits(fx(layer), exact(layer))
