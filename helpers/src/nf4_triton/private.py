@@ -1,0 +1,75 @@
+"""Every private name of torch and Triton that the package uses, what it saves, what replaces it.
+
+Times were measured on a slow host of an H200, where a call takes 15 us.
+"""
+# ruff: noqa: E402
+# %% tags=["module-only"]
+from .kernel import INTERPRETED, TRITON
+
+# %% Private names of torch and Triton id="private" part="private" folded=true tags=["launch"]
+import contextlib
+import operator
+
+import torch
+import triton
+
+
+def private(root, path, public=None):
+    """Return a private attribute of torch or Triton, or `public` if it is missing."""
+    try:
+        return operator.attrgetter(path)(root)
+    except AttributeError:
+        return public
+
+
+# For speed.
+# 0.5 us for five tensors: compares type, dispatch keys, dtype, device, sizes, and strides.
+TensorGuards = private(torch._C, "_dynamo.guards.TensorGuards")
+# 2.9 us over torch.empty_strided. Inductor's generated code allocates with it too.
+empty_cuda = private(
+    torch._C, "_dynamo.guards._empty_strided_cuda",
+    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
+# 1.6 us: Params4bit sends every tensor method through a Python __torch_function__.
+plain_tensors = private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
+# 4.2 us: the stream's handle without a Stream object.
+current_stream = private(torch._C, "_cuda_getCurrentRawStream",
+                         lambda index: torch.cuda.current_stream(index).cuda_stream)
+# 0.5 us: does not check that CUDA is initialized.
+current_device = private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+# 1.8 us: skips the Python part of Triton's launcher, whose arguments are known for these versions.
+SKIP_PYTHON_LAUNCHER = TRITON in ((3, 5), (3, 6))
+
+# For correctness: who else must see a call. Without one of these names every call goes through
+# the operator, and no launch is replayed.
+dispatch_modes = private(torch._C, "_len_torch_dispatch_stack")
+transforms = private(torch._C, "_functorch.peek_interpreter_stack")
+is_fake = private(torch, "_subclasses.fake_tensor.is_fake")
+# Returns a callback while Dynamo runs a frame that it could not compile (bf16 on a T4). Dynamo
+# still traces the functions that this frame calls.
+dynamo_callback = private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback")
+hooks = private(triton, "knobs.runtime")  # profilers' launch hooks
+GUARDED = None not in (dispatch_modes, transforms, is_fake, dynamo_callback, hooks)
+
+is_compiling = torch.compiler.is_dynamo_compiling  # public
+# Replays bypass Triton's own launch code, whose arguments were checked for these versions.
+CAN_REPLAY = (GUARDED and TensorGuards is not None and not INTERPRETED
+              and (3, 4) <= TRITON <= (3, 9) and torch.version.hip is None)
+
+
+def in_transform():
+    """Return whether a functorch transform such as vmap is active."""
+    return transforms is None or transforms() is not None
+
+
+def is_observed():
+    """Return whether a dispatch mode or a profiler's launch hook must see the next launch."""
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return dispatch_modes() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+
+
+def is_traced(weight):
+    """Return whether torch traces, transforms, or watches this call."""
+    if is_compiling() or not GUARDED:
+        return True
+    return bool(dynamo_callback() is not None or dispatch_modes() or in_transform()
+                or torch.jit.is_tracing() or is_fake(weight))
