@@ -58,6 +58,9 @@ def _codebook(code, FOUR: tl.constexpr):
         for i in tl.static_range(8 >> bit):
             half = half + (tl.where(((code >> bit) & 1) != 0, values[2 * i + 1], values[2 * i]),)
         values = half
+    if FOUR:  # tl.where takes -0.0 for 0.0
+        sign = (code & 8) << 28
+        return (values[0].to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return values[0]
 
 
@@ -136,7 +139,8 @@ def _your_dequantize_nf4_kernel(
     FOUR: tl.constexpr,  # fp4 codes, else nf4
     LOG2_BLOCK: tl.constexpr,  # blocksize 64 -> 6
     LOG2_BLOCK2: tl.constexpr,  # state2.blocksize 256 -> 8
-    BYTES: tl.constexpr,  # an odd address or a partial row: byte loads, single stores
+    BYTES: tl.constexpr,  # load bytes: the address is odd, or n no multiple of 8
+    UNIT: tl.constexpr,  # elements that exist together: 64, 8, or 1
     ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no packed conversions, no bf16
@@ -149,26 +153,22 @@ def _your_dequantize_nf4_kernel(
     TILE: tl.constexpr = ROWS * 64
     start = tl.program_id(0).to(tl.int64) * TILE  # 64 bits: the tensor may have 2**31 elements
     left = tl.minimum(tl.cast(n, tl.int64) - start, TILE).to(tl.int32)
+    left = tl.multiple_of(left, UNIT)  # masks are then alike for UNIT elements: wide accesses
     row = tl.arange(0, TILE // ROW)
     exists = row * ROW < left
-    element = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
 
-    # Load one absmax per row, then the codes.
+    # Load one absmax per row, and the codes: eight in a word, two in a byte.
     block = (start >> LOG2_BLOCK).to(tl.int32) + (row >> (LOG2_BLOCK - LOG2_ROW))
     absmax = tl.load(absmax_ptr + block, mask=exists, other=0, eviction_policy=LOAD_HINT)
-    if BYTES:
-        mask = element < left
-        data = tl.load(weight_ptr + (start >> 1) + (element >> 1), mask=mask, other=0,
-                       eviction_policy=LOAD_HINT).to(tl.uint32)
-        code = (data >> (4 - 4 * (element & 1)).to(tl.uint32)) & 15
-    else:
-        mask = exists[:, None] & (element >= 0)
-        word = row[:, None] * (ROW // 8) + tl.arange(0, ROW // 8)[None, :]
-        word_ptr = (weight_ptr + (start >> 1)).to(tl.pointer_type(tl.uint32), bitcast=True)
-        data = tl.load(tl.multiple_of(word_ptr, 16) + word, mask=exists[:, None], other=0,
-                       eviction_policy=LOAD_HINT)
-        shift = (tl.arange(0, 8) ^ 1) * 4  # high nibble first
-        code = (data[:, :, None] >> shift.to(tl.uint32)[None, None, :]) & 15
+    CODES: tl.constexpr = 2 if BYTES else 8
+    data_ptr = weight_ptr + (start >> 1)
+    if not BYTES:
+        data_ptr = tl.multiple_of(data_ptr.to(tl.pointer_type(tl.uint32), bitcast=True), 16)
+    at = row[:, None] * (ROW // CODES) + tl.arange(0, ROW // CODES)[None, :]
+    count = tl.multiple_of((left + (CODES - 1)) // CODES, (UNIT + CODES - 1) // CODES)
+    data = tl.load(data_ptr + at, mask=at < count, other=0, eviction_policy=LOAD_HINT)
+    shift = (tl.arange(0, CODES) ^ 1) * 4  # high nibble first
+    code = (data[:, :, None].to(tl.uint32) >> shift.to(tl.uint32)[None, None, :]) & 15
 
     # Decode the scales.
     if NESTED:
@@ -184,6 +184,7 @@ def _your_dequantize_nf4_kernel(
     value = tl.reshape(value, (TILE // ROW, ROW))
     result = _product(value, scale[:, None], out_ptr.dtype.element_ty, ASM, SM75)
     to = out_ptr + start
-    if not BYTES:
+    if UNIT > 1:
         to = tl.multiple_of(to, 16)
-    tl.store(to + element, result, mask=mask, cache_modifier=STORE_HINT)
+    element = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    tl.store(to + element, result, mask=element < left, cache_modifier=STORE_HINT)

@@ -60,23 +60,21 @@ def launch_ordinary(packed, out=None):
             out = torch.empty(packed.shape, dtype=packed.dtype, device=weight.device)
         else:
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
-        aligned = weight.data_ptr() % 16 == 0 and out.data_ptr() % 16 == 0
-        grid, arguments, options = kernel_arguments(packed, sizes, out, aligned)
+        aligned = weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0
+        grid, arguments, options = kernel_arguments(packed, sizes, out, *aligned)
         compiled = None
         with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
             if grid:
                 compiled = _your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
-        return Ordinary(out, compiled, grid, arguments, aligned)
+        return Ordinary(out, compiled, grid, arguments, all(aligned))
 
 
-def kernel_arguments(packed, sizes, out, aligned):
+def kernel_arguments(packed, sizes, out, aligned, out_aligned):
     """Return (grid, all arguments of the kernel, launch options)."""
-    n, log2_block, log2_block2 = sizes
+    n = sizes[0]
     weight, absmax = packed.weight, packed.absmax
     s = settings(weight.device)
-    row = min(64, 1 << log2_block)
-    constexprs = kernel_constexprs(packed.nested, packed.quant_type, log2_block, log2_block2,
-                                   aligned and n % row == 0, s)
+    constexprs = kernel_constexprs(packed, sizes, aligned, out_aligned, s)
     grid = -(-n // (64 * s.rows))
     # A flat launch reads absmax alone.
     second = packed[2:5] if packed.nested else (absmax, absmax, absmax)
@@ -143,9 +141,10 @@ def call_operator(packed, out):
     check(packed)
     if out is not None:
         check_out(out, packed)
-    weight, *rest = packed
-    rest[4] = list(packed.shape)
-    result = dequantize_operator(weight.detach(), *rest)
+    weight, p = packed.weight, packed
+    result = dequantize_operator(
+        weight.detach(), p.absmax, p.code2, p.absmax2, p.offset, list(p.shape), p.dtype,
+        p.quant_type, p.blocksize, p.blocksize2, p.nested)
     if out is not None:
         result = out.copy_(result)
     return maybe_transpose(result, weight)
@@ -166,7 +165,7 @@ def _dequantize(
     # If an input is 16-byte aligned here, Inductor copies it when it is less aligned at run time
     # (an nn.Parameter it does not check).
     aligned = weight.storage_offset() * weight.itemsize % 16 == 0
-    grid, arguments, options = kernel_arguments(packed, sizes, out, aligned)
+    grid, arguments, options = kernel_arguments(packed, sizes, out, aligned, True)
     if grid and not INTERPRETED:
         # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)

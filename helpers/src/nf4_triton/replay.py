@@ -9,7 +9,7 @@ from .private import (
     CAN_REPLAY, SKIP_PYTHON_LAUNCHER, TensorGuards, current_device, current_stream, dynamo_callback,
     empty_cuda, is_compiling, is_observed, plain_tensors,
 )
-from .settings import forced_key
+from .settings import forces
 
 # %% Replay a launch id="replay" part="replay" tags=["launch"]
 import dataclasses
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-cached = {}  # {(fields of the state, forced settings): launches}
+cached = {}  # {(fields of the state, count of force()): launches}
 cached_out = {}  # the same for calls with `out`
 
 
@@ -49,7 +49,7 @@ def replay(tensors, spec, out=None):
             kept, guarded = cached, tensors
         else:
             kept, guarded = cached_out, (*tensors, out)
-        for launch in kept.get((spec, forced_key()), ()):
+        for launch in kept.get((spec, forces[0]), ()):
             if not launch.guards(*guarded) or is_observed():
                 continue
             weight = tensors[0]
@@ -122,7 +122,7 @@ def keep(tensors, spec, out, ordinary, result):
         before=(compiled.function, *before),
         after=tuple(ordinary.arguments[6:]),
         owner=compiled)
-    kept, key = cached if out is None else cached_out, (spec, forced_key())
+    kept, key = cached if out is None else cached_out, (spec, forces[0])
     if len(kept) >= 1024:  # a model has few shapes, a test may have many
         kept.clear()
     # Guards also depend on autocast and inference mode: a state may need several.

@@ -29,6 +29,7 @@ class Settings:
 
 T4 = dict(int_bf16=True, rows=64, num_warps=4, capability=(7, 5), reason="T4 settings forced")
 _forced = {}
+forces = [0]  # counts calls of force(); part of the launch cache's key
 
 
 @functools.cache
@@ -58,18 +59,12 @@ def settings(device=None):
     return dataclasses.replace(chosen, **_forced) if _forced else chosen
 
 
-def forced_key():
-    """Return what force() changed, as part of the launch cache's key; None if nothing."""
-    return tuple(_forced.items()) or None
-
-
 def force(card=None, **overrides):
     """Override fields of Settings from now on, or inside `with force(...)`.
 
     force(card="t4") takes every T4 setting; force() returns to the GPU's own. Raises ValueError for
     another card, TypeError for an unknown field.
     """
-    global _forced
     if card not in (None, "t4"):
         raise ValueError(f"card is {card!r} (NF4_FORCE or force), expected 't4', the only card that "
                          "can be forced: set NF4_FORCE=t4 or unset it")
@@ -78,15 +73,19 @@ def force(card=None, **overrides):
     if unknown:
         raise TypeError(f"{sorted(unknown)} are no fields of Settings")
 
+    def apply(fields):
+        global _forced
+        _forced = fields
+        forces[0] += 1
+
     @contextlib.contextmanager
     def restore():
-        global _forced
         try:
             yield
         finally:
-            _forced = before
+            apply(before)
 
-    _forced = chosen
+    apply(chosen)
     return restore()
 
 
@@ -94,17 +93,22 @@ if os.environ.get("NF4_FORCE"):
     force(card=os.environ["NF4_FORCE"])
 
 
-def kernel_constexprs(nested, quant_type, log2_block, log2_block2, whole, s):
+def kernel_constexprs(packed, sizes, aligned, out_aligned, s):
     """Return the kernel's constexprs, in its order, under Settings s.
 
-    whole: the addresses of weight and result are multiples of 16, and no row is partial.
+    sizes: of check(packed). aligned, out_aligned: the addresses of weight and result are multiples
+    of 16.
     """
+    n, log2_block, log2_block2 = sizes
+    row = min(64, 1 << log2_block)
+    unit = row if n % row == 0 else 8 if n % 8 == 0 else 1
     return dict(
-        NESTED=nested,
-        FOUR=quant_type == "fp4",
+        NESTED=packed.nested,
+        FOUR=packed.quant_type == "fp4",
         LOG2_BLOCK=log2_block,
         LOG2_BLOCK2=log2_block2,
-        BYTES=not whole,
+        BYTES=not aligned or n % 8 != 0,
+        UNIT=unit if out_aligned else 1,
         ROWS=s.rows,
         ASM=s.asm,
         SM75=s.int_bf16,
