@@ -2,7 +2,7 @@
 
 Train with it: one call after the imports and before training.
 
-    from nf4_triton import use_nf4_kernel      # in a checkout: from nf4_triton import use_nf4_kernel
+    from nf4_triton import use_nf4_kernel
 
     use_nf4_kernel()                           # Unsloth, bitsandbytes, Axolotl: the imported ones
     trainer.train()
@@ -30,28 +30,28 @@ Environment variables:
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
     TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
 
-`nf4_triton doctor` checks whether the kernel works here. It needs torch 2.7 or newer, Triton 3.3 or newer,
+`nf4_triton doctor` checks whether the kernel works here. It needs torch 2.8 or newer, Triton 3.4 or newer,
 and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "1.0.0"
+__version__ = "1.1.0"
 __all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "restore", "use_nf4_kernel"]
 # NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 
 if TYPE_CHECKING:
     from .backend import dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
-    from .launch import UnsupportedState
+    from .state import UnsupportedState
     from .switch import Switch, UnknownInternals, restore, use_nf4_kernel
 else:
     _HOMES = {
         "NF4KernelCallback": "callback.NF4KernelCallback",
         "Switch": "switch.Switch",
         "UnknownInternals": "switch.UnknownInternals",
-        "UnsupportedState": "launch.UnsupportedState",
+        "UnsupportedState": "state.UnsupportedState",
         "dequantize": "backend.dequantize",
         "restore": "switch.restore",
         "use_nf4_kernel": "switch.use_nf4_kernel",
@@ -67,7 +67,7 @@ else:
         except ModuleNotFoundError as error:
             if error.name not in ("torch", "triton"):
                 raise
-            text = f"nf4_triton needs torch 2.7 and Triton 3.3 or newer, and {error.name} is not installed"
+            text = f"nf4_triton needs torch 2.8 and Triton 3.4 or newer, and {error.name} is not installed"
             raise ImportError(f"{text}: pip install {error.name}") from error
 
     def __dir__() -> list[str]:

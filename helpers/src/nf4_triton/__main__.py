@@ -56,12 +56,12 @@ def check_kernel() -> str | None:
     """Dequantize a small weight to each dtype. Return what is wrong, or None."""
     import torch
 
-    from . import backend, launch
+    from . import backend, kernel, state
 
-    device = torch.device("cpu" if launch.INTERPRETED else "cuda")
+    device = torch.device("cpu" if kernel.INTERPRETED else "cuda")
     if problem := backend.cannot_run():
         return f"{problem} To check correctness without a GPU, set TRITON_INTERPRET=1 before Python starts."
-    for dtype in launch.DTYPES:
+    for dtype in state.DTYPES:
         if problem := backend.why_not_triton(device, dtype):
             return f"{dtype}: {problem}"
     print("The kernel is bit-identical to PyTorch in float16, bfloat16, and float32.")
@@ -100,12 +100,12 @@ def check_switch() -> str | None:
 def print_speed() -> None:
     """Print the median time of a call and a synchronize, for this kernel and bitsandbytes."""
     import torch
-    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from . import launch, reference
+    from . import launch
 
-    layer = reference.quantized_layer(4096, 4096, torch.bfloat16)
-    weight, state = layer.weight.data, layer.weight.quant_state
+    values = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+    weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
     times = {launch._your_dequantize_nf4: [], dequantize_4bit: []}
     for _ in range(300):
         for dequantize, seconds in times.items():

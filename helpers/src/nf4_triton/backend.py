@@ -1,14 +1,13 @@
 """Dequantize with the kernel or with plain PyTorch: NF4_BACKEND=triton|torch|auto."""
 
-import copy
-import functools
 import logging
 import os
-from types import SimpleNamespace
 
 import torch
 
 from . import environment, launch, reference
+from .kernel import INTERPRETED
+from .state import DTYPES, Packed, check, check_memory, check_out, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 log = logging.getLogger("nf4_triton")
@@ -34,98 +33,104 @@ def dequantize(
     if quant_state is None:
         layer, weight = weight, getattr(weight, "weight", weight)
         quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
-    if dtype is not None and quant_state is not None:
-        quant_state = copy.copy(quant_state)
-        quant_state.dtype = dtype
-    dtype = getattr(quant_state, "dtype", None)
+    packed = read_state(weight, quant_state)
+    if dtype is not None:
+        packed = packed._replace(dtype=dtype)
     # The kernel's own checks refuse other weights and dtypes, so nothing is tried for them.
-    if isinstance(weight, torch.Tensor) and not weight.is_meta and dtype in launch.DTYPES:
-        if choose(weight.device, dtype) == "torch":
-            return dequantize_in_torch(weight, quant_state, out)
-    return launch._your_dequantize_nf4(weight, quant_state, out)
+    if isinstance(weight, torch.Tensor) and not weight.is_meta and packed.dtype in DTYPES:
+        if choose(weight, packed.dtype) == "torch":
+            return dequantize_in_torch(packed, out)
+    return launch.dequantize_packed(packed, out)
 
 
-def dequantize_in_torch(weight, quant_state, out=None):
+def dequantize_in_torch(packed, out=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    tensors, spec = launch.read_state(weight, quant_state)
-    launch.check(tensors, spec, any_device=True)
+    check(packed, any_device=True)
     if out is not None:
-        launch.check_out(out, tensors, spec)
-    if not launch.is_traced(weight):
-        check_memory(tensors, out)
-    result = reference.dequantize(weight, quant_state)
+        check_out(out, packed)
+    if not launch.is_traced(packed.weight):
+        check_memory(packed, out)
+    result = reference.dequantize(packed)
     if out is None:
         return result
-    if weight.shape[0] == 1:
+    if packed.weight.shape[0] == 1:
         return out.copy_(result.t()).t()
     return out.copy_(result)
 
 
-def check_memory(tensors, out):
-    """Refuse freed storages, which torch's operators read all the same, and an overlapping `out`."""
-    for name, tensor in zip(launch.NAMES, tensors, strict=False):
-        launch.check_memory(name, tensor)
-    if out is not None:
-        launch.check_memory("out", out)
-        launch.check_overlap(out, tensors)
+def choose(weight: torch.Tensor, dtype: torch.dtype) -> str:
+    """Return "triton" or "torch". Raises ValueError for an unknown NF4_BACKEND.
 
-
-@torch.compiler.assume_constant_result  # a compiled call makes its choice once
-def choose(device: torch.device, dtype: torch.dtype) -> str:
-    """Return "triton" or "torch". Raises ValueError for an unknown NF4_BACKEND."""
+    A traced call decides without trying the kernel: a tracer would record the trial.
+    """
     name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
     if name not in BACKENDS:
         raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(BACKENDS)}")
-    return choose_once(device, dtype) if name == "auto" else name
+    if name != "auto":
+        return name
+    if launch.is_traced(weight):
+        return "torch" if weight.device.type == "cpu" and not INTERPRETED else "triton"
+    return choose_once(weight.device, dtype)
 
 
-@functools.cache  # an exception, such as torch.OutOfMemoryError, is not remembered
-def choose_once(device, dtype):
-    problem = why_not_triton(device, dtype)
-    if problem is None:
-        return "triton"
-    log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
-    return "torch"
+verdicts: dict = {}  # {(device, dtype): "triton" or "torch"}; an accident is not remembered
+
+
+def choose_once(device: torch.device, dtype: torch.dtype) -> str:
+    """Return the verdict on a device and dtype, with one trial for each."""
+    if (device, dtype) in verdicts:
+        return verdicts[device, dtype]
+    try:
+        problem = why_not_triton(device, dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a full disk, a graph capture: PyTorch serves this call
+        log.warning("NF4_BACKEND=auto on %s, %s: torch for this call (%s: %s)", device, dtype,
+                    type(error).__name__, error)
+        return "torch"
+    if problem:
+        log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
+    verdicts[device, dtype] = "torch" if problem else "triton"
+    return verdicts[device, dtype]
 
 
 def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernel cannot dequantize to `dtype` on `device`, None if it can."""
-    if device.type == "cpu" and not launch.INTERPRETED:
-        return "the weight is on the CPU"
-    if problem := cannot_run():
+    """Return why the kernel cannot dequantize to `dtype` on `device`, None if it can.
+
+    Raises what stopped the kernel.
+    """
+    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
+        return f"the weight is on {device}"
+    if problem := cannot_run(device):
         return problem
-    state = small_state(device, dtype)
-    try:
-        result = launch._your_dequantize_nf4(*state)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # PyTorch works whatever stops the kernel
-        return f"the kernel cannot run here: {type(error).__name__}: {error}"
-    if not reference.same_bits(result, reference.dequantize(*state)):
+    packed = small_weight(device, dtype)
+    result = launch.dequantize_packed(packed)
+    if not reference.same_bits(result, reference.dequantize(packed)):
         return "the kernel is not bit-exact here: please report it"
     return None
 
 
-def small_state(device, dtype):
-    """Return (weight, quant_state) of 64 x 64 weights: every byte, nested scales."""
+def small_weight(device: torch.device, dtype: torch.dtype) -> Packed:
+    """Return 64 x 64 packed weights: every byte, nested scales."""
     codes = torch.arange(2048, device=device).to(torch.uint8)
-    floats = torch.linspace(0.1, 1.1, 256, device=device)
-    state2 = SimpleNamespace(absmax=floats[:1], code=floats, blocksize=256, dtype=torch.float32)
-    state = SimpleNamespace(
+    floats = torch.linspace(0.1, 1.1, 256, device=device, dtype=torch.float32)
+    return Packed(
+        weight=codes.view(-1, 1),
         absmax=codes[:64],
-        shape=torch.Size((64, 64)),
+        code2=floats,
+        absmax2=floats[:1],
+        offset=floats[9],
+        shape=(64, 64),
         dtype=dtype,
         quant_type="nf4",
         blocksize=64,
+        blocksize2=256,
         nested=True,
-        offset=floats[9],
-        state2=state2,
     )
-    return codes.view(-1, 1), state
 
 
-def cannot_run() -> str | None:
-    """Return why the kernel cannot run on the current device and what to do, None if it can."""
+def cannot_run(device: torch.device | str | None = None) -> str | None:
+    """Return why the kernel cannot run on a device (default: the current) and what to do, None if it can."""
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    return None if launch.INTERPRETED else environment.no_gpu()
+    return None if INTERPRETED else environment.no_gpu(device)

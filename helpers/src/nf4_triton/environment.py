@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import sys
 
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
@@ -22,11 +23,12 @@ def describe():
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         found = [one.version for one in importlib.metadata.distributions(name=package)]
-        versions[package] = found[0] if found else None
+        imported = getattr(sys.modules.get(package), "__version__", None)
+        versions[package] = imported or (found[0] if found else None)
     return {
         "card": torch.cuda.get_device_name() if gpu else None,
         "capability": list(torch.cuda.get_device_capability()) if gpu else None,
-        "driver": driver.split()[0] if status == 0 else None,
+        "driver": (driver.split() or [None])[0] if status == 0 else None,
         "cuda": torch.version.cuda,
         "versions": versions,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -34,15 +36,18 @@ def describe():
     }
 
 
-def no_gpu():
-    """Return why no GPU here can run the kernel and what to do, None if one can."""
+def no_gpu(device=None):
+    """Return why a GPU (default: the current) cannot run the kernel and what to do, None if it can."""
     import torch
 
     if torch.cuda.is_available():
-        major, minor = torch.cuda.get_device_capability()
+        if device is not None and torch.device(device).type != "cuda":
+            return f"the weight is on {device}, expected CUDA"
+        major, minor = torch.cuda.get_device_capability(device)
         if (major, minor) >= (7, 5):
             return None
-        return f"{torch.cuda.get_device_name()} is sm_{major}{minor}, expected sm_75 (a Tesla T4) or newer."
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is sm_{major}{minor}, expected sm_75 (a Tesla T4) or newer."
     if driver := describe()["driver"]:
         return f"torch {torch.__version__} cannot use a GPU with driver {driver}: install a build that can."
     return "No CUDA GPU. In Colab choose Runtime > Change runtime type > T4 GPU, then run all cells again."

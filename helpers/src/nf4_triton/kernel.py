@@ -1,9 +1,8 @@
 """Dequantize bitsandbytes' NF4 and FP4 weights in one Triton kernel. `# %%`: notebook cells."""
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 # %% tags=["module-only"]
 # fmt: off
 # %% id="kernel-scale" part="device" tags=["kernel"]
-import torch
 import triton
 import triton.language as tl
 

@@ -8,7 +8,7 @@ No address of a layer's tensors is kept. `# %%`: notebook cells.
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .kernel import INTERPRETED, _your_dequantize_nf4_kernel
-from .private import is_compiling, is_fake, is_traced, plain_tensors
+from .private import is_fake, is_traced, plain_tensors
 from .settings import kernel_constexprs, launch_options, settings
 from .state import (
     Packed, check, check_memory, check_out, make_packed, read_fields, read_state, UnsupportedState,

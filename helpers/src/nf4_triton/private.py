@@ -2,7 +2,7 @@
 
 Times were measured on a slow host of an H200, where a call takes 15 us.
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .kernel import INTERPRETED, TRITON
 

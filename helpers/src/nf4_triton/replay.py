@@ -3,7 +3,7 @@
 `keep` takes an ordinary launch; `replay` finds the first kept one that fits. Without this file every
 call is an ordinary launch: the same results, slower. The section is a notebook cell.
 """
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .private import (
     CAN_REPLAY, SKIP_PYTHON_LAUNCHER, TensorGuards, current_device, current_stream, dynamo_callback,

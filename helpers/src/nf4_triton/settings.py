@@ -1,5 +1,5 @@
 """What depends on the GPU: the tile, the assembly, the cache hints. The section is a notebook cell."""
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .kernel import INTERPRETED
 

@@ -1,5 +1,5 @@
 """Read a bitsandbytes state into a Packed, and check it. The section is a notebook cell."""
-# ruff: noqa: E402
+# ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .kernel import INTERPRETED
 from .settings import MAX_ELEMENTS
