@@ -58,6 +58,7 @@ SECTIONS: dict[str, Callable[[Scope, list[str]], Iterator[Row]]] = {
     "experts": gpu.time_experts,
     "settings": gpu.time_settings,
     "host_time": host.time_call,
+    "launcher": host.time_launcher,
     "compiled": compiled.time_compiled,
     "axolotl": host.time_axolotl,
     "triton": host.time_triton,

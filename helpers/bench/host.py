@@ -1,4 +1,4 @@
-"""Sections of `python -m helpers bench` that time whole calls: protocol, host_time, axolotl, triton."""
+"""Sections of `python -m helpers bench` that time whole calls: protocol, host_time, launcher, axolotl, triton."""
 
 import dataclasses
 import functools
@@ -77,23 +77,23 @@ def time_call(scope, problems: list[str]) -> Iterator[Row]:
         layers = [quantized_layer(*sizes, seed=index) for index in range(2 * scope.rounds)]
         new = {name: map(functions[name], layers).__next__ for name in calls}  # each takes another layer
         yield from us("host_time", "first_call_new_layer", clocks.host_seconds(new, scope.rounds, 1))
-    if clocks.ON_GPU and "ours" in calls:
-        yield from us("host_time", "launcher", launcher_seconds(calls["ours"], scope))
+    if clocks.ON_GPU:
         yield from first_calls()
 
 
-def launcher_seconds(call: Callable, scope) -> dict[str, list[float]]:
-    """Return seconds until a call returns: replayed by the launcher that Triton compiles, as usual for some
-    versions of Triton, and by the Python function around it."""
-    found = {"ours": [], "public_launcher": []}
-    usual = replay.SKIP_PYTHON_LAUNCHER
-    for name in clocks.turns(found, scope.rounds):
+def time_launcher(scope, problems: list[str]) -> Iterator[Row]:
+    """Yield the time until a call returns: replayed by the launcher that Triton compiles, where its arguments
+    are known, and by the public Python function around it."""
+    calls = {"ours": your_dequantize_nf4, "public_launcher": your_dequantize_nf4}
+    calls = exact_calls(calls, quantized_layer(*scope.layer, torch.bfloat16), problems)
+    usual, seconds = replay.SKIP_PYTHON_LAUNCHER, {name: [] for name in calls}
+    for name in clocks.turns(calls, scope.rounds):
         replay.cached.clear()
         with mock.patch.object(replay, "SKIP_PYTHON_LAUNCHER", usual and name == "ours"):
-            call()  # keeps a launch
-        found[name] += clocks.host_seconds({name: call}, 1, scope.inner)[name]
+            calls[name]()  # keeps a launch
+        seconds[name] += clocks.host_seconds({name: calls[name]}, 1, scope.inner)[name]
     replay.cached.clear()
-    return found
+    yield from us("launcher", "until_return", seconds)
 
 
 def print_first_call() -> None:
@@ -140,6 +140,7 @@ def time_triton(scope, problems: list[str]) -> Iterator[Row]:
     """Yield the kernel's time and the time of calls again, in a section that names Triton's version."""
     if clocks.ON_GPU:
         scope = dataclasses.replace(scope, sizes=(2**22, 2**24, 58_720_256))  # the puzzle's
-    for section in (time_protocol, gpu.time_sizes, time_call):
+    for section in (time_protocol, gpu.time_sizes, time_call, time_launcher):
         for row in section(scope, problems):
-            yield dataclasses.replace(row, section=f"triton {triton.__version__}")
+            case = "launcher" if row.section == "launcher" else row.case
+            yield dataclasses.replace(row, section=f"triton {triton.__version__}", case=case)

@@ -8,31 +8,34 @@ import argparse
 import base64
 import os
 import re
-import statistics
 from functools import partial
 from pathlib import Path
 
 import nbformat
 
 from helpers.results import plots, store
-from helpers.results.plots import CARD, CARD_NAME, T4, extent, rounded_down
+from helpers.results.plots import CARD, T4, extent, rounded_down, span
 from helpers.results.store import ROOT, one, select
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n.*?<!-- /(?P=name) -->", re.S)
-LIBRARIES = plots.LABELS | {"peft": "PEFT"}
 FORMS = {
     "ours": "this kernel, replayed",
     "compiled_grid": "this kernel, `compiled[grid](...)`",
     "ordinary": "this kernel, `kernel[grid](...)`",
     "unsloth_today": "Unsloth today, replayed",
+    "unsloth_buffered": "Unsloth today, one buffer",
     "unsloth_ordinary": "Unsloth today, `kernel[grid](...)`",
 }
 TITLES = {
     **FORMS,
-    **LIBRARIES,
+    **plots.LABELS,
+    "ours_out": "this kernel, with out=",
+    "unsloth_out": "Unsloth today, with out=",
     "ours_empty_cache": "this kernel, Triton's cache empty",
+    "public_launcher": "this kernel, replayed by Triton's Python launcher",
+    "unsloth_stack": "Unsloth's `nf4_dequant_triton`",
     "products_only": "multiplication only",
     "copy_kernel": "memory-bound reference",
     "without": "without the kernel",
@@ -43,14 +46,31 @@ TITLES = {
     "first_call_new_layer": "first call of a new layer",
     "first_call": "first call of a process, s",
     "geometric mean": "speedup of this kernel (geometric mean)",
-    "today": "vs Unsloth today",
-    "classic": "vs Unsloth classic",
     "s": "seconds",
     "x": "its speedup over classic",
     "speedup": "speedup of this kernel",
 }
 RANGES = ("t4_prediction", "published")  # sections whose values are shown from lowest to highest
-GPU_ONLY = ("gpu_time", "settings", "machine_code")  # sections that do not depend on the launch path
+TIMED = ("protocol", "host_time")
+CLAIM = (  # a sentence without its rows is left out
+    "In {runs} runs of the puzzle's line on one {card}: {points} points.",
+    "The median is {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the installed "
+    "release ({unsloth_today range}).",
+    "It is {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
+    "puzzle was published ({unsloth_classic range}).",
+    "With contenders taking turns, as in the picture, it is {in turns} times Unsloth today.",
+)
+HALVES = (
+    "**GPU.** From 16.8M elements on, this kernel runs at {share ours} of the speed of a kernel that only moves "
+    "the bytes.",
+    "Unsloth's runs at {share unsloth_today}.",
+    "**Launch path.** Launched the ordinary way, with `kernel[grid]`, this kernel takes {total ordinary:.3f} s "
+    "for the test.",
+    "Unsloth's function, which replays its launches too, takes {total unsloth_today:.3f} s; this kernel, "
+    "replayed, takes {total ours:.3f} s.",
+    "In its training forward, Unsloth reuses one buffer: such a call returns after "
+    "{until_return unsloth_buffered:.1f} us, ours after {until_return ours:.1f} us, so little is left to gain.",
+)
 LONG_TESTS = {  # section: (its name, what its rows say)
     "fuzz": (
         "random layers",
@@ -81,6 +101,19 @@ def title(name: str) -> str:
     return f"{title(mode[1])}, {mode[2].replace('_', '-')}" if mode else name
 
 
+def told(sentences: tuple[str, ...], facts: dict) -> str:
+    """Return the sentences whose facts are all stored. Raises Missing if there are none."""
+    texts = []
+    for sentence in sentences:
+        try:
+            texts.append(sentence.format_map(facts))
+        except KeyError:
+            continue
+    if not texts:
+        raise store.Missing("no sentence has its rows")
+    return " ".join(texts)
+
+
 def table(corner: str, cells: dict[tuple[str, str], str]) -> str:
     """Return a markdown table; cells: {(line, column): text}, in the order of lines and columns."""
     if not cells:
@@ -103,13 +136,24 @@ def shown(row) -> str:
         show = "{:.2f}".format
     if row.section in RANGES and row.low < row.high:
         return f"{show(row.low)} to {show(row.high)}"
+    if row.section == "training" and row.unit == "x":  # low, median and high of the interval
+        noise = ", within noise" if row.low <= 1 <= row.high else ""
+        return f"{show(row.median)} ({extent(row.values)}){noise}"
     return show(row.median)
 
 
-def pivot(corner, card, section, units, line="{0.case}", column="{0.contender}") -> str:
+def by_case(row) -> str:
+    return row.case
+
+
+def by_contender(row) -> str:
+    return row.contender
+
+
+def pivot(corner, card, section, units, line=by_case, column=by_contender) -> str:
     """Return a table of the rows of a section that have one of these units; line, column: their titles."""
     rows = [row for row in store.rows(card) if row.section == section and row.unit in units.split()]
-    return table(corner, {(line.format(row), column.format(row)): shown(row) for row in rows})
+    return table(corner, {(line(row), column(row)): shown(row) for row in rows})
 
 
 def cards(section: str):
@@ -122,25 +166,34 @@ def cards(section: str):
 # --- what the blocks say ---
 
 
-def stale(*sections: str) -> str:
-    """Return a sentence that names what another version of the code produced, among sections or among all."""
-    now, old = store.hashes(), set()
-    for card in os.listdir(store.folder("")):
-        for name, at in store.meta(card).get("sections", {}).items():
-            parts = ["kernel"] if name in GPU_ONLY else now
-            if any(at[part] not in (None, now[part]) for part in parts):
-                old.add(name)
+def stale(card: str, *sections: str) -> str:
+    """Return a sentence that names what other code measured on a card, among sections or among all."""
+    old = store.old(card)
     names = ", ".join(sorted(old.intersection(sections or old)))
     return f" Measured with an earlier version of this code: {names}." if names else ""
 
 
-def environment() -> str:
-    """Return one line: card, driver, dates, versions, and what an earlier version produced."""
-    facts = store.meta(CARD)
-    dates = " and ".join(sorted({at["date"] for at in facts["sections"].values()}))
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
-    text = f"{facts['card']}, driver {facts['driver']}, CUDA {facts['cuda']}, {dates}; {versions}."
-    return text + stale()
+def environment(*names: str) -> str:
+    """Return a line for each card, commit and set of versions: what was measured there, and when."""
+    found = {}
+    for card in names:
+        for section, at in store.meta(card).get("sections", {}).items():
+            facts = {"driver": at["driver"], "CUDA": at["cuda"], "commit": at["commit"], **at["versions"]}
+            texts = [at["card"] or "a CPU", *(f"{name} {text}" for name, text in facts.items() if text)]
+            if card.endswith("-forced-t4"):
+                texts[0] += " with T4 settings forced"
+            found.setdefault(", ".join(texts), {})[section] = at["date"]
+    lines = []
+    for text, dates in found.items():
+        lines.append(f"- {text}; {' and '.join(sorted({*dates.values()}))}: {', '.join(dates)}.")
+    if not lines:
+        raise store.Missing(names)
+    return "\n".join(lines) + "".join(map(stale, names))
+
+
+def provenance() -> str:
+    """Where every stored section was measured."""
+    return environment(*sorted(path.parent.name for path in store.folder("").glob("*/meta.json")))
 
 
 def points(card: str, column: str) -> str:
@@ -149,24 +202,29 @@ def points(card: str, column: str) -> str:
 
 
 def claim(card: str = CARD) -> str:
-    """Return the score and the headline: the ratios of the puzzle's own line, and its control."""
-    rows = store.rows(card)
-    line = one(rows, "protocol", "puzzle's line", unit="x").values
-    seconds = {row.contender: row.median for row in select(rows, "protocol", "total")}
-    today, classic = (rounded_down(seconds[f"unsloth_{x}"] / seconds["ours"]) for x in ("today", "classic"))
-    name, speed = store.meta(card)["card"], rounded_down(statistics.median(line))
-    return (
-        f"Measured on one {name}: {points(card, 'today')} points; {speed} times the speed of Unsloth's "
-        f"current `fast_dequantize` (*Unsloth today*) by the puzzle's line (median of {len(line)} runs, "
-        f"{extent(line)}). With contenders alternating, medians give {today} times Unsloth today and "
-        f"{classic} times *Unsloth classic*, its code path when the puzzle was published."
-    ) + stale("protocol", "score")
+    """Return the score and the headline: the ratios of the puzzle's own line, and of contenders in turns."""
+    rows = select(store.rows(card), "protocol")
+    facts = {"card": store.meta(card).get("card"), "points": points(card, "today")}
+    for row in select(rows, case="puzzle's line"):
+        facts |= {"runs": len(row.values), row.contender: rounded_down(row.median)}
+        facts[f"{row.contender} range"] = extent(row.values)
+    totals = {row.contender: row.median for row in select(rows, case="total")}
+    if totals.keys() >= {"ours", "unsloth_today"}:
+        facts["in turns"] = rounded_down(totals["unsloth_today"] / totals["ours"])
+    return told(CLAIM, facts) + stale(card, "protocol", "score")
 
 
-def stored_score() -> str:
-    """The marking table of the stored run against both versions of Unsloth."""
-    lines = pivot(f"Measured on an {CARD_NAME}", CARD, "score", "points")
-    return f"{lines}\n| **Sum** | **{points(CARD, 'today')}** | **{points(CARD, 'classic')}** |"
+def halves() -> str:
+    """Return what the kernel gains and what the launch path gains."""
+    rows = store.rows(CARD)
+    facts = {f"{row.case} {row.contender}": row.median for row in rows if row.section in TIMED}
+    shares = {}
+    for row in select(rows, "gpu_time"):
+        if int(row.case.split()[0]) >= 2**24:
+            reference = one(rows, "gpu_time", row.case, "copy_kernel").median
+            shares.setdefault(f"share {row.contender}", []).append(reference / row.median)
+    facts |= {name: extent(values) for name, values in shares.items()}
+    return told(HALVES, facts) + stale(CARD, *TIMED, "gpu_time")
 
 
 def official(corner: str, names: dict[str, str], case="total") -> str:
@@ -196,7 +254,24 @@ def gpu_time() -> str:
 
 def t4_claim() -> str:
     """The speedup on a T4 and the puzzle's points: measured if there is a result, else predicted."""
-    return claim("tesla-t4") if store.rows("tesla-t4") else plots.t4()[1]
+    if store.rows("tesla-t4"):
+        return claim("tesla-t4")
+    cells = {}
+    for row, won in plots.t4_speedups():
+        cells[title(row.contender), row.case] = f"{extent(row.values)} times ({span(won)} points)"
+    return f"Not yet run on a T4. A simulation predicts:\n\n{table('over', cells)}"
+
+
+def triton_versions() -> str:
+    """The kernel and its calls by version of Triton."""
+    cells = {}
+    for row in store.rows(CARD):
+        if not row.section.startswith("triton ") or row.contender not in ("ours", "unsloth_today"):
+            continue
+        if row.case in (*plots.SHAPES, "total", "until_return", "launcher"):
+            line = f"{title(row.case)}, {title(row.contender)}, {row.unit}"
+            cells[line, row.section.title()] = f"{row.median:.3g}"
+    return table("Triton's version", cells)
 
 
 def changed_settings() -> str:
@@ -222,43 +297,54 @@ def evidence() -> str:
 
 
 BLOCKS = {
-    "environment": environment,
+    "environment": partial(environment, CARD),
+    "provenance": provenance,
     "claim": claim,
-    "stored_score": stored_score,
-    "protocol": partial(official, "official protocol", LIBRARIES),
+    "halves": halves,
     "launch_forms": partial(official, "official protocol by launch form", FORMS),
     "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary launches"),
     "gpu_time": gpu_time,
+    "experts": partial(pivot, "experts x outputs x inputs, GPU us", CARD, "experts", "us"),
     "settings": changed_settings,
     "host_time": partial(
-        pivot, "one call, 1024x4096 bf16, us", CARD, "host_time", "us s", "{0.contender}", "{0.case}"
+        pivot, "one call, 1024x4096 bf16, us", CARD, "host_time", "us s", by_contender, by_case
     ),
+    "launcher": partial(pivot, "one call, 1024x4096 bf16, us", CARD, "launcher", "us", by_contender, by_case),
     "compiled": partial(
         pivot,
         "24 weights, each dequantized and multiplied by, us; under torch.compile unless eager",
         CARD,
         "compiled",
         "us x",
-        "{0.contender}",
-        "{0.case}",
+        by_contender,
+        by_case,
     ),
-    "training_claim": lambda: plots.training()[1],
+    "training": partial(pivot, "one step, ms; speedup with its 95% interval", CARD, "training", "ms x"),
+    "training_speedup": partial(
+        pivot,
+        "tokens per step",
+        CARD,
+        "training",
+        "x",
+        lambda row: row.case.split(", ")[1].removesuffix(" tokens"),
+        lambda row: row.case.split(", ")[0],
+    ),
     "axolotl": partial(pivot, "Axolotl's dequantization, us", CARD, "axolotl", "us"),
+    "triton": triton_versions,
     "evidence": evidence,
     "t4_claim": t4_claim,
-    "t4": partial(
-        pivot, "official protocol on a T4, s", T4, "t4_prediction", "s x", "{0.contender}", "{0.case}"
-    ),
+    "t4": partial(pivot, "official protocol on a T4, s", T4, "t4_prediction", "s x", by_contender, by_case),
     "t4_kernels": partial(pivot, "one kernel on a simulated T4, us", T4, "t4_prediction", "us"),
-    "published": partial(pivot, "measured on a T4 by others", T4, "published", "s x", "{0.case}", "{0.unit}"),
+    "published": partial(
+        pivot, "measured on a T4 by others", T4, "published", "s x", column=lambda row: row.unit
+    ),
     "machine_code": partial(
         pivot,
         "machine code, instructions per element",
         "cross-compiled",
         "machine_code",
         "instructions registers",
-        "{0.case}",
-        "{0.contender} {0.unit}",
+        column=lambda row: f"{row.contender} {row.unit}",
     ),
 }
 
@@ -277,7 +363,7 @@ def body(name: str, page: Path) -> str:
         return found
     figure, alt = found
     file = FIGURES / f"{block.__name__}.png"
-    plots.save(figure, file)
+    plots.save(figure, alt, file)
     link = os.path.relpath(file, page.parent)
     if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook
         link = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
@@ -305,10 +391,12 @@ def main(argv: list[str] | None = None) -> int:
     """Fill every page and the notebook. Returns 1 if a file to store is not a result file."""
     parser = argparse.ArgumentParser(description="Fill the tables and pictures of README, docs and notebook.")
     parser.add_argument("file", nargs="?", type=Path, help="store this nf4_<card>.json under results/ first")
+    parser.add_argument("--replace", action="store_true", help="also if that card has results")
     options = parser.parse_args(argv)
     try:
         if options.file:
-            print(f"stored in {store.file_result(options.file)}")
+            print(*store.changes(options.file), sep="\n")
+            print(f"stored in {store.file_result(options.file, options.replace)}")
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), NOTEBOOK):

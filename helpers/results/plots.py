@@ -3,6 +3,7 @@
 Each function of PICTURES returns a figure and its alternative text, which says in words what it shows.
 """
 
+import hashlib
 import math
 import statistics
 from pathlib import Path
@@ -10,11 +11,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
+from PIL import Image, PngImagePlugin
 
 from helpers.results import store
 from helpers.results.store import one, select
-from nf4_triton.reference import NF4_VALUES
+from nf4_triton.kernel import NF4
 
 CARD, T4 = "nvidia-h200", "tesla-t4-simulated"  # the folders that the pages quote
 CARD_NAME = "NVIDIA H200"
@@ -25,43 +26,31 @@ SHAPES = {  # of the official protocol, by their elements
 }
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 configurations, 3 weights
 BYTES = 0.5 + 1 / 64 + 4 / 16384 + 2  # read and written per weight
-LABELS = {
-    "ours": "this kernel",
-    "unsloth_today": "Unsloth today",
-    "unsloth_classic": "Unsloth classic",
+LABELS = {  # slowest first
+    "peft": "PEFT",
     "bitsandbytes": "bitsandbytes",
-}  # the contenders that pictures show
-# Colors: C0, C1, C2 are contenders in the order of LABELS; the others mean one thing in all pictures.
-GPU, LAUNCH = "C4", "C6"
-STORED, FIRST, SECOND = "#F7F8FA", "#FFDF85", "#A6DCE8"  # idea: inputs, first block, second block
-INK = "#768390"  # text and lines, on no background: readable on a light page and on a dark one
-CODES, SCALES = "855A8A74", (3.919, 2.6715)  # idea: an example, a word and the scales of two blocks
-FOLLOWED = 5  # its code that the arrows follow
-IDEA_TEXTS = (  # height, weight, text
-    (0.98, "bold", "1  Load a word of 8 codes, and one absmax byte per block of 64"),
-    (0.83, "normal", "scale = code2[absmax] × absmax2 + offset, rounded twice (no FMA)"),
-    (0.74, "bold", "2  Multiply: 16 lanes hold all results of two blocks"),
-    (0.44, "normal", "Rounded to fp32, then to 16 bits. Block 0 in the low half, block 1 in the high half."),
-    (0.35, "bold", "3  Look up: a shuffle per code, a prmt per byte, one store"),
-    (0.19, "normal", "This word is in block 0: prmt keeps the low halves of two registers."),
-    (
-        0.02,
-        "normal",
-        "Bytes per weight: 0.5 (codes) + 1/64 (absmax) + 4/16384 (absmax2) read, 2 written: 2.516",
-    ),
-)
+    "unsloth_classic": "Unsloth classic",
+    "unsloth_today": "Unsloth today",
+    "ours": "this kernel",
+}
+# One color per contender in all pictures; as text on PAPER each has a contrast of at least 4.5. No color has
+# that on a white page and on GitHub's dark one (#0d1117), so a picture brings its own background.
+COLORS = dict(zip(LABELS, ("#57606A", "#2E7D32", "#7A4FB5", "#C2410C", "#0B63CE"), strict=True))
+PAPER, INK = "#FFFFFF", "#1F2328"
+FIRST, SECOND, PLAIN = "#FFDF85", "#A6DCE8", "#F0F2F5"  # idea: block 0, block 1, neither
+WORD, SCALE = "855A8A74", 0.0391  # idea: a word of block 1 and its scale
+FOLLOWED = 5  # the code that the arrows follow
 
 matplotlib.rcParams.update(
     {
         "font.size": 11,
-        "savefig.transparent": True,
+        "figure.facecolor": PAPER,
         "text.color": INK,
         "axes.edgecolor": INK,
         "axes.labelcolor": INK,
         "xtick.color": INK,
         "ytick.color": INK,
-        "grid.color": INK,
-        "grid.alpha": 0.3,
+        "grid.alpha": 0.5,
         "legend.frameon": False,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -81,10 +70,21 @@ def described(figure: Figure, title: str, facts) -> tuple[Figure, str]:
     return figure, f"{title}: {'; '.join(facts)}."
 
 
-def save(figure: Figure, file: Path) -> None:
-    """Write a PNG with a palette, at most 45 kB."""
+def digest(figure: Figure, alt: str) -> str:
+    """Return a hash of what a picture is drawn from: the code of this file, its words, lines and bars."""
+    inputs = [store.code_hash(Path(__file__).read_text(encoding="utf-8")), alt]
+    for panel in figure.axes:
+        inputs += [np.round(line.get_xydata(), 3).tolist() for line in panel.lines]
+        inputs += [np.round(bar.get_bbox().bounds, 3).tolist() for bar in panel.patches]
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:12]
+
+
+def save(figure: Figure, alt: str, file: Path) -> None:
+    """Write a PNG with a palette, at most 45 kB, that carries its digest."""
     figure.savefig(file, dpi=100)
-    Image.open(file).quantize().save(file, optimize=True)
+    note = PngImagePlugin.PngInfo()
+    note.add_text("inputs", digest(figure, alt))
+    Image.open(file).convert("RGB").quantize().save(file, optimize=True, pnginfo=note)
 
 
 def rounded_down(ratio: float) -> str:
@@ -97,26 +97,47 @@ def extent(values) -> str:
     return f"{rounded_down(min(values))} to {rounded_down(max(values))}"
 
 
+def span(row) -> str:
+    """Return the range of whole numbers: '10 to 14', or '14' if it has one value."""
+    return " to ".join(f"{value:.0f}" for value in sorted({row.low, row.high}))
+
+
+def protocol() -> tuple[Figure, str]:
+    """Seconds of the official protocol, contenders in turns."""
+    rows, facts = select(store.rows(CARD), "protocol", "total"), []
+    ours = one(rows, contender="ours").median
+    figure, panel = panel_of(2.9)
+    for name, label in LABELS.items():
+        seconds = one(rows, contender=name).median
+        text = f"{seconds:.3f} s"
+        if name != "ours":
+            text += f", {rounded_down(seconds / ours)} times as long"
+        panel.bar_label(panel.barh(label, seconds, color=COLORS[name]), [text], padding=4)
+        facts.append(f"{label}: {text}")
+    panel.invert_yaxis()
+    panel.margins(x=0.3)
+    panel.set_xlabel("seconds: 9,000 calls, each with a synchronize; shorter is better")
+    return described(figure, f"The puzzle's test on an {CARD_NAME}", facts)
+
+
 def where_time_goes() -> tuple[Figure, str]:
     """Average call of the official protocol: GPU kernels, and launch path plus synchronization."""
-    rows, labels = store.rows(CARD), []
+    rows, facts = store.rows(CARD), []
     figure, panel = panel_of(3.2)
-    for name, label in LABELS.items():
+    for name in ("bitsandbytes", "unsloth_classic", "unsloth_today", "ours"):
         seconds = one(rows, "protocol", "total", name).median
         on_gpu = statistics.mean(one(rows, "gpu_time", size, name).median for size in SHAPES)
         on_gpu, whole = round(on_gpu, 1), round(1e6 * seconds / CALLS, 1)
-        labels.append(f"{label}: {on_gpu} + {whole - on_gpu:.1f} = {whole}")
-        panel.barh(labels[-1], on_gpu, color=GPU)
-        panel.barh(labels[-1], whole - on_gpu, left=on_gpu, color=LAUNCH)
+        facts.append(f"{LABELS[name]}: {on_gpu} + {whole - on_gpu:.1f} = {whole}")
+        panel.barh(facts[-1], on_gpu, color=COLORS[name])
+        panel.barh(facts[-1], whole - on_gpu, left=on_gpu, color=COLORS[name], alpha=0.35)
     panel.invert_yaxis()
-    panel.set_xlabel("microseconds")
-    parts = ["GPU kernels, measured separately in CUDA graphs", "the rest: launch path and synchronization"]
-    figure.legend(parts, loc="outside lower center", ncols=2)
-    return described(figure, f"Average call of the official protocol in us, {CARD_NAME}", labels)
+    panel.set_xlabel("dark: GPU kernels, measured separately; light: the rest of a call")
+    return described(figure, f"Average call of the official protocol in us, {CARD_NAME}", facts)
 
 
 def share_by_size() -> tuple[Figure, str]:
-    """GPU speed of each kernel relative to one that only moves the bytes, and TB/s, by size."""
+    """GPU speed of each kernel relative to one that only moves the bytes, by size."""
     rows, facts = select(store.rows(CARD), "gpu_time"), []
     if not rows:
         raise store.Missing("gpu_time")
@@ -126,102 +147,94 @@ def share_by_size() -> tuple[Figure, str]:
         return np.array([one(rows, case=f"{size} bf16", contender=name).median for size in sizes])
 
     figure, panel = panel_of(4.2)
-    for name in ("ours", "unsloth_today", "unsloth_classic"):
+    for name, marker in {"ours": "o", "unsloth_today": "s", "unsloth_classic": "^"}.items():
         shares = us("copy_kernel") / us(name)
-        panel.semilogx(sizes, shares, "o-", label=LABELS[name])
+        panel.semilogx(sizes, shares, f"{marker}-", label=LABELS[name], color=COLORS[name])
         facts.append(f"{LABELS[name]}: {extent(shares)}")
-    speeds = BYTES * sizes / us("ours") / 1e6
-    right = panel.twinx()
-    right.plot(sizes, speeds, ":", label="this kernel, TB/s (right)")
-    right.set(ylabel="TB/s", ylim=(0, 5.5))
-    panel.set(xlabel="elements of the weight, bf16", ylabel="share of the reference's speed", ylim=(0, 1.1))
+    for size, shape in SHAPES.items():
+        panel.axvline(int(size.split()[0]), color=INK, linestyle=":")
+        panel.text(int(size.split()[0]), 1.12, shape.split()[0], ha="center", fontsize=9)
+    panel.set(xlabel="elements of the weight, bf16 (dotted: the official shapes)", ylim=(0, 1.1))
+    panel.set_ylabel("share of the reference's speed")
     panel.grid()
-    figure.legend(loc="outside lower center", ncols=4)
-    facts.append(f"this kernel moves up to {max(speeds):.2f} TB/s")
+    figure.legend(loc="outside lower center", ncols=3)
     return described(figure, f"GPU speed as a share of the memory-bound reference, {CARD_NAME}", facts)
 
 
-def _ranges(title: str, unit: str, ratios: dict[str, tuple], lines: tuple, marker: str) -> tuple[Figure, str]:
-    """Draw ranges of speedups, {label: values}, with a marker at the median, and vertical lines."""
-    figure, panel = panel_of(1.2 + 0.4 * len(ratios))
-    for name, values in ratios.items():
-        middle = statistics.median(values)
-        reach = [[middle - min(values)], [max(values) - middle]]
-        panel.errorbar(middle, name, xerr=reach, fmt=marker, capsize=6, color="C0")
-    for line in lines:
-        panel.axvline(line, color=INK, linestyle="--")
-    panel.invert_yaxis()
-    panel.margins(y=0.2)
-    panel.set_xlabel(unit)
-    return described(figure, title, ratios)
+def t4_speedups() -> list[tuple]:
+    """Return the predicted speedups on a T4, each with the points that it wins, as pairs of rows."""
+    rows = select(store.rows(T4), "t4_prediction")
+    found = [row for row in rows if row.case.startswith("speedup")]
+    if not found:
+        raise store.Missing("speedup")
+    return [
+        (row, one(rows, case=row.case.replace("speedup", "points"), contender=row.contender)) for row in found
+    ]
 
 
 def t4() -> tuple[Figure, str]:
     """Predicted speedup on a T4, with the puzzle's lines for points."""
-    rows, ratios = select(store.rows(T4), "t4_prediction"), {}
-    for name in ("unsloth_today", "unsloth_classic"):
-        values = one(rows, case="speedup", contender=name).values
-        points = one(rows, case="points", contender=name)
-        won = f"{points.low:.0f} of 14 points"
-        if points.low < points.high:
-            won = f"{points.low:.0f} to {points.high:.0f} of 14 points"
-        ratios[f"over {LABELS[name]}: {extent(values)}, {won}"] = values
-    title = "Predicted speedup on a Tesla T4 with Triton 3.6, not measured"
-    unit = "speedup (dashed: the lines that give points)"
-    figure, text = _ranges(title, unit, ratios, (1.05, 1.10, 1.15), "none")
-    figure.axes[0].set_xlim(left=1.0)
-    return figure, text
-
-
-def training() -> tuple[Figure, str]:
-    """Speedup of a QLoRA step by library and tokens: median and range of the rounds."""
-    rows, ratios = select(store.rows(CARD), "training"), {}
-    if not rows:
-        raise store.Missing("training")
-    for with_ in select(rows, contender="with"):
-        without = one(rows, case=with_.case, contender="without")
-        values = np.divide(without.values, with_.values)
-        ratios[f"{with_.case}: {rounded_down(statistics.median(values))} ({extent(values)})"] = values
-    title = f"Speedup of a QLoRA step on an {CARD_NAME}, median and range of the rounds"
-    return _ranges(title, "step time without the kernel / with it", ratios, (1,), "o")
+    facts = []
+    figure, panel = panel_of(1.3 + 0.4 * len(t4_speedups()))
+    for row, won in t4_speedups():
+        over = f"over {LABELS[row.contender]}{row.case.removeprefix('speedup')}"
+        facts.append(f"{over}: {extent(row.values)}, {span(won)} of 14 points")
+        panel.plot([row.low, row.high], [facts[-1]] * 2, "|-", color=COLORS[row.contender], linewidth=4)
+    for line in (1.05, 1.10, 1.15):
+        panel.axvline(line, color=INK, linestyle="--")
+    panel.invert_yaxis()
+    panel.margins(y=0.2)
+    panel.set_xlim(left=0.98)
+    panel.set_xlabel("speedup (dashed: the lines that give points)")
+    return described(figure, "Predicted speedup on a Tesla T4, not measured", facts)
 
 
 def idea() -> tuple[Figure, str]:
-    """Draw how 4 bytes and two scales become 8 weights in one 128-bit store."""
-    first, second = table = np.char.mod("%.2f", np.float16(np.outer(SCALES, NF4_VALUES)))
-    codes = [int(code, 16) for code in CODES]
-    word_x, lane_x = (FOLLOWED + 0.4) / 8, (codes[FOLLOWED] + 0.5) / 16
-    figure, panel = panel_of(5.4)
+    """Draw how a tile's codes become weights: one scale a row, one lookup a code, two products at a time."""
+    codes = [int(code, 16) for code in WORD]
+    weights = np.char.mod("%.4f", np.float16(np.float32(SCALE * np.take(NF4.value, codes))))
+    figure, panel = panel_of(5.2)
     panel.set_axis_off()
+    panel.set_ylim(0, 1.03)
 
-    def cells(y, label, texts, x, *colors):
-        row = panel.table([texts], [np.resize(colors, len(texts))], cellLoc="center", bbox=(0, y, 1, 0.075))
-        for cell in row.get_celld().values():
-            cell.get_text().set_color("black")
-            cell.set_edgecolor(INK)
-        row[0, int(x * len(texts))].set(linewidth=3, zorder=3, edgecolor="black")
-        panel.text(-0.01, y + 0.03, label, ha="right")
+    def step(y, text, weight="bold"):
+        panel.text(-0.2, y, text, weight=weight)
+
+    def cells(y, label, texts, color, followed=None):
+        """Draw a row of cells; the bold one is on the way that the arrows follow."""
+        bars = panel.bar(np.arange(len(texts)) / len(texts), 0.07, 1 / len(texts), y, align="edge")
+        for bar in bars:
+            bar.set(facecolor=color, edgecolor=INK)
+        if followed is not None:
+            bars[followed].set(linewidth=3, zorder=3)
+        panel.bar_label(bars, texts, label_type="center", fontsize=10)
+        panel.text(-0.01, y + 0.02, label, ha="right")
 
     def arrow(*ends):
         panel.annotate("", *ends, arrowprops={"arrowstyle": "<|-", "linewidth": 2, "color": INK})
 
-    for y, weight, text in IDEA_TEXTS:
-        panel.text(-0.24, y, text, weight=weight)
-    cells(0.88, "codes of a word", [*CODES], word_x, STORED)
-    arrow((word_x, 0.88), (lane_x, 0.715))
-    cells(0.64, "lane", [*"0123456789ABCDEF"], lane_x, STORED)
-    cells(0.565, f"block 0: NF4 × {SCALES[0]}", first, lane_x, FIRST)
-    cells(0.49, f"block 1: NF4 × {SCALES[1]}", second, lane_x, SECOND)
-    arrow((lane_x, 0.49), (word_x, 0.325))
-    cells(0.25, "shfl: lane's register", table.T[codes].flatten(), word_x, FIRST, SECOND)
-    arrow((word_x, 0.25), (word_x, 0.165))
-    cells(0.09, "one 128-bit store", first[codes], word_x, FIRST)
+    step(0.98, "1  Each row of 64 codes of a program's tile lies in one block, so it has one scale.")
+    for block, color in enumerate((FIRST, SECOND)):
+        words = [f"{start}\u2013{start + 7}" for start in range(64 * block, 64 * block + 64, 8)]
+        cells(0.88 - 0.08 * block, f"row {block} = block {block}", words, color, block or None)
+    step(0.73, "scale = code2[absmax] \u00d7 absmax2 + offset, rounded twice (no FMA)", "normal")
+    step(0.64, "2  A 32-bit word holds 8 codes of its row, high nibble first.")
+    cells(0.54, "codes 72\u201379", [*WORD], SECOND, FOLLOWED)
+    arrow(((FOLLOWED + 0.5) / 8, 0.54), ((codes[FOLLOWED] + 0.5) / 16, 0.41))
+    step(0.45, "3  16 values on 16 lanes: one tl.gather looks up every code.")
+    cells(0.34, "lane", [*"0123456789ABCDEF"], PLAIN, codes[FOLLOWED])
+    cells(0.26, "NF4 value", np.char.mod("%.2f", NF4.value), PLAIN, codes[FOLLOWED])
+    arrow(((codes[FOLLOWED] + 0.5) / 16, 0.26), ((FOLLOWED // 2 + 0.5) / 4, 0.11))
+    step(0.16, f"4  Multiply by the row's scale {SCALE}, round, pack pairs.")
+    pairs = [" and ".join(pair) for pair in weights.reshape(4, 2)]
+    cells(0.04, "32-bit registers", pairs, SECOND, FOLLOWED // 2)
     alt = (
-        f"16 lanes hold each NF4 value times {SCALES[0]} in the low half of a register and times "
-        f"{SCALES[1]} in the high half, rounded to fp32, then to 16 bits. A shuffle fetches the register of "
-        f"lane {CODES[FOLLOWED]}, prmt keeps its low half, and one 128-bit store writes 8 results."
+        "A tile of rows of 64 codes: row 0 is block 0, row 1 is block 1, and each has one scale. A word of "
+        f"32 bits holds 8 codes, high nibble first; the word {WORD} holds codes 72 to 79, all of block 1. "
+        f"tl.gather looks up code {WORD[FOLLOWED]} among 16 values on 16 lanes. Two values at a time are "
+        "multiplied by the scale of block 1, rounded, and packed into one 32-bit register."
     )
     return figure, alt
 
 
-PICTURES = {picture.__name__: picture for picture in (idea, where_time_goes, share_by_size, t4, training)}
+PICTURES = {picture.__name__: picture for picture in (idea, protocol, where_time_goes, share_by_size, t4)}

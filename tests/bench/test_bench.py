@@ -59,7 +59,14 @@ def test_host_time():
     assert not problems and {"until_return", "synchronized", "first_call_new_layer"} <= cases.keys()
     out = {"ours_out"} | ({"unsloth_out"} if "unsloth_today" in EVERYONE else set())
     for case, found in cases.items():
-        assert case in ("first_call", "launcher") or found.keys() == EVERYONE | out, case
+        assert case == "first_call" or found.keys() == EVERYONE | out, case
+
+
+def test_both_launchers_are_timed_and_the_usual_one_is_put_back():
+    usual = host.replay.SKIP_PYTHON_LAUNCHER
+    cases, problems = run("launcher")
+    assert not problems and cases["until_return"].keys() == {"ours", "public_launcher"}
+    assert host.replay.SKIP_PYTHON_LAUNCHER is usual and not host.replay.cached
 
 
 def test_another_triton_has_a_section_of_its_own(monkeypatch):
@@ -68,7 +75,7 @@ def test_another_triton_has_a_section_of_its_own(monkeypatch):
     monkeypatch.setattr(host, "time_call", lambda scope, problems: [])
     rows, problems = bench.run_section("triton", TINY)
     assert not problems and {row.section for row in rows} == {"triton 9.9.9"}
-    assert {"64 fp16", "1024 bf16"} <= {row.case for row in rows}
+    assert {"64 fp16", "1024 bf16", "launcher"} <= {row.case for row in rows}
 
 
 def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():

@@ -46,6 +46,12 @@ def test_the_description_is_json(card, driver):
     assert facts["forced"] is None
 
 
+@pytest.mark.parametrize("answer, version", [("", None), ("'580.65.06\n580.65.06'", "580.65.06")])
+def test_an_empty_or_a_longer_answer_of_nvidia_smi(monkeypatch, answer, version):
+    monkeypatch.setattr(environment, "DRIVER", f"echo {answer}")
+    assert environment.describe()["driver"] == version
+
+
 def test_without_a_usable_gpu_it_says_what_to_do(monkeypatch, card, driver):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "Runtime > Change runtime type > T4 GPU" in environment.no_gpu()

@@ -1,7 +1,10 @@
 """The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
 
+import ast
 import json
 import pkgutil
+import re
+import shutil
 import subprocess
 import sys
 
@@ -27,6 +30,60 @@ def test_imports_go_down():
     pytest.importorskip("importlinter")
     code = "import sys; sys.path.insert(0, 'helpers/src'); import importlinter.cli as cli; "
     run("-c", code + "sys.exit(cli.lint_imports(no_cache=True))")
+
+
+def test_types_of_the_package():
+    pytest.importorskip("mypy")
+    run("-m", "mypy")
+
+
+PRIVATE = re.compile(
+    r"(torch|triton)\.(.+\.)?_\w*"  # torch._C, torch.autograd._x
+    r"|triton\.(knobs|runtime|compiler)\b.*"
+    r"|torch\.(fx|utils\._python_dispatch)\b.*"
+)
+
+
+def names_of(tree: ast.AST) -> set[str]:
+    """Return the dotted names that code imports, or reads from torch and triton."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {name for name in found if PRIVATE.fullmatch(name) and "__" not in name}
+
+
+def test_private_names_of_torch_and_triton_stand_in_one_file():
+    """Each can change with a release; private.py says what replaces it."""
+    found = {}
+    for path in sorted((machine.SRC / "nf4_triton").glob("*.py")):
+        if names := names_of(ast.parse(path.read_text(encoding="utf-8"))):
+            found[path.name] = sorted(names)
+    assert found.pop("private.py"), "the search finds nothing"
+    assert not found, "\n".join(f"{name}: {', '.join(names)}" for name, names in found.items())
+
+
+def test_the_checkouts_package_is_the_one_that_is_imported(tmp_path):
+    """Another nf4_triton, imported before helpers, would run in its place."""
+    shutil.copytree(machine.SRC / "nf4_triton", tmp_path / "nf4_triton")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    machine.python(["-c", code + "import helpers, nf4_triton; assert 'helpers' in nf4_triton.__file__"])
+    with pytest.raises(machine.ChildFailed, match=f"ImportError: nf4_triton was imported from {tmp_path}"):
+        machine.python(["-c", code + "import nf4_triton, helpers"])
+
+
+def test_a_release_has_one_version_and_date():
+    from nf4_triton import __version__
+
+    changes = (machine.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, date = re.search(r"^## (\S+) \((\d{4}-\d\d-\d\d)\)$", changes, re.M).groups()
+    citation = (machine.ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert __version__ == version
+    assert f"version: {version}\n" in citation and f"date-released: {date}\n" in citation
 
 
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):

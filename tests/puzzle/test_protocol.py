@@ -148,7 +148,7 @@ def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(
     layers = []
     contenders = {
         "good": contender("good", lambda layer: (layers.append(layer), exact(layer))[1]),
-        "wrong": contender("wrong", lambda layer: exact(layer) * 1.01),
+        "wrong": contender("wrong", lambda layer: exact(layer) * 1.1),
         "buffer": contender("buffer", OneBuffer()),
         "keeps": contender("keeps", Keeps(2)),
     }
