@@ -6,12 +6,12 @@ writes at the addresses given, as a GPU would. A stale address, layout, or setti
 
 import contextlib
 import ctypes
-import sys
 import threading
 
 import pytest
 import torch
 
+from nf4_triton import private, replay, settings
 from states import exact
 
 
@@ -51,14 +51,14 @@ def watch(device, monkeypatch):
     with contextlib.ExitStack() as after:
 
         def start(module):
-            if device == "cuda" and not module.CAN_REPLAY:
+            if device == "cuda" and not private.CAN_REPLAY:
                 pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-            module.launches.clear()
-            after.callback(module.launches.clear)
-            kernel = sys.modules[module.settings.__module__]  # the module of kernel.py, or the same
+            for kept in (replay.cached, replay.cached_out):
+                kept.clear()
+                after.callback(kept.clear)
             if device == "cpu":
                 interpret(module, monkeypatch)
-                after.enter_context(kernel.force(words_small=32))  # one program: fast in the interpreter
+                after.enter_context(settings.force(rows=256))  # few programs: fast in the interpreter
             return Watched(module, monkeypatch)
 
         yield start
@@ -90,7 +90,7 @@ class Interpreted:
 
     def __init__(self, kernel, arguments):
         self.kernel = kernel
-        self.like = [(tensor.dtype, tensor.numel()) for tensor in arguments[:7]]
+        self.like = [(tensor.dtype, tensor.numel()) for tensor in arguments[:6]]
 
     def run(self, grid, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
         tensors = []
@@ -98,16 +98,16 @@ class Interpreted:
             content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
             tensors.append(torch.frombuffer(content, dtype=dtype))
         with ONE_AT_A_TIME:
-            self.kernel[(grid,)](*tensors, *arguments[7:], num_warps=4)
+            self.kernel[(grid,)](*tensors, *arguments[6:], num_warps=4)
 
 
 def interpret(module, monkeypatch):
     """Give the interpreter what a replay takes from CUDA: an allocator, a stream, a compiled kernel."""
     launch_ordinary = module.launch_ordinary
 
-    def launch_and_compile(*arguments):
+    def launch_and_compile(packed, out=None):
         with ONE_AT_A_TIME:
-            launched = launch_ordinary(*arguments)
+            launched = launch_ordinary(packed, out)
         if not launched.grid:
             return launched
         compiled = Interpreted(module._your_dequantize_nf4_kernel, launched.arguments)
@@ -117,8 +117,8 @@ def interpret(module, monkeypatch):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
 
     monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(module, "_empty_cuda", empty)
-    monkeypatch.setattr(module, "_stream", lambda index: 0)
-    monkeypatch.setattr(module, "_current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(module, "CAN_REPLAY", True)
-    monkeypatch.setattr(module, "SKIP_PYTHON_LAUNCHER", False)
+    monkeypatch.setattr(replay, "empty_cuda", empty)
+    monkeypatch.setattr(replay, "current_stream", lambda index: 0)
+    monkeypatch.setattr(replay, "current_device", lambda: -1)  # of a tensor on the CPU
+    monkeypatch.setattr(replay, "CAN_REPLAY", True)
+    monkeypatch.setattr(replay, "SKIP_PYTHON_LAUNCHER", False)

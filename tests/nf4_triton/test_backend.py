@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from nf4_triton import backend, launch, reference
+from nf4_triton import backend, launch
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.reference import same_bits
-from states import DTYPES, odd_states, random_state
+from states import DTYPES, odd_states, oracle, random_state
 
 ODD = odd_states("cpu")
 
@@ -25,7 +25,7 @@ def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)
     layer = make_layer(64, 32, torch.bfloat16)
     weight, state = layer.weight, layer.weight.quant_state
-    expected = reference.dequantize(weight, state)
+    expected = oracle(weight, state)
     out = torch.full_like(expected, torch.nan)
     for arguments in ((layer,), (weight,), (weight.data, state), (weight.data, state, out)):
         assert same_bits(dequantize(*arguments), expected)
@@ -63,7 +63,7 @@ def test_auto_falls_back_to_torch_and_says_why(monkeypatch, device, caplog, prob
     def broken(weight, state):
         if problem != "not bit-exact":
             raise getattr(torch, problem, RuntimeError)
-        return reference.dequantize(weight, state).neg()
+        return oracle(weight, state).neg()
 
     monkeypatch.setattr(launch, "_your_dequantize_nf4", broken)
     if problem == "too old":
@@ -87,7 +87,7 @@ def test_the_fallback_accepts_and_refuses_what_the_kernel_does(monkeypatch, name
         with pytest.raises(launch.UnsupportedState, match="is not contiguous.*expected"):
             dequantize(weight, state)
         return
-    expected = reference.dequantize(weight, state)
+    expected = oracle(weight, state)
     out = torch.full(tuple(state.shape), torch.nan, dtype=state.dtype)
     assert same_bits(dequantize(weight, state, out), expected)
     assert same_bits(out, expected.t() if name == "W.t()" else expected)

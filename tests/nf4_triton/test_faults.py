@@ -23,7 +23,7 @@ def right(weight, state):
 
 
 def through_the_operator(weight, state):
-    return launch.call_operator(*launch.read_state(weight, state), None)
+    return launch.call_operator(launch.read_state(weight, state), None)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from helpers.puzzle import layers, protocol
-from nf4_triton import kernel, launch, reference
+from nf4_triton import launch, reference, settings
 from nf4_triton.reference import same_bits
-from states import DTYPES, SPECIAL, odd_states, random_state
+from states import DTYPES, SPECIAL, odd_states, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
-# Whole, partial and single bytes, words, blocks and tiles (2048 elements up to 2**21, 8192 above); odd tails.
+# Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails.
 SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 4097, 16383, 33 * 70]
 GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 72]
 GUARD = 64
@@ -29,7 +29,7 @@ def on_gpu(**forced):
 
 
 OWN, T4 = pytest.param({}, id="own"), on_gpu(card="t4")
-WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(small_up_to=0), T4]
+WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(rows=64, num_warps=4), T4]
 FIELDS = ("asm", "int_bf16", "hints")
 SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.product((True, False), repeat=3)]
 
@@ -37,9 +37,9 @@ SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.pro
 @pytest.fixture(params=WAYS)
 def way(request):
     """One way through the kernel; a forced one is released after the test."""
-    if request.param.get("int_bf16") is False and kernel.settings().int_bf16:
+    if request.param.get("int_bf16") is False and settings.settings().int_bf16:
         pytest.skip("this card cannot convert to bf16 itself")
-    with kernel.force(**request.param):
+    with settings.force(**request.param):
         yield request.param
 
 
@@ -54,7 +54,7 @@ def wrong(weight, state, skip=0):
     result = launch._your_dequantize_nf4(weight, state, out=out)
     assert result.data_ptr() == out.data_ptr()
     assert memory[:first].isnan().all() and memory[first + n :].isnan().all(), "written out of bounds"
-    expected = reference.dequantize(weight, state)
+    expected = oracle(weight, state)
     assert result.stride() == expected.stride() or n < 2
     return reference.different(result, expected)
 
@@ -84,7 +84,7 @@ def test_odd_states(device, way):
         if name not in REFUSED:
             state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
             result = launch._your_dequantize_nf4(weight, state)
-            assert same_bits(result, reference.dequantize(weight, state)), name
+            assert same_bits(result, oracle(weight, state)), name
             assert not wrong(weight, state), name
 
 
@@ -129,14 +129,14 @@ def test_unaligned_tensors(way, dtype):
 
 
 def test_force_is_released_and_checked():
-    own = kernel.settings()
-    with kernel.force(card="t4"):
-        assert kernel.settings().capability == (7, 5) and kernel.settings().int_bf16
+    own = settings.settings()
+    with settings.force(card="t4"):
+        assert settings.settings().capability == (7, 5) and settings.settings().int_bf16
     with pytest.raises(ValueError, match="the only card that can be forced"):
-        kernel.force(card="t5")
+        settings.force(card="t5")
     with pytest.raises(TypeError):
-        kernel.force(no_such_setting=1)
-    assert kernel.settings() == own
+        settings.force(no_such_setting=1)
+    assert settings.settings() == own
 
 
 @pytest.mark.gpu
@@ -157,7 +157,7 @@ def test_more_than_2_to_the_31_elements(way, dtype):
             part.state2 = type(part.state2)(
                 **vars(state.state2) | {"absmax": state.state2.absmax[start >> 14 :]}
             )
-            expected = reference.dequantize(weight[start // 2 :], part)
+            expected = oracle(weight[start // 2 :], part)
             assert same_bits(result[start : start + len(expected)], expected.view(-1)), start
         del result
     torch.cuda.empty_cache()
@@ -168,11 +168,11 @@ def test_more_than_2_to_the_31_elements(way, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     """At the official protocol's sizes."""
-    layers = [layers.every_code(dtype)]
-    layers += [
+    tested = [layers.every_code(dtype)]
+    tested += [
         make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))
     ]
-    for baseline, layer in itertools.product(protocol.baselines().values(), layers):
+    for baseline, layer in itertools.product(protocol.baselines().values(), tested):
         assert baseline.fn, f"{baseline.label}: {baseline.reason}"
         expected = baseline.fn(layer).detach()
         result = launch._your_dequantize_nf4(layer.weight, layer.weight.quant_state)

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nf4_triton import kernel, launch, reference
-from states import DTYPES, exact, get, noise, replace
+from nf4_triton import launch, reference, replay, settings
+from states import DTYPES, exact, get, noise, oracle, replace
 
 pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
@@ -138,7 +138,7 @@ def test_every_layout_of_a_weight(watched, layer):
     misaligned = [torch.cat([packed[:start], packed])[start:] for start in (1, 2, 3)]
     for weight in misaligned:
         assert exact(watched(weight, state)[0], weight, state)
-    assert not launch.launches
+    assert not replay.cached
     memory = torch.cat([packed[:64], packed, packed[:64]])
     stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
     views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0])]
@@ -195,12 +195,11 @@ def test_every_state_of_torch(watched, layer, make_layer, device):
                 assert not result.requires_grad
             result, replayed = in_backward(lambda weight=weight, state=state: watched(weight, state))
             assert exact(result, weight, state) and replayed >= (turn > 0)
-    assert len(launch.launches) == 1
+    assert len(replay.cached) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_defaults_of_torch_change_nothing(watched, device, layer, dtype):
-    launch.codebook.cache_clear()  # as in the first call of a process
     torch.set_default_dtype(dtype)
     torch.use_deterministic_algorithms(True)
     try:
@@ -375,7 +374,7 @@ def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, ne
     """Grid, stream, function, metadata, every pointer and size: all that reaches Triton's C launcher."""
     layer = make_layer(64, 320, torch.bfloat16, nested=nested)
     weight, state = layer.weight, layer.weight.quant_state
-    compiled = launch.launch_kernel(weight, state).compiled
+    compiled = launch.launch_ordinary(launch.read_state(weight, state)).compiled
     launcher, calls = compiled.run, []
     c_launcher = launcher.launch
 
@@ -394,7 +393,7 @@ def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, ne
     monkeypatch.setattr(launcher, "launch", record)
     ordinary, replayed = watched(weight, state), watched(weight, state)
     assert (ordinary[1], replayed[1]) == (False, True)
-    launch.launches.clear()  # it holds `record`
+    replay.cached.clear()  # it holds `record`
     for (result, _), call in zip((ordinary, replayed), calls, strict=True):
         kernels = call[-1] if isinstance(call[-1], list) else call  # Triton 3.9 packs them
         kernels[kernels.index(result.data_ptr())] = "result"
@@ -443,7 +442,7 @@ def test_torch_func_transforms(case):
     watched, weight, state = case
     x = torch.ones(64, device=weight.device)
     gradient = torch.func.grad(lambda x: (watched(weight, state)[0].float() @ x).sum())(x)
-    torch.testing.assert_close(gradient, reference.dequantize(weight, state).float().sum(0))
+    torch.testing.assert_close(gradient, oracle(weight, state).float().sum(0))
     stack = torch.stack([weight, 255 - weight])
     result = torch.vmap(lambda w: watched(w, state)[0])(stack)
     assert all(exact(result[i], stack[i], state) for i in range(2))
@@ -468,8 +467,8 @@ def test_a_dispatch_mode_sees_the_operator(case):
 # Settings, and the kernel itself
 def test_forced_settings_are_honored_at_once(warm):
     watched, weight, state = warm
-    for forced in ({"card": "t4"}, {"words_small": 4}):
-        with kernel.force(**forced):
+    for forced in ({"card": "t4"}, {"rows": 64}):
+        with settings.force(**forced):
             for expected in (False, True):
                 result, replayed = watched(weight, state)
                 assert replayed == expected and exact(result, weight, state)
@@ -488,9 +487,9 @@ def test_a_kernel_that_is_defined_again_starts_empty(watch, changed_kernel, laye
 
 def test_launch_kernel_returns_what_launches_again(layer):
     weight, state = layer.weight, layer.weight.quant_state
-    out, compiled, grid, arguments = launch.launch_kernel(weight.t(), state)
+    out, compiled, grid, arguments, _ = launch.launch_ordinary(launch.read_state(weight.t(), state))
     assert exact(out, weight, state)
-    options = kernel.launch_options(kernel.settings(weight.device))
+    options = settings.launch_options(settings.settings(weight.device))
     out.zero_()
     launch._your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
     assert exact(out, weight, state)
@@ -535,14 +534,14 @@ def test_a_spec_keeps_32_launches_and_the_cache_1024_specs(watched, layer):
         state.state2.absmax = torch.cat([scales, noise(scales.new_empty(i))])
         result, replayed = watched(weight, state)
         assert not replayed and exact(result, weight, state)
-    assert [len(known) for known in launch.launches.values()] == [32]
+    assert [len(known) for known in replay.cached.values()] == [32]
     assert watched(weight, state)[1]
-    launch.launches.update({(i,): () for i in range(1100)})
+    replay.cached.update({(i,): () for i in range(1100)})
     state.dtype = torch.float16
     for expected in (False, True):
         result, replayed = watched(weight, state)
         assert replayed == expected and exact(result, weight, state)
-    assert len(launch.launches) <= 1024
+    assert len(replay.cached) <= 1024
 
 
 def test_nothing_about_a_layer_is_kept(watched, make_layer):
@@ -551,14 +550,14 @@ def test_nothing_about_a_layer_is_kept(watched, make_layer):
     weight, state = layer.weight, layer.weight.quant_state
     before = [sorted(vars(x)) for x in (layer, weight, state)]
     watched.warm(layer)
-    launch.call_operator(*launch.read_state(weight, state), None)
+    launch.call_operator(launch.read_state(weight, state), None)
     assert [sorted(vars(x)) for x in (layer, weight, state)] == before
     tensors = [weakref.ref(get(layer, name)) for name in ("weight", *SECOND)]
     gc.collect()
     gc.disable()
     try:
         del layer, weight, state
-        assert launch.launches and not any(tensor() is not None for tensor in tensors)
+        assert replay.cached and not any(tensor() is not None for tensor in tensors)
     finally:
         gc.enable()
 
@@ -585,6 +584,6 @@ def test_eight_threads(watched, make_layer, device):
     if device == "cuda":
         torch.cuda.synchronize()
     for layer, of_layer in zip(made, results, strict=True):
-        expected = reference.dequantize(layer.weight, layer.weight.quant_state)
+        expected = oracle(layer.weight, layer.weight.quant_state)
         assert len(of_layer) == count
         assert all(reference.same_bits(result, expected) for result in of_layer)

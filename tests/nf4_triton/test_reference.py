@@ -10,7 +10,7 @@ import torch
 from helpers import machine
 from nf4_triton import reference
 from nf4_triton.reference import different, same_bits
-from states import DTYPES, SPECIAL, odd_states, random_state
+from states import DTYPES, SPECIAL, odd_states, oracle, random_state
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
@@ -39,7 +39,7 @@ def library(weight, state):
 
 def agrees(weight, state):
     """Return whether the oracle is bitsandbytes, bit for bit. Its CPU code gives fp4's code 8 either sign."""
-    result, expected = reference.dequantize(weight, state), library(weight, state)
+    result, expected = oracle(weight, state), library(weight, state)
     if state.quant_type == "fp4" and not weight.is_cuda:
         result, expected = result + 0.0, expected + 0.0
     return same_bits(result, expected)
