@@ -9,12 +9,13 @@ import base64
 import os
 import re
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import nbformat
 
 from helpers.results import plots, store
-from helpers.results.plots import CARD, T4, extent, rounded_down, span
+from helpers.results.plots import CARD, CARD_NAME, T4, extent, rounded_down, span
 from helpers.results.store import ROOT, one, select
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
@@ -46,30 +47,32 @@ TITLES = {
     "first_call_new_layer": "first call of a new layer",
     "first_call": "first call of a process, s",
     "geometric mean": "speedup of this kernel (geometric mean)",
+    "today": "vs Unsloth today",
+    "classic": "vs Unsloth classic",
     "s": "seconds",
     "x": "its speedup over classic",
     "speedup": "speedup of this kernel",
 }
 RANGES = ("t4_prediction", "published")  # sections whose values are shown from lowest to highest
+CASE, CONTENDER = attrgetter("case"), attrgetter("contender")
 TIMED = ("protocol", "host_time")
 CLAIM = (  # a sentence without its rows is left out
-    "In {runs} runs of the puzzle's line on one {card}: {points} points.",
-    "The median is {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the installed "
-    "release ({unsloth_today range}).",
+    "{points} points in {runs} runs of the puzzle's line on one {card}.",
+    "The median is {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the current "
+    + "release ({unsloth_today range}).",
     "It is {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
-    "puzzle was published ({unsloth_classic range}).",
-    "With contenders taking turns, as in the picture, it is {in turns} times Unsloth today.",
+    + "puzzle was published ({unsloth_classic range}).",
+    "With contenders taking turns, as in the picture, it is {in turns} times the speed of Unsloth today.",
 )
 HALVES = (
-    "**GPU.** From 16.8M elements on, this kernel runs at {share ours} of the speed of a kernel that only moves "
-    "the bytes.",
-    "Unsloth's runs at {share unsloth_today}.",
-    "**Launch path.** Launched the ordinary way, with `kernel[grid]`, this kernel takes {total ordinary:.3f} s "
-    "for the test.",
-    "Unsloth's function, which replays its launches too, takes {total unsloth_today:.3f} s; this kernel, "
-    "replayed, takes {total ours:.3f} s.",
-    "In its training forward, Unsloth reuses one buffer: such a call returns after "
-    "{until_return unsloth_buffered:.1f} us, ours after {until_return ours:.1f} us, so little is left to gain.",
+    "- **GPU:** from 16.8M elements on, this kernel runs at {share ours} of the speed of a kernel that only "
+    + "moves the bytes. Unsloth's runs at {share unsloth_today}.",
+    "- **Launch path:** launched the ordinary way, with `kernel[grid]`, this kernel takes "
+    + "{total ordinary:.3f} s for the puzzle's test. Unsloth's function, which replays its launches, takes "
+    + "{total unsloth_today:.3f} s. Replayed, this kernel takes {total ours:.3f} s.",
+    "- **In training:** Unsloth's forward pass reuses one buffer, and its call returns after "
+    + "{until_return unsloth_buffered:.1f} us. This one returns after {until_return ours:.1f} us, so little "
+    + "is left to gain there.",
 )
 LONG_TESTS = {  # section: (its name, what its rows say)
     "fuzz": (
@@ -81,10 +84,6 @@ LONG_TESTS = {  # section: (its name, what its rows say)
         "compute-sanitizer, errors",
         "memcheck {memcheck_ours:.0f}, racecheck {racecheck_ours:.0f}, initcheck {initcheck_ours:.0f}, "
         "synccheck {synccheck_ours:.0f}",
-    ),
-    "seeded_bugs": (
-        "seeded bugs that the tests catch",
-        "{gpu_caught:.0f} of {gpu_seeded:.0f} on a GPU, {cpu_caught:.0f} of {cpu_seeded:.0f} on a CPU",
     ),
     "bitsandbytes_tests": (
         "bitsandbytes' own tests with this kernel",
@@ -101,7 +100,7 @@ def title(name: str) -> str:
     return f"{title(mode[1])}, {mode[2].replace('_', '-')}" if mode else name
 
 
-def told(sentences: tuple[str, ...], facts: dict) -> str:
+def told(sentences: tuple[str, ...], facts: dict, separator=" ") -> str:
     """Return the sentences whose facts are all stored. Raises Missing if there are none."""
     texts = []
     for sentence in sentences:
@@ -111,7 +110,7 @@ def told(sentences: tuple[str, ...], facts: dict) -> str:
             continue
     if not texts:
         raise store.Missing("no sentence has its rows")
-    return " ".join(texts)
+    return separator.join(texts)
 
 
 def table(corner: str, cells: dict[tuple[str, str], str]) -> str:
@@ -142,15 +141,7 @@ def shown(row) -> str:
     return show(row.median)
 
 
-def by_case(row) -> str:
-    return row.case
-
-
-def by_contender(row) -> str:
-    return row.contender
-
-
-def pivot(corner, card, section, units, line=by_case, column=by_contender) -> str:
+def pivot(corner, card, section, units, line=CASE, column=CONTENDER) -> str:
     """Return a table of the rows of a section that have one of these units; line, column: their titles."""
     rows = [row for row in store.rows(card) if row.section == section and row.unit in units.split()]
     return table(corner, {(line(row), column(row)): shown(row) for row in rows})
@@ -177,18 +168,17 @@ def environment(*names: str) -> str:
     """Return a line for each card, commit and set of versions: what was measured there, and when."""
     found = {}
     for card in names:
+        old = store.old(card)
         for section, at in store.meta(card).get("sections", {}).items():
             facts = {"driver": at["driver"], "CUDA": at["cuda"], "commit": at["commit"], **at["versions"]}
             texts = [at["card"] or "a CPU", *(f"{name} {text}" for name, text in facts.items() if text)]
             if card.endswith("-forced-t4"):
                 texts[0] += " with T4 settings forced"
-            found.setdefault(", ".join(texts), {})[section] = at["date"]
-    lines = []
-    for text, dates in found.items():
-        lines.append(f"- {text}; {' and '.join(sorted({*dates.values()}))}: {', '.join(dates)}.")
-    if not lines:
+            sections = found.setdefault(f"{', '.join(texts)}; {at['date']}", [])
+            sections.append(f"{section} (earlier code)" if section in old else section)
+    if not found:
         raise store.Missing(names)
-    return "\n".join(lines) + "".join(map(stale, names))
+    return "\n".join(f"- {text}: {', '.join(sections)}." for text, sections in found.items())
 
 
 def provenance() -> str:
@@ -214,6 +204,12 @@ def claim(card: str = CARD) -> str:
     return told(CLAIM, facts) + stale(card, "protocol", "score")
 
 
+def stored_score() -> str:
+    """The marking table of the stored run against both versions of Unsloth."""
+    lines = pivot(f"points on an {CARD_NAME}", CARD, "score", "points")
+    return f"{lines}\n| **Sum** | **{points(CARD, 'today')}** | **{points(CARD, 'classic')}** |"
+
+
 def halves() -> str:
     """Return what the kernel gains and what the launch path gains."""
     rows = store.rows(CARD)
@@ -224,7 +220,7 @@ def halves() -> str:
             reference = one(rows, "gpu_time", row.case, "copy_kernel").median
             shares.setdefault(f"share {row.contender}", []).append(reference / row.median)
     facts |= {name: extent(values) for name, values in shares.items()}
-    return told(HALVES, facts) + stale(CARD, *TIMED, "gpu_time")
+    return told(HALVES, facts, "\n") + stale(CARD, *TIMED, "gpu_time")
 
 
 def official(corner: str, names: dict[str, str], case="total") -> str:
@@ -300,24 +296,23 @@ BLOCKS = {
     "environment": partial(environment, CARD),
     "provenance": provenance,
     "claim": claim,
+    "stored_score": stored_score,
     "halves": halves,
     "launch_forms": partial(official, "official protocol by launch form", FORMS),
     "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary launches"),
     "gpu_time": gpu_time,
     "experts": partial(pivot, "experts x outputs x inputs, GPU us", CARD, "experts", "us"),
     "settings": changed_settings,
-    "host_time": partial(
-        pivot, "one call, 1024x4096 bf16, us", CARD, "host_time", "us s", by_contender, by_case
-    ),
-    "launcher": partial(pivot, "one call, 1024x4096 bf16, us", CARD, "launcher", "us", by_contender, by_case),
+    "host_time": partial(pivot, "one call, 1024x4096 bf16, us", CARD, "host_time", "us s", CONTENDER, CASE),
+    "launcher": partial(pivot, "one call, 1024x4096 bf16, us", CARD, "launcher", "us", CONTENDER, CASE),
     "compiled": partial(
         pivot,
         "24 weights, each dequantized and multiplied by, us; under torch.compile unless eager",
         CARD,
         "compiled",
         "us x",
-        by_contender,
-        by_case,
+        CONTENDER,
+        CASE,
     ),
     "training": partial(pivot, "one step, ms; speedup with its 95% interval", CARD, "training", "ms x"),
     "training_speedup": partial(
@@ -333,7 +328,7 @@ BLOCKS = {
     "triton": triton_versions,
     "evidence": evidence,
     "t4_claim": t4_claim,
-    "t4": partial(pivot, "official protocol on a T4, s", T4, "t4_prediction", "s x", by_contender, by_case),
+    "t4": partial(pivot, "official protocol on a T4, s", T4, "t4_prediction", "s x", CONTENDER, CASE),
     "t4_kernels": partial(pivot, "one kernel on a simulated T4, us", T4, "t4_prediction", "us"),
     "published": partial(
         pivot, "measured on a T4 by others", T4, "published", "s x", column=lambda row: row.unit
