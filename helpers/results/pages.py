@@ -255,7 +255,7 @@ def t4_claim() -> str:
     cells = {}
     for row, won in plots.t4_speedups():
         cells[title(row.contender), row.case] = f"{extent(row.values)} times ({span(won)} points)"
-    return f"Not yet run on a T4. A simulation predicts:\n\n{table('over', cells)}"
+    return f"Not yet run on a T4. A simulation predicts:\n\n{table('speedup over', cells)}"
 
 
 def triton_versions() -> str:
