@@ -43,14 +43,14 @@ def kernel():
 
 @pytest.fixture
 def changed_kernel(tmp_path):
-    """changed_kernel(name, old="", new=""): kernel.py and launch.py as one module of that name, as in a
-    notebook, with a text replaced and an operator of its own."""
+    """changed_kernel(name, old="", new=""): the cells of kernel and launch path as one module of that name,
+    as in a notebook, with a text replaced and an operator of its own."""
 
     def load(name, old="", new=""):
-        folder = machine.SRC / "nf4_triton"
-        text = (folder / "kernel.py").read_text(encoding="utf-8")
-        launch = (folder / "launch.py").read_text(encoding="utf-8")
-        text += launch[launch.index("# %% Read and check") :]
+        text = ""
+        for part in ("kernel", "settings", "private", "state", "replay", "launch"):
+            file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
+            text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
         text = text.replace('else "nf4_triton"', f'else "{name}"')
         assert old in text
         path = tmp_path / f"{name}.py"

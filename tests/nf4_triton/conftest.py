@@ -53,12 +53,14 @@ def watch(device, monkeypatch):
         def start(module):
             if device == "cuda" and not private.CAN_REPLAY:
                 pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-            for kept in (replay.cached, replay.cached_out):
+            place = module if hasattr(module, "CachedLaunch") else replay
+            for kept in (place.cached, place.cached_out):
                 kept.clear()
                 after.callback(kept.clear)
             if device == "cpu":
                 interpret(module, monkeypatch)
-                after.enter_context(settings.force(rows=256))  # few programs: fast in the interpreter
+                force = module.force if place is module else settings.force
+                after.enter_context(force(rows=256))  # few programs: fast in the interpreter
             return Watched(module, monkeypatch)
 
         yield start
@@ -116,9 +118,10 @@ def interpret(module, monkeypatch):
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
 
+    place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
     monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(replay, "empty_cuda", empty)
-    monkeypatch.setattr(replay, "current_stream", lambda index: 0)
-    monkeypatch.setattr(replay, "current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(replay, "CAN_REPLAY", True)
-    monkeypatch.setattr(replay, "SKIP_PYTHON_LAUNCHER", False)
+    monkeypatch.setattr(place, "empty_cuda", empty)
+    monkeypatch.setattr(place, "current_stream", lambda index: 0)
+    monkeypatch.setattr(place, "current_device", lambda: -1)  # of a tensor on the CPU
+    monkeypatch.setattr(place, "CAN_REPLAY", True)
+    monkeypatch.setattr(place, "SKIP_PYTHON_LAUNCHER", False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.puzzle import layers
-from nf4_triton import kernel, launch, reference
+from nf4_triton import launch, reference, replay
 from nf4_triton.reference import same_bits
 from states import exact, random_state
 
@@ -45,7 +45,7 @@ def test_out_of_memory_reaches_the_caller_and_the_next_call_works(monkeypatch):
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "_empty_cuda", full)
+            patch.setattr(replay, "empty_cuda", full)
             patch.setattr(torch, "empty", full)
             with pytest.raises(torch.OutOfMemoryError, match="as a test"):
                 launch._your_dequantize_nf4(weight, state)
@@ -100,4 +100,4 @@ def test_layers_come_and_go_without_growth(device):
     before, after = use(count // 10), use(count)
     assert after[0] - before[0] < count, "Python objects pile up"
     assert after[1] - before[1] < 64 * 2**10, "the process grows"
-    assert after[2] == before[2] and len(kernel.launches) < 1024
+    assert after[2] == before[2] and len(replay.cached) < 1024

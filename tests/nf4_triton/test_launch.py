@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nf4_triton import launch, reference, replay, settings
+from nf4_triton import launch, private, replay, settings
+from nf4_triton.reference import same_bits
 from states import DTYPES, exact, get, noise, oracle, replace
 
 pytest.importorskip("bitsandbytes")
@@ -133,12 +134,9 @@ def test_a_new_layer_of_a_known_spec_is_replayed_and_no_other(watched, make_laye
 
 
 def test_every_layout_of_a_weight(watched, layer):
-    """All are replayed but those misaligned: theirs is the portable path, for no other weight."""
+    """All are replayed. A misaligned weight has a launch that loads bytes, which no other weight gets."""
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
     misaligned = [torch.cat([packed[:start], packed])[start:] for start in (1, 2, 3)]
-    for weight in misaligned:
-        assert exact(watched(weight, state)[0], weight, state)
-    assert not replay.cached
     memory = torch.cat([packed[:64], packed, packed[:64]])
     stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
     views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0])]
@@ -148,10 +146,7 @@ def test_every_layout_of_a_weight(watched, layer):
             result, replayed = watched(weight, state)
             assert exact(result, weight, state), f"view {i}"
             assert result.shape == (state.shape[::-1] if weight.shape[0] == 1 else state.shape)
-            if weight.data_ptr() % 4:
-                assert not replayed
-            else:
-                assert replayed >= (turn > 0), f"view {i}"
+            assert replayed >= (turn > 0), f"view {i}"
 
 
 # The state of torch
@@ -481,7 +476,7 @@ def test_a_kernel_that_is_defined_again_starts_empty(watch, changed_kernel, laye
     module = changed_kernel("cells")
     weight, state = watch(module).warm(layer)
     module.__spec__.loader.exec_module(module)
-    assert not module.launches
+    assert not module.cached
     assert exact(module._your_dequantize_nf4(weight, state), weight, state)
 
 
@@ -499,7 +494,7 @@ def test_launch_kernel_returns_what_launches_again(layer):
         assert exact(out, weight, state)
 
 
-PRIVATE = re.findall(r'_private\(\s*([\w.]+), "([\w.]+)"', Path(launch.__file__).read_text())
+PRIVATE = re.findall(r' private\(\s*([\w.]+), "([\w.]+)"', Path(private.__file__).read_text())
 
 
 @pytest.mark.parametrize("path", [f"{root}.{name}" for root, name in PRIVATE])
@@ -512,7 +507,7 @@ def test_without_a_private_name(watch, changed_kernel, layer, monkeypatch, path)
     with monkeypatch.context() as patched:
         patched.delattr(holder, name, raising=False)
         module = changed_kernel("without")
-    if name == "TensorGuards":
+    if name == "TensorGuards" or not module.GUARDED:  # every call is then an ordinary launch
         assert not module.CAN_REPLAY
         call = module._your_dequantize_nf4
     else:
@@ -521,9 +516,8 @@ def test_without_a_private_name(watch, changed_kernel, layer, monkeypatch, path)
     for _ in range(3):
         assert exact(call(weight, state), weight, state)
         state.absmax = noise(state.absmax)
-    if name != "is_fake":  # only tracing needs it
-        traced = torch.compile(call, backend="aot_eager", fullgraph=True)
-        assert exact(traced(weight, state), weight, state)
+    traced = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert exact(traced(weight, state), weight, state)
 
 
 # The cache
@@ -586,4 +580,4 @@ def test_eight_threads(watched, make_layer, device):
     for layer, of_layer in zip(made, results, strict=True):
         expected = oracle(layer.weight, layer.weight.quant_state)
         assert len(of_layer) == count
-        assert all(reference.same_bits(result, expected) for result in of_layer)
+        assert all(same_bits(result, expected) for result in of_layer)

@@ -58,7 +58,12 @@ def test_what_bitsandbytes_quantizes(quant_type, nested, device):
 
 
 # What bitsandbytes 0.50.2 does with the states that are left out (2026-11-23).
-INVALID = {"blocksize 2**13", "blocksize 2**40"}  # ValueError: invalid blocksize
+INVALID = {
+    "blocksize 2**3",
+    "blocksize 2**4",
+    "blocksize 2**13",
+    "blocksize 2**40",
+}  # ValueError: invalid blocksize
 LEFT_OUT = {
     "cpu": {
         "weight not contiguous",  # its strides are ignored

@@ -18,7 +18,7 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
-from helpers.puzzle import layers
+from helpers.puzzle import layers  # noqa: E402
 from nf4_triton import autoload, environment, launch, reference, switch  # noqa: E402
 from nf4_triton.switch import DEQUANTIZE, PRODUCT, UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 

@@ -42,7 +42,7 @@ class Ordinary(typing.NamedTuple):
     compiled: object  # Triton's CompiledKernel; None if interpreted or nothing was launched
     grid: int  # programs
     arguments: list  # all of the kernel's arguments: six pointers, n, constexprs
-    aligned: bool  # addresses of weight and result are multiples of 16
+    aligned: tuple  # whether the addresses of weight and result are multiples of 16
 
 
 def launch_ordinary(packed, out=None):
@@ -66,7 +66,7 @@ def launch_ordinary(packed, out=None):
         with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
             if grid:
                 compiled = _your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
-        return Ordinary(out, compiled, grid, arguments, all(aligned))
+        return Ordinary(out, compiled, grid, arguments, aligned)
 
 
 def kernel_arguments(packed, sizes, out, aligned, out_aligned):
@@ -158,7 +158,7 @@ def _dequantize(
     """Dequantize the fields of a Packed. Real tensors take the ordinary launch."""
     packed = Packed(weight, absmax, code2, absmax2, offset, tuple(shape), dtype, quant_type,
                     blocksize, blocksize2, nested)
-    if is_fake is None or not is_fake(weight):
+    if not is_fake(weight):
         return launch_ordinary(packed).result
     sizes = check(packed)
     out = torch.empty(shape, dtype=dtype, device=weight.device)

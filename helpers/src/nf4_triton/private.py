@@ -47,8 +47,14 @@ is_fake = private(torch, "_subclasses.fake_tensor.is_fake")
 # Returns a callback while Dynamo runs a frame that it could not compile (bf16 on a T4). Dynamo
 # still traces the functions that this frame calls.
 dynamo_callback = private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback")
-hooks = private(triton, "knobs.runtime")  # profilers' launch hooks
-GUARDED = None not in (dispatch_modes, transforms, is_fake, dynamo_callback, hooks)
+GUARDED = None not in (dispatch_modes, transforms, is_fake, dynamo_callback)
+if is_fake is None:  # the operator must know tracers' tensors all the same
+
+    def is_fake(tensor):
+        return torch.compiler.is_compiling()
+
+
+hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
 is_compiling = torch.compiler.is_dynamo_compiling  # public
 # Replays bypass Triton's own launch code, whose arguments were checked for these versions.

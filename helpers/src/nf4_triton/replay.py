@@ -28,7 +28,8 @@ class CachedLaunch:
     guards: Callable  # compares tensors with those that were checked, in one call into torch
     layout: tuple  # shape, strides, and dtype of the result, as callers get it
     device: int  # index of the GPU
-    aligned: bool  # addresses of weight and out are multiples of 16
+    aligned: bool  # the weight's address is a multiple of 16
+    out_aligned: bool
     run: Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
     grid: int  # programs
     before: tuple  # what the launcher takes before the kernel's own arguments
@@ -55,7 +56,7 @@ def replay(tensors, spec, out=None):
             weight = tensors[0]
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize  # as in is_freed
-            if freed or address % 16 != 0 and launch.aligned:
+            if freed or (address % 16 == 0) is not launch.aligned:
                 continue
             if out is not None and not can_write(out, tensors, launch):
                 continue
@@ -67,9 +68,10 @@ def replay(tensors, spec, out=None):
 
 
 def can_write(out, tensors, launch):
-    """Return whether `out` has memory of its own, as aligned as the launch needs."""
+    """Return whether `out` has memory of its own, aligned as it was for the launch."""
     start, size = out.data_ptr(), out.nbytes
-    if start == out.storage_offset() * out.itemsize or launch.aligned and start % 16 != 0:
+    freed = start == out.storage_offset() * out.itemsize
+    if freed or (start % 16 == 0) is not launch.out_aligned:
         return False
     for tensor in tensors:
         first = tensor.data_ptr()
@@ -116,7 +118,8 @@ def keep(tensors, spec, out, ordinary, result):
         guards=guards.check,
         layout=(tuple(result.shape), result.stride(), result.dtype),
         device=result.get_device(),
-        aligned=ordinary.aligned,
+        aligned=ordinary.aligned[0],
+        out_aligned=ordinary.aligned[1],
         run=run,
         grid=ordinary.grid,
         before=(compiled.function, *before),
