@@ -40,6 +40,11 @@ def freed_view(x):
     return view
 
 
+def word(name):
+    """Return what errors call a tensor of the state."""
+    return {"state2.absmax": "absmax2", "state2.code": "code2"}.get(name, name)
+
+
 def bad_tensors():
     """Yield (field, what is wrong, the change, a pattern of the error)."""
     for name, needed in NEEDED.items():
@@ -93,11 +98,6 @@ def bad_values():
 
 
 CASES = [*bad_tensors(), *bad_weights(), *bad_values()]
-
-
-def word(name):
-    """Return what errors call a tensor of the state."""
-    return {"state2.absmax": "absmax2", "state2.code": "code2"}.get(name, name)
 
 
 def ordinary(weight, state):

@@ -283,9 +283,8 @@ def arguments(layer):
     second = (q.state2.code, q.state2.absmax, q.offset) if q.nested else (None, None, None)
     blocksize2 = q.state2.blocksize if q.nested else None
     packed = layer.weight.data.as_subclass(torch.Tensor)
-    table = launch.codebook(packed.device, q.quant_type)
-    how = (list(q.shape), q.dtype, q.quant_type, q.blocksize, blocksize2)
-    return (packed, q.absmax, table, *second, *how)
+    how = (list(q.shape), q.dtype, q.quant_type, q.blocksize, blocksize2, q.nested)
+    return (packed, q.absmax, *second, *how)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])

@@ -7,7 +7,7 @@ import torch
 
 from . import environment, launch, reference
 from .kernel import INTERPRETED
-from .state import DTYPES, Packed, check, check_memory, check_out, read_state
+from .state import DTYPES, Packed, UnsupportedState, check, check_memory, check_out, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 log = logging.getLogger("nf4_triton")
@@ -33,6 +33,12 @@ def dequantize(
     if quant_state is None:
         layer, weight = weight, getattr(weight, "weight", weight)
         quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+        if quant_state is None:
+            raise UnsupportedState(no_state(layer))
+    elif isinstance(quant_state, torch.dtype):
+        raise UnsupportedState(
+            f"quant_state is {quant_state}, expected a QuantState or None: pass dtype={quant_state}"
+        )
     packed = read_state(weight, quant_state)
     if dtype is not None:
         packed = packed._replace(dtype=dtype)
@@ -41,6 +47,22 @@ def dequantize(
         if choose(weight, packed.dtype) == "torch":
             return dequantize_in_torch(packed, out)
     return launch.dequantize_packed(packed, out)
+
+
+def no_state(given) -> str:
+    """Return the text of an error for what is not a 4-bit layer: what it is, and what to pass."""
+    kind = type(given).__name__
+    expected = f"{kind} has no quant_state, expected bitsandbytes' Linear4bit:"
+    if isinstance(given, torch.Tensor):
+        return f"{expected} pass the layer, or the packed codes and their quant_state"
+    if not isinstance(given, torch.nn.Module):
+        return f"{expected} pass such a layer"
+    if hasattr(getattr(given, "weight", None), "quant_state"):
+        return f"{expected} its weight is not quantized yet; move it with layer.to('cuda')"
+    for name, module in given.named_modules():
+        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
+            return f"{expected} pass one layer at a time, such as model.get_submodule({name!r})"
+    return f"{expected} other formats (8-bit, GPTQ, HQQ, AWQ) have functions of their own in their libraries"
 
 
 def dequantize_in_torch(packed, out=None):
@@ -85,8 +107,13 @@ def choose_once(device: torch.device, dtype: torch.dtype) -> str:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a full disk, a graph capture: PyTorch serves this call
-        log.warning("NF4_BACKEND=auto on %s, %s: torch for this call (%s: %s)", device, dtype,
-                    type(error).__name__, error)
+        log.warning(
+            "NF4_BACKEND=auto on %s, %s: torch for this call (%s: %s)",
+            device,
+            dtype,
+            type(error).__name__,
+            error,
+        )
         return "torch"
     if problem:
         log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
