@@ -39,7 +39,7 @@ def test_types_of_the_package():
 
 PRIVATE = re.compile(
     r"(torch|triton)\.(.+\.)?_\w*"  # torch._C, torch.autograd._x
-    r"|triton\.(knobs|runtime|compiler)\b.*"
+    r"|triton\.(runtime|compiler)\b.*"
     r"|torch\.(fx|utils\._python_dispatch)\b.*"
 )
 

@@ -22,9 +22,13 @@ SENT = {
     "kernel": {"kernel": "0123456789ab", "launch": "ba9876543210"},
     "rows": [
         ["protocol", "puzzle's line", "unsloth_today", "x", [1.17, 1.16, 1.18]],
+        *(["protocol", "total", who, "s", [3.5]] for who in ("ours", "unsloth_today")),
+        *(["protocol", "total", who, "s", [4]] for who in ("unsloth_classic", "bitsandbytes")),
+        *(["score", "total", column, "x", [1.17]] for column in ("today", "classic")),
         ["score", "One fused kernel", "today", "points", [3]],
     ],
 }
+FACTS = {name: SENT["environment"][name] for name in store.FACTS}
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,17 @@ def test_a_section_is_replaced_and_the_others_stay():
     assert store.rows("nvidia-h200") == [kept, new]
     meta = store.meta("nvidia-h200")
     assert meta["card"] == "NVIDIA H200"
-    assert meta["sections"]["protocol"] == {"date": "2026-11-22", **store.hashes(), "note": ""}
+    stamp = {"date": "2026-11-22", "commit": store.commit(), **store.hashes(), "note": ""}
+    assert meta["sections"]["protocol"] == stamp | {name: NVIDIA[name] for name in store.FACTS}
+
+
+def test_a_section_keeps_its_own_versions():
+    store.write("protocol", [Row("protocol", "total", "peft", "s", [1])], environment=NVIDIA)
+    later = NVIDIA | {"driver": "590", "versions": {"torch": "2.12"}}
+    store.write("gpu_time", [Row("gpu_time", "4096 bf16", "ours", "us", [1])], environment=later)
+    sections = store.meta("nvidia-h200")["sections"]
+    assert [sections[name]["driver"] for name in ("protocol", "gpu_time")] == ["580", "590"]
+    assert sections["protocol"]["versions"] == {"torch": "2.11"}
 
 
 def test_folder_of_a_machine():
@@ -71,29 +85,54 @@ def test_a_sent_file_keeps_its_hashes_and_rows_of_the_same_code(tmp_path, code, 
     path.write_text(json.dumps(SENT))
     other = Row("protocol", "ordinary launches", "ordinary", "s", [1])
     store.write("protocol", [other], environment=SENT["environment"] | {"kernel": code})
-    assert store.file_result(path) == store.folder("tesla-t4")
+    with pytest.raises(ValueError, match="holds results already; add --replace"):
+        store.file_result(path)
+    assert store.rows("tesla-t4") == [other], "nothing changes"
+    assert store.file_result(path, replace=True) == store.folder("tesla-t4")
     rows = store.rows("tesla-t4")
     assert one(rows, "protocol", "puzzle's line").values == (1.17, 1.16, 1.18)
     assert (other in rows) == stays
     section = store.meta("tesla-t4")["sections"]["protocol"]
-    assert section == {"date": "2026-11-22", **SENT["kernel"], "note": ""}
+    assert section == {"date": "2026-11-22", "commit": None, **SENT["kernel"], **FACTS, "note": ""}
 
 
-@pytest.mark.parametrize(
-    "content, problem",
-    [
-        ("", "it is not JSON"),
-        ('{"environment": {', "it is not JSON"),
-        ("[]", "it needs a card"),
-        (json.dumps(SENT | {"environment": NVIDIA | {"card": None}}), "it needs a card"),
-        (json.dumps(SENT | {"kernel": {"kernel": "0123456789ab"}}), "both hashes"),
-        (json.dumps(SENT | {"rows": SENT["rows"][:1]}), "rows of protocol and score"),
-        (json.dumps(SENT | {"rows": [["protocol"]]}), "rows of protocol and score"),
-    ],
-)
-def test_any_other_file_is_refused_in_one_line(tmp_path, content, problem):
+def sent(card="Tesla T4", forced=None, row=None, values=None, **changes):
+    """Return the text of a sent file with something changed."""
+    content = json.loads(json.dumps(SENT | changes))
+    content["environment"] |= {"card": card, "forced": forced}
+    if row:
+        content["rows"].append(row)
+    if values:
+        content["rows"][1][4] = values
+    return json.dumps(content)
+
+
+BAD_FILES = {
+    "": "it is not JSON",
+    '{"environment": {': "it is not JSON",
+    "[]": "it needs an environment",
+    sent(card=None): "it needs an environment",
+    sent(card="<script>"): "short plain texts",
+    sent(card="<!-- claim -->"): "short plain texts",
+    sent(forced="/../../../home/x"): "forced must be null or 't4'",
+    sent(kernel={"kernel": "0123456789ab"}): "both hashes",
+    sent(rows=SENT["rows"][:1]): "rows are missing",
+    sent(rows=[["protocol"]]): "both hashes, and rows",
+    sent(row=["protocol", "total", "somebody", "s", [1]]): "unknown row",
+    sent(row=["gpu_time", "4096 fp16", "ours", "us", [1]]): "unknown row",
+    sent(row=SENT["rows"][0]): "a row is there twice",
+    sent(values=[0]): "values",
+    sent(values=[math.nan]): "values",
+    sent(values=[math.inf]): "values",
+    sent(values=[-1]): "values",
+}
+
+
+@pytest.mark.parametrize("content", BAD_FILES)
+def test_any_other_file_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / "sent.json"
     path.write_text(content)
+    problem = BAD_FILES[content]
     with pytest.raises(ValueError, match=f"^{path} is not a result file of the notebook: .*{problem}[^\n]*$"):
         store.file_result(path)
     assert [place.name for place in tmp_path.iterdir()] == ["sent.json"], "nothing is stored"
@@ -121,9 +160,9 @@ def f(self, a):
 )
 def test_a_hash_follows_the_code_and_not_its_comments(tmp_path, monkeypatch, old, new, same):
     monkeypatch.setattr(store, "NF4", tmp_path)
-    kernel, launch = tmp_path / "kernel.py", tmp_path / "launch.py"
-    kernel.write_text(CODE)
-    launch.write_text(CODE)
+    for name in sum(store.PARTS.values(), ()):
+        (tmp_path / f"{name}.py").write_text(CODE)
+    kernel = tmp_path / "kernel.py"
     before = store.hashes()
     kernel.write_text(CODE.replace(old, new))
     after = store.hashes()
@@ -141,4 +180,4 @@ def test_stored_rows_are_sound(card):
     assert len({(row.section, row.case, row.contender, row.unit) for row in rows}) == len(rows), "a row twice"
     assert all(math.isfinite(value) for row in rows for value in row.values)
     for section in meta["sections"].values():
-        assert set(section) == {"date", "kernel", "launch", "note"}
+        assert set(section) == {"date", "commit", "kernel", "launch", "note", *store.FACTS}

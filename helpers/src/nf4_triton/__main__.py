@@ -106,7 +106,7 @@ def print_speed() -> None:
 
     values = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-    times = {launch._your_dequantize_nf4: [], dequantize_4bit: []}
+    times: dict = {launch._your_dequantize_nf4: [], dequantize_4bit: []}
     for _ in range(300):
         for dequantize, seconds in times.items():
             start = time.perf_counter()

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-cached = {}  # {(fields of the state, count of force()): launches}
-cached_out = {}  # the same for calls with `out`
+cached: dict = {}  # {(fields of the state, count of force()): launches}
+cached_out: dict = {}  # the same for calls with `out`
 
 
 @dataclasses.dataclass
