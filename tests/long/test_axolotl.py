@@ -9,7 +9,8 @@ import torch
 
 from helpers.puzzle.layers import quantized_layer
 from nf4_triton.reference import same_bits
-from nf4_triton.switch import AXOLOTL, use_nf4_kernel
+from nf4_triton.sites import AXOLOTL
+from nf4_triton.switch import use_nf4_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 

@@ -14,22 +14,22 @@ import pytest
 import torch
 
 from helpers.puzzle.layers import DEVICE
-from nf4_triton import kernel, launch, reference
+from nf4_triton import launch, settings
 from nf4_triton.reference import different
-from states import DTYPES, SPECIAL, random_state
+from nf4_triton.state import STORAGES
+from states import DTYPES, SPECIAL, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 BLOCKSIZES = [1 << k for k in range(5, 13)]
 BLOCKSIZES2 = [256, 64, 128, 512, 4096, 1, 8]
-# Arguments of kernel.force. small_up_to=0: small tensors take the large tile.
+# Arguments of settings.force.
 WAYS = {
     "own": {},
     "t4": {"card": "t4"},
     "portable": {"asm": False},
     "integer bf16": {"int_bf16": True},
-    "large tile": {"small_up_to": 0},
-    "no hints, 4 words": {"hints": False, "small_up_to": 0, "words": 4},
-    "code2 not staged": {"stage": False},
+    "large tile": {"rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
 }
 GUARD = 64  # elements on both sides of `out` that must stay NaN
 POOL = 1 << 20
@@ -102,7 +102,7 @@ def random_layer(source, kind, shape):
     )
     if state.nested:
         state.offset = view(plain, 1)[0]
-    storage = source.choice(launch.STORAGES)
+    storage = source.choice(STORAGES)
     size = storage.itemsize
     length = -(-math.prod(shape) // (2 * size))
     transposed = len(shape) == 2 and source.choice([True, False, False])
@@ -117,11 +117,11 @@ def check_case(kind, seed, largest):
     source = random.Random(seed)
     shape = random_shape(source, kind.blocksize, largest)
     weight, state = random_layer(source, kind, shape)
-    expected = reference.dequantize(weight, state)
+    expected = oracle(weight, state)
     skip = source.choice([None, None, 0, 1, 4, 8])  # elements before `out`; None: the kernel allocates
     n = math.prod(shape)
     call = launch._your_dequantize_nf4
-    with kernel.force(**WAYS[kind.way]):
+    with settings.force(**WAYS[kind.way]):
         if skip is None:
             wrong = different(call(weight, state), expected)
             wrong += different(call(weight, state), expected)  # on a GPU: the launch replayed

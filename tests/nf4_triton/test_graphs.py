@@ -1,0 +1,103 @@
+"""What torch learns of the kernel and keeps of its calls. This file as a program prints the analysis."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nf4_triton import launch, settings
+from nf4_triton.kernel import _your_dequantize_nf4_kernel
+from nf4_triton.state import check, read_state
+from states import exact, random_state
+
+# Options of random_state, and of settings.force.
+VARIANTS = {
+    "nested": ({}, {"asm": False}),
+    "flat": ({"nested": False}, {"asm": False}),
+    "bytes": ({"shape": (65, 1)}, {"asm": False}),
+    "asm": ({}, {"asm": True}),
+    "flat asm": ({"nested": False}, {"asm": True}),
+    "T4": ({"quant_type": "fp4"}, {"card": "t4", "asm": True}),
+}
+
+
+def written(layout, forced):
+    """Return the tensors that torch.compile takes the kernel to write."""
+    from torch._higher_order_ops import triton_kernel_wrap
+
+    layout = {"shape": (64, 64), "dtype": torch.float16, "device": "cpu", **layout}
+    packed = read_state(*random_state(**layout))
+    out = torch.empty(packed.shape, dtype=packed.dtype)
+    with settings.force(**forced):
+        _, arguments, _ = launch.kernel_arguments(packed, check(packed, any_device=True), out, True, True)
+    named = dict(zip(_your_dequantize_nf4_kernel.arg_names, arguments, strict=True))
+    assert type(named["n"]) is int
+    analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
+    if analyze:
+        return sorted(dep.name for dep in analyze(_your_dequantize_nf4_kernel, named, {}).read_writes.writes)
+    return sorted(triton_kernel_wrap.identify_mutated_tensors(_your_dequantize_nf4_kernel, named, {}))
+
+
+def main():
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    driver = SimpleNamespace(  # the analysis compiles to Triton's IR: no GPU is needed
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+    print(json.dumps({name: written(*variant) for name, variant in VARIANTS.items()}))
+
+
+def test_only_the_result_is_written():
+    """torch.compile would copy an input that it takes to be written."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run([sys.executable, __file__], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(VARIANTS, ["out_ptr"]), done.stderr
+
+
+class Both(torch.nn.Module):
+    """An nf4 and an fp4 layer."""
+
+    def __init__(self, make_layer):
+        super().__init__()
+        made = [make_layer(64, 96, torch.float16, quant_type=name) for name in ("nf4", "fp4")]
+        for layer in made:  # as bitsandbytes does for a Linear4bit with its first weight
+            layer.quant_state = layer.weight.quant_state
+        self.layers = torch.nn.ModuleList(made)
+
+    def forward(self, x):
+        return x + 1, *(launch.your_dequantize_nf4(layer) for layer in self.layers)
+
+
+def right(results, module):
+    pairs = zip(results[1:], module.layers, strict=True)
+    return [exact(result, x.weight, x.weight.quant_state) for result, x in pairs]
+
+
+def test_nf4_and_fp4_in_one_graph(make_layer, device):
+    module = Both(make_layer)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert right(compiled(torch.ones(2, device=device)), module) == [True, True]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_saved_and_loaded(make_layer, device, tmp_path, strict):
+    module, x = Both(make_layer), torch.ones(2, device=device)
+    path = tmp_path / "both.pt2"
+    torch.export.save(torch.export.export(module, (x,), strict=strict), path)
+    with torch.no_grad():
+        assert right(torch.export.load(path).module()(x), module) == [True, True]
+
+
+if __name__ == "__main__":
+    main()
