@@ -1,4 +1,4 @@
-"""Sections of `python -m helpers bench` that time whole calls: protocol, host_time, launcher, axolotl, triton."""
+"""Sections of the bench that time whole calls: protocol, host_time, launcher, axolotl, triton."""
 
 import dataclasses
 import functools

@@ -1,7 +1,6 @@
 """Dequantize bitsandbytes' NF4 and FP4 weights in one Triton kernel. `# %%`: notebook cells."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-# fmt: off
 # %% id="kernel-scale" part="device" tags=["kernel"]
 import triton
 import triton.language as tl
@@ -19,10 +18,9 @@ NF4 = tl.constexpr((
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0))
-FP4 = tl.constexpr((  # code 8 is -0.0 in bitsandbytes' kernels, +0.0 in its `code`
+FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
     0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
-    0.1666666716337204, 0.25, -0.0, -0.005208333488553762, -0.6666666865348816, -1.0,
-    -0.3333333432674408, -0.5, -0.1666666716337204, -0.25))
+    0.1666666716337204, 0.25))
 
 # scale = code2[absmax] * absmax2 + offset, rounded twice: .rn is never fused into an FMA, which
 # would change one weight in a million. is_pure below: torch.compile assumes that other assembly
@@ -57,7 +55,7 @@ def _codebook(code, FOUR: tl.constexpr):
         for i in tl.static_range(8 >> bit):
             half = half + (tl.where(((code >> bit) & 1) != 0, values[2 * i + 1], values[2 * i]),)
         values = half
-    if FOUR:  # tl.where takes -0.0 for 0.0
+    if FOUR:  # set the sign bit: tl.where would take -0.0 for 0.0
         sign = (code & 8) << 28
         return (values[0].to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     return values[0]
@@ -77,9 +75,10 @@ def _product(value, scale, dtype: tl.constexpr, ASM: tl.constexpr, SM75: tl.cons
     """Return value * scale rounded to dtype, subnormals flushed, two elements at a time."""
     if not ASM or dtype == tl.float32:
         return _plain_product(value, scale, dtype, ASM, SM75)
-    HALF: tl.constexpr = FP16_PAIR_SM75 if SM75 else FP16_PAIR
-    BRAIN: tl.constexpr = BF16_PAIR_SM75 if SM75 else BF16_PAIR
-    PAIR: tl.constexpr = HALF if dtype == tl.float16 else BRAIN
+    if dtype == tl.float16:
+        PAIR: tl.constexpr = FP16_PAIR_SM75 if SM75 else FP16_PAIR
+    else:
+        PAIR: tl.constexpr = BF16_PAIR_SM75 if SM75 else BF16_PAIR
     return tl.inline_asm_elementwise(PAIR, "=r,f,f,f,f", [value, scale], dtype=dtype.value,
                                      is_pure=True, pack=2)
 
