@@ -1,0 +1,78 @@
+"""dequantize() as the first call of a process, inside each tracer: the trial of the kernel is not traced."""
+
+import re
+
+import pytest
+
+from helpers import machine
+
+pytest.importorskip("bitsandbytes")
+START = """
+import torch, torch._dynamo, torch._inductor.compile_fx, torch.export  # once, not in each process
+from helpers import machine
+machine.prepare()
+from nf4_triton import dequantize
+import sys
+sys.path.append("tests/nf4_triton")
+from states import exact, random_state
+weight, state = random_state((64, 64), torch.float16)
+
+class Layer(torch.nn.Module):
+    def forward(self, packed):
+        return dequantize(packed, state)
+
+layer = Layer()
+"""
+TRACERS = {
+    "torch.compile": "result = torch.compile(layer, backend='aot_eager', fullgraph=True)(weight)",
+    "export": "result = torch.export.export(layer, (weight,)).module()(weight)",
+    "export, strict": "result = torch.export.export(layer, (weight,), strict=True).module()(weight)",
+    "make_fx": """
+from torch.fx.experimental.proxy_tensor import make_fx
+result = make_fx(layer)(weight)(weight)
+""",
+    "make_fx, fake": """
+from torch.fx.experimental.proxy_tensor import make_fx
+result = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(weight)(weight)
+""",
+    "FakeTensorMode": """
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    assert layer(mode.from_tensor(weight)).shape == (64, 64)
+result = layer(weight)
+""",
+    "jit.trace": "result = torch.jit.trace(layer, (weight,), check_trace=False)(weight)",
+    "vmap": "result = torch.func.vmap(lambda x: dequantize(weight, state) * x)(torch.ones(1).half())[0]",
+    "inference mode": """
+with torch.inference_mode():
+    result = layer(weight)
+""",
+}
+
+
+# Each tracer gets a process of its own, forked after the imports and before the first call.
+FORK = """
+import os, time, traceback
+for name, code in TRACERS.items():
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            exec(code, globals())
+            print(f"<{name}> exact: {exact(result, weight, state)}", flush=True)
+        except BaseException:
+            print(f"<{name}> {traceback.format_exc()[-2000:]}", flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def printed():
+    """What each process printed."""
+    return machine.python(["-c", f"TRACERS = {TRACERS!r}\n{START}\n{FORK}"]).out
+
+
+@pytest.mark.parametrize("name", TRACERS)
+def test_the_first_call_of_a_process(printed, name):
+    (found,) = re.findall(rf"<{name}> (.*(?:\n[^<].*)*)", printed)
+    assert found == "exact: True"
