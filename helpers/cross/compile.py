@@ -4,7 +4,6 @@ A process with TRITON_INTERPRET=1 cannot compile, so `build` starts another: `py
 reads and writes JSON.
 """
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -18,9 +17,9 @@ from unittest import mock
 import torch
 
 from helpers import machine
+from nf4_triton import kernel, settings
 
 CACHE = machine.ROOT / "build" / "triton-cache"
-KERNEL = machine.SRC / "nf4_triton" / "kernel.py"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 NUMEL = 2048 * 8192  # elements of a variant: one of the official sizes
 
@@ -51,41 +50,26 @@ class Built:
     triton: str = ""
 
 
-def load(path: str):
-    """Return a version of kernel.py as a module."""
-    spec = importlib.util.spec_from_file_location("kernel_to_compile", path)
-    kernel = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kernel)
-    if hasattr(kernel, "_card"):  # names of commits up to 0235d95
-
-        def kernel_constexprs(*variant, n, s):
-            tile = n % 8 != 0, n <= s.small_up_to, n <= s.hint_loads_up_to
-            return kernel._constexprs(*variant, *tile, s)
-
-        kernel.default_settings, kernel.launch_options = kernel._card, kernel._options
-        kernel.kernel_constexprs = kernel_constexprs
-    return kernel
-
-
-def settings_of(kernel, arch: int):
-    """Return the Settings that a version of kernel.py chooses on a GPU of sm_`arch`, whatever is forced."""
+def settings_of(arch: int):
+    """Return the Settings of a GPU of sm_`arch`, whatever is forced."""
     major, minor = divmod(arch, 10)
-    card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor, multi_processor_count=1)
+    card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor)
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_properties", lambda index: card),
-        mock.patch.object(kernel, "INTERPRETED", False),
+        mock.patch.object(settings, "INTERPRETED", False),
     ):
-        return kernel.default_settings.__wrapped__(0)
+        return settings.default_settings.__wrapped__(0)
 
 
-def launch_of(kernel, variant: Variant):
+def launch_of(variant: Variant):
     """Return (arguments, constexprs, options) of a launch of `variant`; dtypes stand for tensors."""
-    chosen, dtype = settings_of(kernel, variant.arch), DTYPES[variant.dtype]
-    constexprs = kernel.kernel_constexprs(dtype, variant.nested, 6, 8, n=NUMEL, s=chosen)
+    chosen = settings_of(variant.arch)
+    packed = types.SimpleNamespace(nested=variant.nested, quant_type="nf4")
+    constexprs = settings.kernel_constexprs(packed, (NUMEL, 6, 8), True, True, chosen)
     absmax = torch.uint8 if variant.nested else torch.float32
-    arguments = (torch.uint8, dtype, absmax, *[torch.float32] * 4, NUMEL // 8, 0)
-    return arguments, constexprs, kernel.launch_options(chosen)
+    arguments = (torch.uint8, DTYPES[variant.dtype], absmax, *[torch.float32] * 3, NUMEL)
+    return arguments, constexprs, settings.launch_options(chosen)
 
 
 def compile_for(arch: int, kernel, arguments, named):
@@ -98,8 +82,7 @@ def compile_for(arch: int, kernel, arguments, named):
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
     )
-    name = "_active" if "_active" in vars(driver) else "active"  # the latter up to Triton 3.3
-    with mock.patch.object(driver, name, card):
+    with mock.patch.object(driver, "_active", card):
         return kernel.warmup(*arguments, grid=(1,), **named)
 
 
@@ -116,12 +99,9 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
     return sass, int(re.search(r" REG:(\d+)", text)[1])
 
 
-def build(variants: list[Variant], path: Path = KERNEL) -> list[Built]:
-    """Compile each variant of the kernel.py at `path`.
-
-    Raises machine.ChildFailed, which names the variant, if one does not compile.
-    """
-    request = json.dumps({"path": str(path), "variants": [asdict(variant) for variant in variants]})
+def build(variants: list[Variant]) -> list[Built]:
+    """Compile each variant. Raises machine.ChildFailed, which names the variant, if one does not compile."""
+    request = json.dumps([asdict(variant) for variant in variants])
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
     done = machine.python(["-m", "helpers.cross.compile"], variables=variables, stdin=request)
     answers = json.loads(done.out.splitlines()[-1])
@@ -131,12 +111,11 @@ def build(variants: list[Variant], path: Path = KERNEL) -> list[Built]:
 def main() -> None:
     import triton
 
-    request, answers = json.load(sys.stdin), []
-    kernel = load(request["path"])
-    for fields in request["variants"]:
+    answers = []
+    for fields in json.load(sys.stdin):
         variant = Variant(**fields)
         print(f"compiling {variant}", file=sys.stderr)
-        arguments, constexprs, options = launch_of(kernel, variant)
+        arguments, constexprs, options = launch_of(variant)
         found = compile_for(variant.arch, kernel._your_dequantize_nf4_kernel, arguments, constexprs | options)
         sass, registers = disassemble(found.asm["cubin"])
         answers.append(
@@ -145,7 +124,7 @@ def main() -> None:
                 "ptx": found.asm["ptx"],
                 "ttgir": found.asm["ttgir"],
                 "registers": registers,
-                "elements": 8 * constexprs["WORDS"],
+                "elements": 2 * constexprs["ROWS"] // options["num_warps"],
                 "triton": triton.__version__,
             }
         )

@@ -10,7 +10,7 @@ import torch
 
 from helpers.cross import compile as cross
 from helpers.puzzle import layers
-from nf4_triton import environment, kernel, launch, reference
+from nf4_triton import environment, kernel, launch, reference, settings
 
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
 GUARD = 256  # elements on either side of the output that must stay as they are
@@ -21,12 +21,12 @@ def run_foreign(weight, state, out, arch: int) -> None:
 
     Raises RuntimeError with the driver's message if it does not accept the PTX.
     """
-    theirs = cross.settings_of(kernel, arch)
-    with kernel.force(**dataclasses.asdict(theirs)):
-        ours = launch.launch_kernel(weight, state)  # for the grid and the arguments
+    theirs = cross.settings_of(arch)
+    with settings.force(**dataclasses.asdict(theirs)):
+        ours = launch.launch_ordinary(launch.read_state(weight, state))  # for the grid and the arguments
     weight, _, *rest = ours.arguments
     arguments = [weight, out, *rest]
-    fn, named = kernel._your_dequantize_nf4_kernel, kernel.launch_options(theirs)
+    fn, named = kernel._your_dequantize_nf4_kernel, settings.launch_options(theirs)
     found = cross.compile_for(arch, fn, arguments, named)
     if f".target sm_{arch}" not in found.asm["ptx"]:  # sm_90a counts as sm_90
         raise RuntimeError(f"Triton did not compile for sm_{arch}")
@@ -34,7 +34,7 @@ def run_foreign(weight, state, out, arch: int) -> None:
     found[(ours.grid, 1, 1)](*arguments)
 
 
-def layers(dtype, device):
+def cases(dtype, device):
     """Yield (name, layer) of what is compared."""
     yield "every code with every scale", layers.every_code(dtype, device)
     for name, size in SIZES.items():
@@ -63,14 +63,14 @@ def report(archs: list[int], device="cuda") -> int:
         if not environment.has_gpu() or torch.cuda.get_device_capability(device) < divmod(arch, 10):
             print(f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)")
             continue
-        cases = faults = 0
+        tried = faults = 0
         for dtype in cross.DTYPES.values():
-            for name, layer in layers(dtype, device):
-                cases += 1
+            for name, layer in cases(dtype, device):
+                tried += 1
                 differ, outside = compare(layer, arch)
                 if differ or outside:
                     faults += 1
                     print(f"  {name}, {dtype}: {differ} differ, {outside} written outside")
-        print(f"PTX for sm_{arch} on {environment.gpu_name()}: {cases - faults} of {cases} cases exact")
+        print(f"PTX for sm_{arch} on {environment.gpu_name()}: {tried - faults} of {tried} cases exact")
         statuses.append(1 if faults else 0)
     return max(statuses, default=2)

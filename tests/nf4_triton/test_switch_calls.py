@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 
-from nf4_triton import reference, switch  # noqa: E402
-from nf4_triton.switch import AXOLOTL, DEQUANTIZE, FALLBACK, PRODUCT, UNSLOTH, restore  # noqa: E402
+from nf4_triton import reference, sites, switch  # noqa: E402
+from nf4_triton.sites import AXOLOTL, DEQUANTIZE, FALLBACK, FAST_DEQUANTIZE, PRODUCT  # noqa: E402
+from nf4_triton.switch import restore  # noqa: E402
+from states import oracle  # noqa: E402
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -333,8 +335,8 @@ def from_parts(W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, 
     """Dequantize as Axolotl does, whose own function needs a GPU: tests/long/test_axolotl.py."""
     state = types.SimpleNamespace(shape=shape, dtype=dtype, quant_type="nf4", blocksize=blocksize)
     state.nested, state.absmax, state.offset = True, absmax, offset
-    state.state2 = types.SimpleNamespace(absmax=absmax2, code=code2, blocksize=blocksize2)
-    return reference.dequantize(W, state)
+    state.state2 = types.SimpleNamespace(absmax=absmax2, code=code2, blocksize=blocksize2, dtype=FP32)
+    return oracle(W, state)
 
 
 def test_axolotl(stand_in, device):
@@ -355,10 +357,10 @@ def test_unsloth(stand_in, device):
     def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
         if type(quant_state) is not bnb.functional.QuantState:
             return "another format"
-        result = reference.dequantize(W, quant_state)
+        result = oracle(W, quant_state)
         return result if out is None else out.copy_(result)
 
-    unsloth = stand_in(UNSLOTH, fast_dequantize)
+    unsloth = stand_in(FAST_DEQUANTIZE, fast_dequantize)
     packed, state = quantized((48, 64), BF16, device)
     out = torch.full((48, 64), torch.nan, dtype=BF16, device=device)
     for call, by_kernel in (
@@ -367,7 +369,7 @@ def test_unsloth(stand_in, device):
         (lambda: unsloth.fast_dequantize(packed, state, out=out).clone(), 1),
         (lambda: unsloth.fast_dequantize(packed, [1, 2]), 0),
     ):
-        counts = compare(call, "unsloth")[UNSLOTH]
+        counts = compare(call, "unsloth")[FAST_DEQUANTIZE]
         assert (counts["kernel"], counts["library"]) == (by_kernel, 0)
 
 
@@ -376,7 +378,7 @@ def test_the_branch_inside_the_gpu_operator(stand_in, device, nested):
     """Also if its packed weight is a row. bitsandbytes' code for other devices takes the same arguments."""
     if device == "cpu":
         stand_in(FALLBACK, default_ops._gemm_4bit_default_impl)
-    operators = sys.modules[switch.CUDA_OPS]
+    operators = sys.modules[sites.CUDA_OPS]
     packed, state = quantized((48, 128), FP16, device, compress_statistics=nested)
     x = inputs(device, 7, 128)
     scales = [state.absmax, 64, "nf4", None]
