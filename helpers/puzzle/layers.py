@@ -1,13 +1,10 @@
 """Small and large quantized layers, for the notebook's checks, the benchmarks, and the tests."""
 
-# ruff: noqa: E402, I001
-# %% tags=["module-only"]
-from nf4_triton.kernel import INTERPRETED
-
 # %% Layers to dequantize id="layers" folded=true
 import torch
+import triton
 
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 DEVICE = "cuda" if ON_GPU else "cpu"
 LARGE = (4096, 14336) if ON_GPU else (128, 64)  # in and out features; the interpreter is slow
 

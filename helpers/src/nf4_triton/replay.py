@@ -11,7 +11,7 @@ from .private import (
 )
 from .settings import forces
 
-# %% Replay a launch id="replay" part="replay" tags=["launch"]
+# %% Keep a launch id="replay-cache" part="replay" folded=true tags=["launch"]
 import dataclasses
 from collections.abc import Callable
 
@@ -35,70 +35,6 @@ class CachedLaunch:
     before: tuple  # what the launcher takes before the kernel's own arguments
     after: tuple  # the kernel's arguments after the pointers: n and constexprs
     owner: object  # owns what `before` points to
-
-
-def replay(tensors, spec, out=None):
-    """Launch on other tensors of a cached layout. Return the result, None if no launch fits.
-
-    tensors, spec: of read_fields. The guards fail under transforms and jit.trace, whose dispatch keys
-    differ.
-    """
-    if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
-        return None
-    with plain_tensors():
-        if out is None:
-            kept, guarded = cached, tensors
-        else:
-            kept, guarded = cached_out, (*tensors, out)
-        for launch in kept.get((spec, forces[0]), ()):
-            if not launch.guards(*guarded) or is_observed():
-                continue
-            weight = tensors[0]
-            address = weight.data_ptr()
-            freed = address == weight.storage_offset() * weight.itemsize  # as in is_freed
-            if freed or (address % 16 == 0) is not launch.aligned:
-                continue
-            if out is not None and not can_write(out, tensors, launch):
-                continue
-            if launch.device != current_device():
-                with torch.cuda.device(launch.device):
-                    return launch_again(launch, address, tensors, out)
-            return launch_again(launch, address, tensors, out)
-    return None
-
-
-def can_write(out, tensors, launch):
-    """Return whether `out` has memory of its own, aligned as it was for the launch."""
-    start, size = out.data_ptr(), out.nbytes
-    freed = start == out.storage_offset() * out.itemsize
-    if freed or (start % 16 == 0) is not launch.out_aligned:
-        return False
-    for tensor in tensors:
-        first = tensor.data_ptr()
-        if start < first + tensor.nbytes and first < start + size:
-            return False
-    return True
-
-
-def launch_again(launch, address, tensors, out):
-    """Allocate the result, or take `out`, and launch."""
-    if len(tensors) == 5:
-        _, absmax, code2, absmax2, offset = tensors
-    else:
-        _, absmax = tensors
-        code2 = absmax2 = offset = absmax  # not read
-    if out is None:
-        result = empty_cuda(*launch.layout)
-    else:
-        torch.autograd.graph.increment_version(out)
-        result = out
-    launch.run(
-        launch.grid, 1, 1, current_stream(launch.device), *launch.before,
-        address, result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
-        offset.data_ptr(), *launch.after)
-    if out is None:
-        return result
-    return out.t() if tensors[0].shape[0] == 1 else out
 
 
 def keep(tensors, spec, out, ordinary, result):
@@ -130,3 +66,68 @@ def keep(tensors, spec, out, ordinary, result):
         kept.clear()
     # Guards also depend on autocast and inference mode: a state may need several.
     kept[key] = [launch, *kept.get(key, ())][:32]
+
+
+def can_write(out, tensors, launch):
+    """Return whether `out` has memory of its own, aligned as it was for the launch."""
+    start, size = out.data_ptr(), out.nbytes
+    freed = start == out.storage_offset() * out.itemsize
+    if freed or (start % 16 == 0) is not launch.out_aligned:
+        return False
+    for tensor in tensors:
+        first = tensor.data_ptr()
+        if start < first + tensor.nbytes and first < start + size:
+            return False
+    return True
+
+
+# %% id="replay" part="replay" tags=["launch"]
+def replay(tensors, spec, out=None):
+    """Launch on other tensors of a cached layout. Return the result, None if no launch fits.
+
+    tensors, spec: of read_fields. The guards fail under transforms and jit.trace, whose dispatch keys
+    differ.
+    """
+    if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
+        return None
+    with plain_tensors():
+        if out is None:
+            kept, guarded = cached, tensors
+        else:
+            kept, guarded = cached_out, (*tensors, out)
+        for launch in kept.get((spec, forces[0]), ()):
+            if not launch.guards(*guarded) or is_observed():
+                continue
+            weight = tensors[0]
+            address = weight.data_ptr()
+            freed = address == weight.storage_offset() * weight.itemsize  # as in is_freed
+            if freed or (address % 16 == 0) is not launch.aligned:
+                continue
+            if out is not None and not can_write(out, tensors, launch):
+                continue
+            if launch.device != current_device():
+                with torch.cuda.device(launch.device):
+                    return launch_again(launch, address, tensors, out)
+            return launch_again(launch, address, tensors, out)
+    return None
+
+
+def launch_again(launch, address, tensors, out):
+    """Allocate the result, or take `out`, and launch."""
+    if len(tensors) == 5:
+        _, absmax, code2, absmax2, offset = tensors
+    else:
+        _, absmax = tensors
+        code2 = absmax2 = offset = absmax  # not read
+    if out is None:
+        result = empty_cuda(*launch.layout)
+    else:
+        torch.autograd.graph.increment_version(out)
+        result = out
+    launch.run(
+        launch.grid, 1, 1, current_stream(launch.device), *launch.before,
+        address, result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
+        offset.data_ptr(), *launch.after)
+    if out is None:
+        return result
+    return out.t() if tensors[0].shape[0] == 1 else out

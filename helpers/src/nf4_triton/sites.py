@@ -44,7 +44,7 @@ OWN_KERNELS = (
 TABLES = ("bitsandbytes.functional.name2qmap", "bitsandbytes.backends.utils._code_4bit_cache")
 # Of calls: dequantized by the kernel, dequantized by the library, multiplied without dequantizing.
 COUNTS = ("kernel", "library", "fused")
-# Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors and OutOfMemoryError are RuntimeErrors.
+# Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
 CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
 MOST_FAILURES = 3  # each may have compiled for seconds
 log = logging.getLogger("nf4_triton")
@@ -385,7 +385,7 @@ OLDEST = {"bitsandbytes": "0.46"}  # older ones do not dequantize on every devic
 
 
 def cannot_replay() -> str | None:
-    """Return why cached launches are not replayed here, None if they are. In the interpreter it does not matter."""
+    """Return why launches are not replayed here, None if they are, or if the interpreter runs them."""
     if private.CAN_REPLAY or INTERPRETED:
         return None
     versions = f"torch {torch.__version__} and Triton {'.'.join(map(str, TRITON))}"

@@ -1,8 +1,8 @@
 """Switch the kernel on and off in the libraries people fine-tune with: one call, the same bits, reversible.
 
 `use_nf4_kernel` replaces the functions of sites.SITES in every imported module of PACKAGES that refers to
-them. A function is replaced if it takes the expected parameters and its self-test is bit-identical. What fails
-stays the library's, and print(switch) names it. So does a name that your own script imported before the call.
+them. A function is replaced if it takes the expected parameters and its self-test is bit-identical. What
+fails stays the library's, and print(switch) names it. So does a name that your own script imported before the call.
 A state that the kernel does not accept goes to the library's own function, counted.
 """
 
@@ -61,7 +61,7 @@ class Library:
         return [site for site in self.sites if site.replacement]
 
     def switch_on(self) -> None:
-        """Replace the functions that pass their self-test. Raises if that leaves none, or not the first one."""
+        """Replace the functions that pass their self-test. Raises if the first one does not."""
         if not self.on:
             self.on = True  # for the self-tests
             self.left = {}
