@@ -172,7 +172,7 @@ def write(
 # --- files that people send ---
 
 CONTENDERS = {  # that a sent file may have, by section and unit
-    ("protocol", "x"): {"unsloth_today"},
+    ("protocol", "x"): {"unsloth_today", "unsloth_classic"},
     ("protocol", "s"): {"ours", "ordinary", "compiled_grid", "peft", "bitsandbytes"}
     | {"unsloth_today", "unsloth_classic", "unsloth_buffered"},
     ("score", "points"): {"today", "classic"},
@@ -336,9 +336,13 @@ def hashes_of(cells):
 
 # %% tags=["module-only"]
 def hashes() -> dict[str, str]:
-    """Return {"kernel", "launch"}: hashes of the package's files, see PARTS.
+    """Return {"kernel", "launch"}: hashes of the notebook's cells in the package's files, see PARTS.
 
     GPU times depend on `kernel` only; everything else depends on both.
     """
-    files = {name: NF4 / f"{name}.py" for name in sum(PARTS.values(), ())}
-    return hash_of_parts({name: file.read_text(encoding="utf-8") for name, file in files.items()})
+    codes = {}
+    for name in sum(PARTS.values(), ()):
+        parts = re.split(r"^# %%(.*)$", (NF4 / f"{name}.py").read_text(encoding="utf-8"), flags=re.M)
+        cells = [code for title, code in zip(parts[1::2], parts[2::2], strict=True) if " id=" in title]
+        codes[name] = "\n".join(cells)
+    return hash_of_parts(codes)

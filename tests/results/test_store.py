@@ -141,6 +141,7 @@ def test_any_other_file_is_refused_in_one_line(tmp_path, content):
 # --- which code a row measured ---
 
 CODE = '''"""Nothing."""
+# %% id="f"
 def f(self, a):
     """Nothing."""
     return a + 1

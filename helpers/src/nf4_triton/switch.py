@@ -2,8 +2,8 @@
 
 `use_nf4_kernel` replaces the functions of sites.SITES in every imported module of PACKAGES that refers to
 them. A function is replaced if it takes the expected parameters and its self-test is bit-identical. What
-fails stays the library's, and print(switch) names it. So does a name that your own script imported before the call.
-A state that the kernel does not accept goes to the library's own function, counted.
+fails stays the library's, and print(switch) names it. So does a name that your own script imported before
+the call. A state that the kernel does not accept goes to the library's own function, counted.
 """
 
 import contextlib
