@@ -15,7 +15,7 @@ from pathlib import Path
 import nbformat
 
 from helpers.results import plots, store
-from helpers.results.plots import CARD, CARD_NAME, T4, extent, rounded_down, span
+from helpers.results.plots import CARD, T4, extent, rounded_down, span
 from helpers.results.store import ROOT, one, select
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
@@ -204,12 +204,6 @@ def claim(card: str = CARD) -> str:
     return told(CLAIM, facts) + stale(card, "protocol", "score")
 
 
-def stored_score() -> str:
-    """The marking table of the stored run against both versions of Unsloth."""
-    lines = pivot(f"points on an {CARD_NAME}", CARD, "score", "points")
-    return f"{lines}\n| **Sum** | **{points(CARD, 'today')}** | **{points(CARD, 'classic')}** |"
-
-
 def halves() -> str:
     """Return what the kernel gains and what the launch path gains."""
     rows = store.rows(CARD)
@@ -296,7 +290,6 @@ BLOCKS = {
     "environment": partial(environment, CARD),
     "provenance": provenance,
     "claim": claim,
-    "stored_score": stored_score,
     "halves": halves,
     "launch_forms": partial(official, "official protocol by launch form", FORMS),
     "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary launches"),

@@ -54,6 +54,8 @@ def test_an_empty_or_a_longer_answer_of_nvidia_smi(monkeypatch, answer, version)
 
 def test_without_a_usable_gpu_it_says_what_to_do(monkeypatch, card, driver):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert environment.no_gpu() == "No CUDA GPU: use a machine with an NVIDIA GPU (a Tesla T4 or newer)."
+    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     assert "Runtime > Change runtime type > T4 GPU" in environment.no_gpu()
     driver("580.65.06")
     assert "driver 580.65.06" in environment.no_gpu()

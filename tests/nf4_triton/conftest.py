@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from nf4_triton import private, replay, settings
+from nf4_triton import private, replay
 from states import exact
 
 
@@ -59,8 +59,6 @@ def watch(device, monkeypatch):
                 after.callback(kept.clear)
             if device == "cpu":
                 interpret(module, monkeypatch)
-                force = module.force if place is module else settings.force
-                after.enter_context(force(rows=256))  # few programs: fast in the interpreter
             return Watched(module, monkeypatch)
 
         yield start

@@ -28,7 +28,7 @@ def on_gpu(**forced):
     return pytest.param(forced, id=",".join(f"{k}={v}" for k, v in forced.items()), marks=pytest.mark.gpu)
 
 
-OWN, T4 = pytest.param({}, id="own"), on_gpu(card="t4")
+OWN, T4 = pytest.param({"rows": 32}, id="own"), on_gpu(card="t4")
 WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(rows=64, num_warps=4), T4]
 FIELDS = ("asm", "int_bf16", "hints")
 SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.product((True, False), repeat=3)]

@@ -1,18 +1,5 @@
 import pytest
 
-from helpers.puzzle import protocol
-from nf4_triton import settings
-
-
-@pytest.fixture(scope="session", autouse=True)
-def large_tiles():
-    """Triton's interpreter takes a quarter of the time with larger tiles."""
-    if protocol.ON_GPU:
-        yield
-    else:
-        with settings.force(rows=512):
-            yield
-
 
 @pytest.fixture(scope="session")
 def candidate():

@@ -203,8 +203,6 @@ def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone,
     calls = f"print(the_puzzles_test(your_dequantize_nf4), the_puzzles_test({fx}))\n"
     calls += "try:\n    the_puzzles_test(lambda layer: -your_dequantize_nf4(layer))\n"
     calls += "except AssertionError as error:\n    print('not close' in str(error))"
-    tile = cell(notebook, "settings")  # the interpreter takes a quarter of the time with larger tiles
-    tile.source = tile.source.replace("rows=32", "rows=512")
     notebook.cells.insert(names.index("protocol-names"), new(calls, id="calls"))
     notebook.cells.insert(names.index("machine") + 1, new(keep, id="stand-in"))
     assert alone(notebook) == []

@@ -37,6 +37,7 @@ def default_settings(index):
     """Return the Settings of a GPU by its index, ignoring force()."""
     tile = dict(hints=True, rows=32, num_warps=2)
     if INTERPRETED or not torch.cuda.is_available():
+        tile["rows"] = 512  # the interpreter needs 15 ms a program, whatever its size
         return Settings(asm=False, int_bf16=True, capability=None,
                         reason="no GPU in use: plain Triton", **tile)
     if torch.version.hip:
