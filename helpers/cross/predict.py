@@ -1,100 +1,109 @@
-"""Predict the official protocol on a T4: simulated kernels plus published launch overhead.
+"""Predict the official protocol on a T4: simulated kernels plus launch overhead from a published T4 run.
 
-Nothing was measured on a T4. results/tesla-t4-simulated/simulation.json has the simulated kernel times
-(Accel-Sim over traces of the sm_75 machine code) and their assumptions.
+Nothing was measured on a T4. results/tesla-t4-simulated/inputs.json holds every input with its source; they
+are stored as rows beside the prediction.
 """
 
 import json
 import statistics
+from itertools import product
 
 from helpers.results import store
 from helpers.results.store import Row, one
 
 CARD = "tesla-t4-simulated"
 HOST = "nvidia-h200"
-SIMULATION = store.ROOT / "results" / CARD / "simulation.json"
-# In the file: contender, dtypes of its output.
-KERNELS = {
-    "no_arithmetic": ("copy_kernel", "fp16 bf16"),
-    "ours_fp16": ("ours", "fp16"),
-    "ours_bf16": ("ours", "bf16"),
-    "unsloth_today_fp16": ("unsloth_today", "fp16"),
-    "unsloth_today_bf16": ("unsloth_today", "bf16"),
-    "classic_fp16_three_launches": ("unsloth_classic", "fp16"),
-}
-TOTALS = {"ours": "ours", "unsloth_today": "unsloth_today", "classic": "unsloth_classic"}
+INPUTS = store.ROOT / "results" / CARD / "inputs.json"
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 layers, 3 weights
+# Of its three weight sizes, each called 3000 times: (size simulated, factor to the size called).
+LARGE = 58720256 / 16777216
+SIZES = {
+    "": (("4194304 bf16", 1.0), ("16777216 fp16", 1.0), ("16777216 bf16", LARGE)),
+    # With this calibration Unsloth's large kernel was simulated in bf16 alone.
+    ", turnaround": (("4194304 bf16", 1.0), ("16777216 bf16", 1.0), ("16777216 bf16", LARGE)),
+}
 OFFICIAL = ("4194304 bf16", "16777216 fp16", "58720256 bf16")  # elements of its weights
-# At most this much slower than simulated: published T4 results imply 210 to 226 GB/s, the simulation 240.
-SLOWER = 1.13
-# Launch overhead per call on a T4 Colab, us: published totals of public solutions less their kernels' time.
-CALL_US = (60.0, 77.0)
 POINTS = {1.05: 1, 1.10: 2, 1.15: 2}  # the puzzle's lines for the speedup; everything else gives 9
 
 
-def overhead_share() -> tuple[float, float]:
-    """Return (low, high) of our launch overhead over Unsloth today's, measured with an H200.
+def input_rows(inputs: dict) -> list[Row]:
+    """Return the inputs as rows of the sections simulated, published, and t4_inputs."""
+    rows = []
+    for run in inputs["runs"]:
+        model = "" if run["calibration"] == "burst" else ", turnaround"
+        case = f"{run['elements']} {run['dtype']} at {run['mhz']} MHz{model}"
+        rows.append(Row("simulated", case, run["contender"], "us", run["steady_us"]))
+    for run in inputs["published"]:
+        rows += [Row("published", run["source"], who, "s", run[who]) for who in run["contenders"]]
+    for fact in inputs["facts"]:
+        rows.append(Row("t4_inputs", fact["what"], fact["contender"], fact["unit"], fact["values"]))
+    return rows
 
-    One is the time until a call returns, the other the official protocol less the kernels' time.
-    """
-    rows = store.rows(HOST)
+
+def overhead_shares(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """Return {contender: its overhead over that of this kernel launched by kernel[grid]}, measured two ways
+    with an H200: the time until a call returns, and the official protocol less the kernels' time."""
 
     def until_return(who):
         return one(rows, "host_time", "until_return", who).median
 
     def in_protocol(who):
-        kernels = [one(rows, "gpu_time", size, who).median for size in OFFICIAL]
+        kernel = "ours" if who == "ordinary" else who
+        kernels = [one(rows, "gpu_time", size, kernel).median for size in OFFICIAL]
         total = one(rows, "protocol", "total", who).median
         return total * 1e6 / CALLS - statistics.mean(kernels)
 
-    first = until_return("ours") / until_return("unsloth_today")
-    second = in_protocol("ours") / in_protocol("unsloth_today")
-    return min(first, second), max(first, second)
+    return {
+        who: (until_return(who) / until_return("ordinary"), in_protocol(who) / in_protocol("ordinary"))
+        for who in ("ours", "unsloth_today", "unsloth_classic")
+    }
 
 
-def predict(simulated: dict, share: tuple[float, float]) -> list[Row]:
-    """Return the rows of section t4_prediction, values low and high; share: `overhead_share`.
+def kernel_seconds(rows: list[Row], who: str, model: str = "") -> float:
+    """Return the simulated seconds of the protocol's kernels."""
+    us = [
+        one(rows, "simulated", f"{size} at 1590 MHz{model}", who).median * more for size, more in SIZES[model]
+    ]
+    return statistics.mean(us) * CALLS * 1e-6
 
-    Classic's three launches count as one.
+
+def predict(rows: list[Row], shares: dict) -> list[Row]:
+    """Return the rows of section t4_prediction, values low and high.
+
+    rows: of `input_rows`; shares: of `overhead_shares`. Every combination of the memory's speed, the model's
+    calibration and the way that overhead was measured is one possible T4; a range spans them all.
     """
-    rows, kernels, calls = kernel_rows(simulated), {}, {}
+    slower = one(rows, "t4_inputs", "memory slower than simulated").values
+    newer = one(rows, "t4_inputs", "Unsloth's kernel with Triton 3.7").values
+    classic = one(rows, "t4_inputs", "kernels of the protocol", "unsloth_classic").median
+    total = one(rows, "published", "rushilbhat/unsloth-puzzles, 2025-03", "solution").median
+    limit = kernel_seconds(rows, "copy_kernel")
+    found: dict = {}
 
-    def add(case, who, unit, *values):
-        rows.append(Row("t4_prediction", case, who, unit, values))
+    def add(case, who, unit, value):
+        found.setdefault((case, who, unit), []).append(value)
 
-    def total(who, end, slower):
-        """Seconds at the low (0) or high (1) end, if DRAM is `slower` than simulated."""
-        return kernels[who][end] * slower + calls[who][end]
-
-    for name, who in TOTALS.items():
-        seconds = simulated["official_protocol_kernels_only_s"][name]
-        kernels[who] = seconds if isinstance(seconds, list) else [seconds, seconds]
-        calls[who] = [CALLS * 1e-6 * us for us in CALL_US]
-        if who == "ours":
-            calls[who] = [calls[who][0] * share[0], calls[who][1] * share[1]]
-        add("kernels", who, "s", kernels[who][0], kernels[who][1] * SLOWER)
-        add("calls", who, "s", *calls[who])
-        add("total", who, "s", total(who, 0, 1.0), total(who, 1, SLOWER))
-    for who in ("unsloth_today", "unsloth_classic"):
-        # Overheads vary independently; DRAM is as slow for all.
-        slowest = [total(who, 0, slower) / total("ours", 1, slower) for slower in (1.0, SLOWER)]
-        fastest = [total(who, 1, slower) / total("ours", 0, slower) for slower in (1.0, SLOWER)]
-        low, high = min(slowest), max(fastest)
-        add("speedup", who, "x", low, high)
-        add("points", who, "points", points(low), points(high))
-    return rows
-
-
-def kernel_rows(simulated: dict) -> list[Row]:
-    """Return the simulated time of one kernel at two clocks."""
-    rows = []
-    for clock in (1590, 1000):
-        for name, us in simulated["us_at_4194304_elements"][f"sm_clock_{clock}_mhz"].items():
-            who, dtypes = KERNELS[name]
-            for dtype in dtypes.split():
-                case = f"4194304 {dtype} at {clock} MHz"
-                rows.append(Row("t4_prediction", case, who, "us", [us]))
-    return rows
+    for dram, model, way in product(slower, SIZES, (0, 1)):
+        ordinary = total - limit * dram  # what that solution's launches took, if its kernel is at the limit
+        kernels = {who: kernel_seconds(rows, who, model) * dram for who in ("ours", "unsloth_today")}
+        kernels["unsloth_classic"] = classic * dram
+        calls = {who: ordinary * share[way] for who, share in shares.items()}
+        ours = kernels["ours"] + calls["ours"]
+        for who in shares:
+            theirs = kernels[who] + calls[who]
+            add("kernels", who, "s", kernels[who])
+            add("calls", who, "s", calls[who])
+            add("total", who, "s", theirs)
+            if who != "ours":
+                add("speedup, Triton 3.6", who, "x", theirs / ours)
+        for faster in newer:
+            with_newer = kernels["unsloth_today"] * faster + calls["unsloth_today"]
+            add("speedup, Triton 3.7", "unsloth_today", "x", with_newer / ours)
+    for (case, who, unit), values in list(found.items()):
+        found[case, who, unit] = ends = (min(values), max(values))
+        if unit == "x":
+            found[case.replace("speedup", "points"), who, "points"] = tuple(map(points, ends))
+    return [Row("t4_prediction", *key, values) for key, values in found.items()]
 
 
 def points(speedup: float) -> int:
@@ -103,9 +112,16 @@ def points(speedup: float) -> int:
 
 
 def write() -> None:
-    """Store the prediction under results/tesla-t4-simulated/."""
-    simulated = json.loads(SIMULATION.read_text(encoding="utf-8"))
-    rows = predict(simulated, overhead_share())
-    note = f"{simulated['simulator']}; nothing was measured on a T4"
-    facts = store.meta(CARD) | {"date": simulated["date"]}
-    store.write("t4_prediction", rows, CARD, note, facts)
+    """Store the inputs and the prediction under results/tesla-t4-simulated/."""
+    inputs = json.loads(INPUTS.read_text(encoding="utf-8"))
+    rows = input_rows(inputs)
+    here = {"card": "Tesla T4 (simulated)", "date": inputs["date"], "versions": inputs["versions"]}
+    here["kernel"] = inputs["kernel"]  # that was simulated; the code here may be newer
+    nobody = {**here, "kernel": {"kernel": None, "launch": None, "commit": None}, "versions": {}}
+    simulated = f"{inputs['simulator']}; nothing was measured on a T4"
+    shares = overhead_shares(store.rows(HOST))
+    rows += [Row("t4_inputs", "overhead, kernel[grid] = 1", who, "x", pair) for who, pair in shares.items()]
+    for section in ("simulated", "t4_inputs"):
+        store.write(section, store.select(rows, section), CARD, simulated, here)
+    store.write("published", store.select(rows, "published"), CARD, "by others, on a T4 in Colab", nobody)
+    store.write("t4_prediction", predict(rows, shares), CARD, simulated, here)

@@ -53,7 +53,7 @@ TITLES = {
     "x": "its speedup over classic",
     "speedup": "speedup of this kernel",
 }
-RANGES = ("t4_prediction", "published")  # sections whose values are shown from lowest to highest
+RANGES = ("t4_prediction", "t4_inputs", "published")  # sections whose values are shown from lowest to highest
 CASE, CONTENDER = attrgetter("case"), attrgetter("contender")
 TIMED = ("protocol", "host_time")
 CLAIM = (  # a sentence without its rows is left out
@@ -322,10 +322,9 @@ BLOCKS = {
     "evidence": evidence,
     "t4_claim": t4_claim,
     "t4": partial(pivot, "official protocol on a T4, s", T4, "t4_prediction", "s x", CONTENDER, CASE),
-    "t4_kernels": partial(pivot, "one kernel on a simulated T4, us", T4, "t4_prediction", "us"),
-    "published": partial(
-        pivot, "measured on a T4 by others", T4, "published", "s x", column=lambda row: row.unit
-    ),
+    "t4_inputs": partial(pivot, "input of the prediction", T4, "t4_inputs", "x s"),
+    "t4_kernels": partial(pivot, "one kernel on a simulated T4, us", T4, "simulated", "us"),
+    "published": partial(pivot, "the puzzle's test on a T4, by others, s", T4, "published", "s"),
     "machine_code": partial(
         pivot,
         "machine code, instructions per element",

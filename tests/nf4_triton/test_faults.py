@@ -68,13 +68,13 @@ def test_a_launch_that_fails_is_an_error_and_the_next_call_works(monkeypatch):
     assert right(weight, state)
 
 
-MULTIPLY = "mul.rn.ftz.f32 a, a, $6;"
+MULTIPLY = "mul.rn.ftz.f32 a, $1, $3;"
 
 
 @ON_GPU
 def test_the_cache_serves_no_older_kernel(changed_kernel):
     """After a change of the assembly the very next call runs the new one, compiled or not."""
-    changed = changed_kernel("changed", MULTIPLY, "mul.rn.ftz.f32 a, a, 0f00000000;")
+    changed = changed_kernel("changed", MULTIPLY, "mul.rn.ftz.f32 a, $1, 0f00000000;")
     layer = layers.quantized_layer(64, 320, torch.float16)
     expected = launch.your_dequantize_nf4(layer)
     for call in (changed.your_dequantize_nf4, torch.compile(changed.your_dequantize_nf4, fullgraph=True)):

@@ -27,7 +27,7 @@ class Settings:
     reason: str
 
 
-T4 = dict(int_bf16=True, rows=64, num_warps=4, capability=(7, 5), reason="T4 settings forced")
+T4 = dict(int_bf16=True, rows=128, num_warps=4, capability=(7, 5), reason="T4 settings forced")
 _forced: dict = {}
 forces = [0]  # counts calls of force(); part of the launch cache's key
 
