@@ -80,6 +80,12 @@ def test_auto_falls_back_to_torch_and_says_why(monkeypatch, device, caplog, prob
     assert choose(weight, torch.float16) == ("triton" if accident else "torch")
 
 
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_accelerators_take_plain_pytorch(kind, caplog):
+    assert backend.choose_once(torch.device(kind), torch.float16) == "torch"
+    assert f"torch (the weight is on {kind})" in caplog.text
+
+
 def test_a_default_dtype_does_not_turn_the_kernel_off(device):
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -13,7 +13,7 @@ import pytest
 import nf4_triton as package
 from helpers import machine
 from nf4_triton import __main__ as command_line
-from nf4_triton import autoload
+from nf4_triton import autoload, speed
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -105,6 +105,22 @@ def test_the_doctor_without_bitsandbytes_says_what_works(capsys, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert command_line.main(["doctor"]) == 0
     assert "dequantize() works here. use_nf4_kernel() has nothing to patch" in capsys.readouterr().out
+
+
+def test_the_verdict_goes_by_the_time():
+    assert speed.verdict({"bitsandbytes": 0.8}).startswith("Do: leave it. On this machine the kernel is slower")
+    assert "faster than bitsandbytes (1.80x) and Unsloth (1.40x)." in speed.verdict(
+        {"bitsandbytes": 1.8, "Unsloth": 1.4}
+    )
+    text = speed.verdict({"bitsandbytes": 1.8, "Unsloth": 0.9})
+    assert text.endswith('It is slower than Unsloth: switch the others alone, use_nf4_kernel("bitsandbytes").')
+
+
+def test_bench(capsys):
+    """On a GPU: every size, beside bitsandbytes."""
+    assert command_line.main(["bench"]) == (0 if machine.has_gpu() else 1)
+    printed = capsys.readouterr().out
+    assert "8192 x 28672 bfloat16: " in printed if machine.has_gpu() else "Nothing to time: No CUDA" in printed
 
 
 @pytest.mark.long  # 20 s

@@ -19,7 +19,7 @@ bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
 from helpers.puzzle import layers  # noqa: E402
-from nf4_triton import autoload, backend, environment, launch, switch  # noqa: E402
+from nf4_triton import autoload, backend, environment, launch, private, sites, switch  # noqa: E402
 from nf4_triton.sites import DEQUANTIZE, PRODUCT  # noqa: E402
 from nf4_triton.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
 from states import oracle  # noqa: E402
@@ -342,6 +342,17 @@ def test_a_product_that_fails_its_self_test_is_left_and_named(monkeypatch, case)
             assert second.left == on.left
 
 
+def test_without_replays_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
+    """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
+    forget_self_tests()
+    monkeypatch.setattr(private, "CAN_REPLAY", False)
+    monkeypatch.setattr(sites, "INTERPRETED", False)
+    with quietly() as on:
+        assert on.libraries == ("bitsandbytes",) and dequantizes()
+        assert on.refused["unsloth"].startswith("launches cannot be replayed with torch 2.")
+        assert "A call takes more host time than it could: launches cannot be replayed" in str(on)
+
+
 def test_older_bitsandbytes(monkeypatch):
     """Before 0.50 there is no operator gemm_4bit: products call dequantize_4bit, so nothing is left."""
     forget_self_tests()
@@ -438,8 +449,10 @@ def a_layer():
 def test_the_variable_switches_at_the_first_layer(variable, logged):
     """Also where a model is loaded: on the meta device, in another default dtype, in inference mode."""
     forget_self_tests()
-    variable.setattr(bnb.functional, "name2qmap", {})  # its tables are made at the first use
-    variable.setattr(torch, "get_default_dtype", torch.get_default_dtype)
+    packed = example()[0]
+    tables = [(bnb.functional, "name2qmap"), (bnb.backends.utils, "_code_4bit_cache")]
+    for table in tables:
+        variable.setattr(*table, {})  # made at their first use, in the default dtype of that moment
     autoload.load()
     assert functions() == ORIGINAL and dequantizes()
     torch.set_default_dtype(BF16)
@@ -448,6 +461,9 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
             assert a_layer().in_features == 64
     finally:
         torch.set_default_dtype(torch.float32)
+    assert not any(getattr(*table) for table in tables)
+    example.cache_clear()
+    assert torch.equal(example()[0], packed)  # quantized to the same bytes
     assert logged().startswith("NF4_TRITON=1: The NF4 kernel works here. It dequantizes in:\n")
     assert not set(functions()) & set(ORIGINAL) and dequantizes()
     restore()
@@ -464,6 +480,17 @@ def test_the_self_test_names_its_device(monkeypatch):
     )
     with torch.device("meta"), quietly(strict=True) as on:
         assert on.on and not on.left
+
+
+def test_each_rank_tests_on_its_own_gpu(monkeypatch):
+    """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for rank, index in (("1", 1), ("0", 0), ("5", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert sites.self_test_device() == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert sites.self_test_device() == torch.device("cuda", 3)
 
 
 @pytest.mark.parametrize("value", [None, "", "0", "off", " False "])
@@ -503,6 +530,11 @@ def callback():
     from nf4_triton import NF4KernelCallback
 
     return NF4KernelCallback
+
+
+def test_the_callback_checks_names_when_it_is_made(callback):
+    with pytest.raises(ValueError, match="'bnb' is no library, expected names out of unsloth, bitsandbytes"):
+        callback("bnb")
 
 
 def test_the_callback(callback, logged):

@@ -1,6 +1,7 @@
 """What switched libraries compute: the same bits as alone, eager and compiled, and counted."""
 
 import copy
+import importlib.machinery
 import sys
 import threading
 import types
@@ -14,7 +15,14 @@ bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 
 from nf4_triton import reference, sites, switch  # noqa: E402
-from nf4_triton.sites import AXOLOTL, DEQUANTIZE, FALLBACK, FAST_DEQUANTIZE, PRODUCT  # noqa: E402
+from nf4_triton.sites import (  # noqa: E402
+    AXOLOTL,
+    DEQUANTIZE,
+    EXPERT_STACK,
+    FALLBACK,
+    FAST_DEQUANTIZE,
+    PRODUCT,
+)
 from nf4_triton.switch import restore  # noqa: E402
 from states import oracle  # noqa: E402
 
@@ -81,6 +89,29 @@ def through(layer, x):
 
 
 # bitsandbytes.functional.dequantize_4bit
+
+
+def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, caplog):
+    """A full disk on a compute node ends no training. After three failures the library keeps the function."""
+    packed, state = quantized((48, 64), BF16, device)
+    expected = bnb.functional.dequantize_4bit(packed, state)
+
+    def fail(error):
+        def launched(*arguments):
+            raise error
+
+        return launched
+
+    with on() as switched:
+        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(RuntimeError("CUDA error")))
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            bnb.functional.dequantize_4bit(packed, state)
+        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(OSError("no space left")))
+        for _ in range(5):
+            assert same(bnb.functional.dequantize_4bit(packed, state), expected)
+        counts, why = switched.counts()[DEQUANTIZE], "the kernel could not be launched (OSError: no space left)"
+        assert counts["library"] == 3 and counts["reasons"] == {why: 3} and switched.left[DEQUANTIZE] == why
+    assert caplog.text.count("goes on without the kernel") == 1
 
 
 @pytest.mark.parametrize(
@@ -351,6 +382,33 @@ def test_axolotl(stand_in, device):
         parts = weight, state.absmax, code2, second.absmax, state.offset, 64, 256, [64, 256], BF16
         counts = compare(lambda parts=parts: axolotl._ctypes_nf4_dequant(*parts), "axolotl")
         assert (counts[AXOLOTL]["kernel"], counts[AXOLOTL]["library"]) == (by_kernel, 1 - by_kernel)
+
+
+def test_stacks_of_experts(stand_in, device):
+    """bf16 alone: Unsloth rounds some fp16 experts differently, so those stay its own."""
+
+    def nf4_dequant_triton(packed, quant_state, out_shape=None, out=None):
+        result = oracle(packed, quant_state).view(out_shape or quant_state.shape)
+        return result if out is None else out.copy_(result)
+
+    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+        return oracle(W, quant_state)
+
+    stand_in(FAST_DEQUANTIZE, fast_dequantize)
+    module = stand_in(EXPERT_STACK, nf4_dequant_triton)
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    for dtype, by_kernel in ((BF16, 1), (FP16, 0)):
+        packed, state = quantized((4 * 48, 64), dtype, device)
+        out = torch.full((4, 48, 64), torch.nan, dtype=dtype, device=device)
+        for call in (
+            lambda packed=packed, state=state: module.nf4_dequant_triton(packed, state, (4, 48, 64)),
+            lambda packed=packed, state=state: module.nf4_dequant_triton(packed.view(4, -1), state),
+            lambda packed=packed, state=state, out=out: module.nf4_dequant_triton(
+                packed, state, (4, 48, 64), out=out
+            ).clone(),
+        ):
+            counts = compare(call, "unsloth")[EXPERT_STACK]
+            assert (counts["kernel"], counts["library"]) == (by_kernel, 1 - by_kernel)
 
 
 def test_unsloth(stand_in, device):

@@ -1,14 +1,13 @@
-"""Check this machine: GPU, versions, correctness, what use_nf4_kernel() takes over, speed, and what to do.
+"""doctor: check this machine (GPU, versions, correctness, what use_nf4_kernel() takes over, speed) and say
+what to do. bench: time the kernel beside bitsandbytes and Unsloth at several sizes; takes a minute.
 
-The exit status of `doctor` is 0 if the kernel works here, 1 if it does not.
+The exit status is 0 if the kernel works here, 1 if it does not.
 """
 
 import argparse
 import importlib
 import importlib.util
-import statistics
 import sys
-import time
 
 from . import __version__, environment
 
@@ -18,12 +17,41 @@ LIBRARIES = ("unsloth", "axolotl", "transformers", "peft")  # Unsloth wants to b
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser("nf4_triton", description=__doc__)
-    parser.add_argument("command", nargs="?", default="help", choices=["doctor", "help"])
+    parser.add_argument("command", nargs="?", default="help", choices=["doctor", "bench", "help"])
     parser.add_argument("-V", "--version", action="version", version=__version__)
-    if parser.parse_args(arguments).command == "doctor":
-        return doctor()
-    parser.print_help()
+    command = parser.parse_args(arguments).command
+    if command == "help":
+        parser.print_help()
+        return 0
+    return bench() if command == "bench" else doctor()
+
+
+def bench() -> int:
+    """Time the kernel beside the libraries at several sizes. Return the exit status."""
+    from . import backend
+
+    problem = environment.no_gpu() or backend.cannot_run()
+    if importlib.util.find_spec("bitsandbytes") is None:
+        problem = "bitsandbytes is not installed: pip install bitsandbytes"
+    if problem:
+        print(f"Nothing to time: {problem}")
+        return 1
+    import_libraries()
+    from . import speed
+
+    print(f"A call and a synchronize on one {environment.gpu_name()}:")
+    print(speed.verdict(speed.compare()))
     return 0
+
+
+def import_libraries() -> None:
+    """Import what is installed of LIBRARIES, and say what cannot be imported."""
+    for name in LIBRARIES:
+        try:
+            if importlib.util.find_spec(name):
+                importlib.import_module(name)
+        except Exception as error:  # the others can still be switched
+            print(f"{name} cannot be imported: {type(error).__name__}: {error}")
 
 
 def doctor(fix: str = "pip install torch triton", more: str = "") -> int:
@@ -73,15 +101,13 @@ def check_switch() -> str | None:
     if importlib.util.find_spec("bitsandbytes") is None:
         print("dequantize() works here. use_nf4_kernel() has nothing to patch: pip install bitsandbytes")
         return None
-    for name in LIBRARIES:
-        try:
-            if importlib.util.find_spec(name):
-                importlib.import_module(name)
-        except Exception as error:  # the others can still be switched
-            print(f"{name} cannot be imported: {type(error).__name__}: {error}")
-    gpu = environment.has_gpu()
-    if gpu:
-        print_speed()  # before the switch replaces what it is compared with
+    import_libraries()
+    todo = "Do: use a GPU. Without one the kernel gains nothing: NF4_BACKEND=torch is faster."
+    if environment.has_gpu():
+        from . import speed
+
+        # Before the switch replaces what it is compared with.
+        todo = speed.verdict(speed.compare(sizes=[(4096, 4096)], rounds=300))
 
     from . import use_nf4_kernel
 
@@ -90,31 +116,8 @@ def check_switch() -> str | None:
         if not switch.libraries:
             return "no library can be switched"
         print(f"It works here{' in part' if switch.partial else ''}.")
-    if gpu:
-        print("Do: call use_nf4_kernel() before training.")
-    else:
-        print("Do: use a GPU. Without one the kernel gains nothing: NF4_BACKEND=torch is faster.")
+    print(todo)
     return None
-
-
-def print_speed() -> None:
-    """Print the median time of a call and a synchronize, for this kernel and bitsandbytes."""
-    import torch
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-    from . import launch
-
-    values = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
-    weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-    times: dict = {launch._your_dequantize_nf4: [], dequantize_4bit: []}
-    for _ in range(300):
-        for dequantize, seconds in times.items():
-            start = time.perf_counter()
-            dequantize(weight, state)
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-    ours, theirs = (1e6 * statistics.median(seconds[50:]) for seconds in times.values())
-    print(f"4096 x 4096 in bf16: {ours:.0f} us, bitsandbytes {theirs:.0f} us, {theirs / ours:.2f}x")
 
 
 if __name__ == "__main__":

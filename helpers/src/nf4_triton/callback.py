@@ -2,7 +2,7 @@
 
 import weakref
 
-from .switch import Switch, say, use_nf4_kernel
+from .switch import Switch, check_names, say, use_nf4_kernel
 
 try:
     from transformers import TrainerCallback
@@ -14,11 +14,13 @@ class NF4KernelCallback(TrainerCallback):
     """Switch the kernel on when training begins and off when it ends, for transformers', TRL's and Unsloth's
     trainers. At the end it logs how many dequantizations the libraries did themselves.
 
-    Takes the arguments of use_nf4_kernel; with strict, on_train_begin raises the same errors. If training is
+    Takes the arguments of use_nf4_kernel. Raises ValueError for an unknown name; with strict, on_train_begin
+    raises the same errors as that function. If training is
     interrupted, the kernel stays on until the callback's next training ends or the callback is deleted.
     """
 
     def __init__(self, *names: str, quiet: bool = False, strict: bool = False):
+        check_names(names)
         self.names, self.quiet, self.strict = names, quiet, strict
         self.switch: Switch | None = None
 

@@ -285,11 +285,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     that holds it ends. Raises ValueError for an unknown name; with strict, ImportError (not installed),
     UnknownInternals (other functions than expected) or RuntimeError (no usable GPU, or other bits).
     """
-    accepted = [*LIBRARIES, *THROUGH]
-    for name in names:
-        if name not in accepted:
-            what = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise ValueError(f"{what} is no library, expected names out of {', '.join(accepted)}")
+    check_names(names)
     autoload.waiting.clear()
     switch = Switch(names)
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or name in sys.modules]
@@ -311,6 +307,15 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
         refused = [f"{name} runs without the NF4 kernel: {why}" for name, why in switch.refused.items()]
         say("\n".join(refused), logging.WARNING)
     return switch
+
+
+def check_names(names: tuple[str, ...]) -> None:
+    """Raise ValueError for what is no library that use_nf4_kernel knows."""
+    accepted = [*LIBRARIES, *THROUGH]
+    for name in names:
+        if name not in accepted:
+            what = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+            raise ValueError(f"{what} is no library, expected names out of {', '.join(accepted)}")
 
 
 def restore() -> None:

@@ -1,0 +1,71 @@
+"""Time the kernel beside the libraries' own functions: all sizes in `bench`, one in `doctor`."""
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+from . import launch
+
+SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
+FAST = "unsloth.kernels.utils"
+
+
+def libraries() -> dict[str, Callable]:
+    """Return {library: what it dequantizes with} of the imported ones. Call before the switch replaces them."""
+    found = {"bitsandbytes": dequantize_4bit}
+    if FAST in sys.modules:
+        found["Unsloth"] = sys.modules[FAST].fast_dequantize
+    return found
+
+
+def medians(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
+    """Return the microseconds of a call and a synchronize; calls take turns, and the first fifth is warm-up."""
+    seconds: dict = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: 1e6 * statistics.median(times[rounds // 5 :]) for name, times in seconds.items()}
+
+
+def compare(
+    sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500, dtypes=(torch.float16, torch.bfloat16)
+) -> dict[str, float]:
+    """Print a line per size and dtype. Return {library: the kernel's speedup over it, as a geometric mean}."""
+    functions = {"this kernel": launch._your_dequantize_nf4, **libraries()}
+    ratios: dict = {name: [] for name in libraries()}
+    for rows, columns in sizes:
+        for dtype in dtypes:
+            values = torch.randn(rows, columns, dtype=dtype, device="cuda")
+            weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
+            del values
+            calls = {
+                name: lambda function=function: function(weight, state)
+                for name, function in functions.items()
+            }
+            us = medians(calls, rounds)
+            texts = [f"{name} {time:.0f} us" for name, time in us.items()]
+            print(f"{rows} x {columns} {str(dtype).removeprefix('torch.')}: {', '.join(texts)}", flush=True)
+            for name in ratios:
+                ratios[name].append(us[name] / us["this kernel"])
+    return {name: math.prod(found) ** (1 / len(found)) for name, found in ratios.items()}
+
+
+def verdict(speedups: dict[str, float]) -> str:
+    """Return what to do: use the kernel where it is faster, leave the library's own function where it is not."""
+    faster = [f"{name} ({speedup:.2f}x)" for name, speedup in speedups.items() if speedup >= 1]
+    slower = [name for name in speedups if speedups[name] < 1]
+    if not faster:
+        return f"Do: leave it. On this machine the kernel is slower than {' and '.join(slower)}."
+    text = f"Do: use it. Call use_nf4_kernel() before training: it is faster than {' and '.join(faster)}."
+    if slower:
+        named = ", ".join(f'"{name.partition(" ")[0].lower()}"' for name in faster)
+        text += f" It is slower than {' and '.join(slower)}: switch the others alone, use_nf4_kernel({named})."
+    return text
