@@ -31,7 +31,7 @@ class Card:
 
 # Instructions: 10 to 20 % above what Triton 3.6 and 3.9 produce. A T4 rounds bf16 in integers.
 CARDS = {  # by sm_ number
-    # More registers than 64 leave an SM of a T4 with fewer threads. Simulated, 128 rows are faster all the same.
+    # Above 64 registers an SM of a T4 runs fewer threads. 128 rows simulate faster all the same.
     75: Card("Tesla T4", 80, 9.0, 13.0, 9.5),
     80: Card("A100", 32, 12.0, 12.0, 14.5),
     86: Card("RTX 30, A10", 64, 12.0, 12.0, 14.5),

@@ -107,20 +107,23 @@ def test_the_doctor_without_bitsandbytes_says_what_works(capsys, monkeypatch):
     assert "dequantize() works here. use_nf4_kernel() has nothing to patch" in capsys.readouterr().out
 
 
-def test_the_verdict_goes_by_the_time():
-    assert speed.verdict({"bitsandbytes": 0.8}).startswith("Do: leave it. On this machine the kernel is slower")
-    assert "faster than bitsandbytes (1.80x) and Unsloth (1.40x)." in speed.verdict(
-        {"bitsandbytes": 1.8, "Unsloth": 1.4}
-    )
-    text = speed.verdict({"bitsandbytes": 1.8, "Unsloth": 0.9})
-    assert text.endswith('It is slower than Unsloth: switch the others alone, use_nf4_kernel("bitsandbytes").')
+@pytest.mark.parametrize(
+    ("speedups", "text"),
+    [
+        ((1.8, 1.4), "use_nf4_kernel() before training. It is faster than bnb (1.80x) and Unsloth (1.40x)."),
+        ((1.8, 0.9), 'use_nf4_kernel("bnb") before training. It is faster than bnb (1.80x), and slower than'),
+        ((0.8, 0.9), "Do: leave it. On this machine the kernel is slower than bnb and Unsloth."),
+    ],
+)
+def test_the_verdict_goes_by_the_time(speedups, text):
+    assert text in speed.verdict(dict(zip(("bnb", "Unsloth"), speedups, strict=True)))
 
 
 def test_bench(capsys):
     """On a GPU: every size, beside bitsandbytes."""
-    assert command_line.main(["bench"]) == (0 if machine.has_gpu() else 1)
-    printed = capsys.readouterr().out
-    assert "8192 x 28672 bfloat16: " in printed if machine.has_gpu() else "Nothing to time: No CUDA" in printed
+    gpu = machine.has_gpu()
+    assert command_line.main(["bench"]) == (0 if gpu else 1)
+    assert ("8192 x 28672 bfloat16: " if gpu else "Nothing to time: No CUDA") in capsys.readouterr().out
 
 
 @pytest.mark.long  # 20 s

@@ -109,7 +109,8 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, capl
         monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(OSError("no space left")))
         for _ in range(5):
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
-        counts, why = switched.counts()[DEQUANTIZE], "the kernel could not be launched (OSError: no space left)"
+        counts = switched.counts()[DEQUANTIZE]
+        why = "the kernel could not be launched (OSError: no space left)"
         assert counts["library"] == 3 and counts["reasons"] == {why: 3} and switched.left[DEQUANTIZE] == why
     assert caplog.text.count("goes on without the kernel") == 1
 

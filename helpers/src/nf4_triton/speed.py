@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
@@ -16,7 +17,7 @@ FAST = "unsloth.kernels.utils"
 
 
 def libraries() -> dict[str, Callable]:
-    """Return {library: what it dequantizes with} of the imported ones. Call before the switch replaces them."""
+    """Return {library: its function} of the imported ones. Call it before the switch replaces them."""
     found = {"bitsandbytes": dequantize_4bit}
     if FAST in sys.modules:
         found["Unsloth"] = sys.modules[FAST].fast_dequantize
@@ -24,7 +25,7 @@ def libraries() -> dict[str, Callable]:
 
 
 def medians(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
-    """Return the microseconds of a call and a synchronize; calls take turns, and the first fifth is warm-up."""
+    """Return the microseconds of a call and a synchronize. Calls take turns; a fifth is warm-up."""
     seconds: dict = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -38,7 +39,7 @@ def medians(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
 def compare(
     sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500, dtypes=(torch.float16, torch.bfloat16)
 ) -> dict[str, float]:
-    """Print a line per size and dtype. Return {library: the kernel's speedup over it, as a geometric mean}."""
+    """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}."""
     functions = {"this kernel": launch._your_dequantize_nf4, **libraries()}
     ratios: dict = {name: [] for name in libraries()}
     for rows, columns in sizes:
@@ -46,10 +47,7 @@ def compare(
             values = torch.randn(rows, columns, dtype=dtype, device="cuda")
             weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
             del values
-            calls = {
-                name: lambda function=function: function(weight, state)
-                for name, function in functions.items()
-            }
+            calls = {name: partial(function, weight, state) for name, function in functions.items()}
             us = medians(calls, rounds)
             texts = [f"{name} {time:.0f} us" for name, time in us.items()]
             print(f"{rows} x {columns} {str(dtype).removeprefix('torch.')}: {', '.join(texts)}", flush=True)
@@ -59,13 +57,12 @@ def compare(
 
 
 def verdict(speedups: dict[str, float]) -> str:
-    """Return what to do: use the kernel where it is faster, leave the library's own function where it is not."""
-    faster = [f"{name} ({speedup:.2f}x)" for name, speedup in speedups.items() if speedup >= 1]
-    slower = [name for name in speedups if speedups[name] < 1]
+    """Return what to do: use the kernel where it is faster, and leave the other libraries as they are."""
+    faster = [name for name, speedup in speedups.items() if speedup >= 1]
+    slower = " and ".join(name for name in speedups if name not in faster)
     if not faster:
-        return f"Do: leave it. On this machine the kernel is slower than {' and '.join(slower)}."
-    text = f"Do: use it. Call use_nf4_kernel() before training: it is faster than {' and '.join(faster)}."
-    if slower:
-        named = ", ".join(f'"{name.partition(" ")[0].lower()}"' for name in faster)
-        text += f" It is slower than {' and '.join(slower)}: switch the others alone, use_nf4_kernel({named})."
-    return text
+        return f"Do: leave it. On this machine the kernel is slower than {slower}."
+    shown = " and ".join(f"{name} ({speedups[name]:.2f}x)" for name in faster)
+    named = ", ".join(f'"{name.lower()}"' for name in faster) if slower else ""
+    text = f"Do: use it, use_nf4_kernel({named}) before training. It is faster than {shown}"
+    return f"{text}, and slower than {slower}." if slower else f"{text}."
