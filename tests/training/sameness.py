@@ -52,11 +52,12 @@ def train(
     dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
     with training.arm(library, training.ARMS[kernel]) as switch, training.deterministic():
         model = load(library, family, dtype, autocast, checkpointing, lora)
+        same = {"packed": training.packed_bytes(model), "losses": [], "gradients": []}
         trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
         batches = ((starts + torch.arange(length)) % model.config.vocab_size).to(trainer.device)
-        same, record = {"losses": [], "gradients": []}, {}
+        record = {}
         if machine.has_gpu():
             torch.cuda.reset_peak_memory_stats()
         for ids in batches:

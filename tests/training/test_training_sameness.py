@@ -5,8 +5,10 @@ import importlib.util
 
 import pytest
 import sameness  # beside this file
+import trl_ways
 
 from helpers import machine
+from helpers.bench import training
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -67,6 +69,18 @@ def test_every_bit_is_the_same(library, name):
         assert sum(tally["kernel"] for tally in on["counts"].values()) > 0
     losses = on["same"]["losses"]
     assert len(losses) < 50 or losses[-1] < losses[0]
+
+
+@pytest.mark.gpu
+@patient
+def test_trl_is_the_same_in_every_way():
+    """Also what it quantizes: NF4_TRITON=1 tests itself while the model is loaded."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed")
+    found = {way: training.in_new_process(trl_ways.__file__, way=way) for way in trl_ways.WAYS}
+    kernel = {way: record.pop("kernel") for way, record in found.items()}
+    assert len({str(record) for record in found.values()}) == 1, found
+    assert kernel.pop("without") == 0 and min(kernel.values()) > 50
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the GPU test above does more")

@@ -4,7 +4,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -24,7 +24,7 @@ def libraries() -> dict[str, Callable]:
     return found
 
 
-def medians(calls: dict[str, Callable], rounds: int) -> dict[str, float]:
+def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
     """Return the microseconds of a call and a synchronize. Calls take turns; a fifth is warm-up."""
     seconds: dict = {name: [] for name in calls}
     for _ in range(rounds):
