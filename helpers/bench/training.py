@@ -158,11 +158,6 @@ def peft_model(
     return get_peft_model(model, config, autocast_adapter_dtype=autocast).train()
 
 
-def packed_bytes(model) -> str:
-    """Return the digest of a model's 4-bit weights, as they were quantized."""
-    return digest(one for one in model.parameters() if hasattr(one, "quant_state"))
-
-
 # --- a step ---
 
 

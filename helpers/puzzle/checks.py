@@ -74,7 +74,7 @@ def draw(us):
     plt.show()
 
 
-# %% id="gpu-events"
+# %% Profile calls: the name and GPU time of everything they run id="gpu-events" folded=true
 def gpu_events(function, *arguments, count=3):
     """Profile `count` calls; return (name, microseconds) of everything they ran on the GPU."""
     function(*arguments)
@@ -97,7 +97,7 @@ def gpu_us(function, layers):
     return sum(us for _, us in events) / len(layers) / 3
 
 
-# %% id="device" call="attempt(device, your_dequantize_nf4)"
+# %% GPU time at three sizes, drawn id="device" folded=true call="attempt(device, your_dequantize_nf4)"
 def device(candidate):
     """Print and draw the GPU time of a call at the three sizes of the puzzle's test."""
     known = baselines()
@@ -243,7 +243,7 @@ def torch_compile(candidate):
     return right if ON_GPU else None
 
 
-# %% id="on-and-off"
+# %% Run with a setting on and off: the PTX that ran, wrong elements, GPU time id="on-and-off" folded=true
 def on_and_off(candidate, setting):
     """Run with a setting on and off. Return ({on: PTX that ran}, {on: wrong elements}).
 

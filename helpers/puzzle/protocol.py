@@ -244,6 +244,35 @@ def flip(mlp):
         layer.weight.data.view(-1)[-1] ^= 255
 
 
+def load_unsloth_buffered():  # as Unsloth's training forward calls it: every result in one buffer
+    from unsloth.kernels.utils import fast_dequantize
+
+    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, use_global_buffer=True)
+
+
+def load_peft():
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight
+
+
+def reference(layer):
+    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
+    known = baselines()
+    return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
+
+
+def assert_fresh(X, mlp, fx, dtype):
+    """Not in the puzzle: flip a byte of each weight; the next results must be right and in new memory."""
+    before = mlp_dequantize(X, mlp, fx)
+    flip(mlp)
+    after = mlp_dequantize(X, mlp, fx)
+    for x, y in zip(after, mlp_dequantize(X, mlp, reference), strict=True):
+        assert_same(x, y, dtype)
+    addresses = {x.data_ptr() for x in (*before, *after)}
+    assert len(addresses) == 6, "two results have the same address"
+
+
 # %% id="protocol-libraries" call="facts['versions'] |= imported_versions()"
 def load_unsloth_today():
     from unsloth.kernels.utils import fast_dequantize
@@ -251,22 +280,10 @@ def load_unsloth_today():
     return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state)
 
 
-def load_unsloth_buffered():  # as Unsloth's training forward calls it: every result in one buffer
-    from unsloth.kernels.utils import fast_dequantize
-
-    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, use_global_buffer=True)
-
-
 def load_unsloth_classic():  # the puzzle's baseline when it was published: three launches
     from unsloth.kernels.utils import _fast_dequantize_ctypes
 
     return lambda layer: _fast_dequantize_ctypes(layer.weight, layer.weight.quant_state, None, False)
-
-
-def load_peft():
-    from peft.utils.integrations import dequantize_module_weight
-
-    return dequantize_module_weight
 
 
 @functools.cache
@@ -282,12 +299,6 @@ def baselines() -> dict[str, Baseline]:
 
 
 # %% id="protocol-test"
-def reference(layer):
-    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
-    known = baselines()
-    return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
-
-
 def mlp_dequantize(X, mlp, fx):
     """Run one timed round: dequantize and transpose three weights, with a synchronize after each."""
     a = fx(mlp.up_proj).t()
@@ -303,17 +314,6 @@ def assert_same(x, y, dtype):
     """Compare the dtype, then values and strides at torch's default tolerances."""
     assert x.dtype == dtype, f"dtype is {x.dtype}, expected {dtype}"
     torch.testing.assert_close(x, y, check_stride=True)
-
-
-def assert_fresh(X, mlp, fx, dtype):
-    """Not in the puzzle: flip a byte of each weight; the next results must be right and in new memory."""
-    before = mlp_dequantize(X, mlp, fx)
-    flip(mlp)
-    after = mlp_dequantize(X, mlp, fx)
-    for x, y in zip(after, mlp_dequantize(X, mlp, reference), strict=True):
-        assert_same(x, y, dtype)
-    addresses = {x.data_ptr() for x in (*before, *after)}
-    assert len(addresses) == 6, "two results have the same address"
 
 
 def test_dequantize(dequantize_fx):

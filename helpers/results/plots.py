@@ -193,7 +193,7 @@ def idea() -> tuple[Figure, str]:
     """Draw how a tile's codes become weights: one scale a row, one lookup a code, two products at a time."""
     codes = [int(code, 16) for code in WORD]
     weights = np.char.mod("%.4f", np.float16(np.float32(SCALE * np.take(NF4.value, codes))))
-    figure, panel = panel_of(5.2)
+    figure, panel = panel_of(4.6)
     panel.set_axis_off()
     panel.set_ylim(0, 1.03)
 

@@ -40,6 +40,11 @@ def load(library, family, dtype, autocast, checkpointing, lora):
     return model
 
 
+def packed_bytes(model) -> str:
+    """Return the digest of a model's 4-bit weights, as they were quantized."""
+    return digest(one for one in model.parameters() if hasattr(one, "quant_state"))
+
+
 def train(
     kernel: bool, library="peft", family="llama", dtype="bfloat16", autocast=None, checkpointing=False,
     compiled=False, steps=50, rows=4, length=64, **lora,
@@ -52,7 +57,7 @@ def train(
     dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
     with training.arm(library, training.ARMS[kernel]) as switch, training.deterministic():
         model = load(library, family, dtype, autocast, checkpointing, lora)
-        same = {"packed": training.packed_bytes(model), "losses": [], "gradients": []}
+        same = {"packed": packed_bytes(model), "losses": [], "gradients": []}
         trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))

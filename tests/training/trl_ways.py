@@ -46,7 +46,7 @@ def train(way: str) -> dict:
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "adapters": training.digest(one for one in model.parameters() if one.requires_grad),
-        "packed": training.packed_bytes(model),
+        "packed": sameness.packed_bytes(model),
         "kernel": sum(site.counts["kernel"] for site in sites),
     }
 

@@ -116,13 +116,6 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     return check_and_launch(tensors, spec, out) if result is None else result
 
 
-def dequantize_packed(packed, out=None):
-    """Return the weight of a Packed; `out` and errors as for _your_dequantize_nf4."""
-    tensors, spec = packed.tensors, packed[5:]
-    result = replay(tensors, spec, out)
-    return check_and_launch(tensors, spec, out) if result is None else result
-
-
 def check_and_launch(tensors, spec, out):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
     packed = make_packed(tensors, spec)
@@ -135,7 +128,14 @@ def check_and_launch(tensors, spec, out):
     return result
 
 
-# %% torch.compile, export, and torch.func id="launch-operator" part="launch" folded=true tags=["launch"]
+# %% torch.compile, export, torch.func, and calls without a quant_state id="launch-operator" part="launch" folded=true tags=["launch"]
+def dequantize_packed(packed, out=None):
+    """Return the weight of a Packed; `out` and errors as for _your_dequantize_nf4."""
+    tensors, spec = packed.tensors, packed[5:]
+    result = replay(tensors, spec, out)
+    return check_and_launch(tensors, spec, out) if result is None else result
+
+
 def call_operator(packed, out):
     """Dequantize by the operator, which tracers record as one call."""
     check(packed)

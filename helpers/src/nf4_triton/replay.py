@@ -11,7 +11,7 @@ from .private import (
 )
 from .settings import forces
 
-# %% Keep a launch id="replay-cache" part="replay" folded=true tags=["launch"]
+# %% Keep a launch, and replay it id="replay" part="replay" folded=true tags=["launch"]
 import dataclasses
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def can_write(out, tensors, launch):
     return True
 
 
-# %% id="replay" part="replay" tags=["launch"]
+
 def replay(tensors, spec, out=None):
     """Launch on other tensors of a cached layout. Return the result, None if no launch fits.
 
