@@ -1,1 +1,1 @@
-"""Benchmarks: clocks, contenders, the memory-bound reference, `python -m helpers bench`, training."""
+"""Benchmarks: clocks, contenders, `python -m helpers bench`, training."""

@@ -59,7 +59,7 @@ def check(call: Callable[[], torch.Tensor], expected: torch.Tensor, out=None) ->
     del poison
     result = call()
     clocks.synchronize()
-    same = same_bits if expected.is_floating_point() else torch.equal  # a copy kernel writes integers
+    same = same_bits if expected.is_floating_point() else torch.equal  # move_bytes writes integers
     if not same(result if out is None else out, expected):
         raise AssertionError("not bit-identical to the reference: not timed")
 

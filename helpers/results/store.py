@@ -101,17 +101,17 @@ def old(card: str) -> set[str]:
 def commit() -> str | None:
     """Return this checkout's commit, with "-dirty" if helpers/ differs from it; None without git.
 
-    NF4_COMMIT names the commit of a copy that has no .git.
+    NF4_COMMIT names the commit of a copy whose .git is missing or of another state.
     """
+    if named := os.environ.get("NF4_COMMIT"):
+        return named
     git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
         clean = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "helpers"], capture_output=True)
     except FileNotFoundError:
-        return os.environ.get("NF4_COMMIT")
-    if head.returncode:
-        return os.environ.get("NF4_COMMIT")
-    return head.stdout.strip() + ("-dirty" if clean.returncode else "")
+        return None
+    return head.stdout.strip() + ("-dirty" if clean.returncode else "") if head.returncode == 0 else None
 
 
 def select(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> list[Row]:

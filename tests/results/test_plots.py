@@ -13,7 +13,7 @@ from helpers.results import pages, plots, store
         ("idea", "the word 855A8A74 holds codes 72 to 79, all of block 1"),
         ("protocol", "Unsloth today: 0.420 s, 1.05 times as long; this kernel: 0.400 s"),
         ("where_time_goes", "Unsloth today: 21.0 + 25.7 = 46.7; this kernel: 20.0 + 24.4 = 44.4"),
-        ("share_by_size", "this kernel: 0.95 to 0.95; Unsloth today: 0.90 to 0.90"),
+        ("speed_by_size", "this kernel: 0.52 to 7.38 TB/s; Unsloth today: 0.50 to 7.03 TB/s"),
         ("t4", "over Unsloth today: 1.09 to 1.23, 10 to 14 of 14 points"),
     ],
 )
@@ -33,7 +33,7 @@ def test_a_stored_picture_is_drawn_from_the_stored_rows(name):
     assert image.text["inputs"] == plots.digest(*plots.PICTURES[name]()), "run `python -m helpers draw`"
 
 
-@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "share_by_size", "t4"])
+@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "speed_by_size", "t4"])
 def test_a_changed_row_changes_the_inputs(stored, name):
     before = plots.digest(*plots.PICTURES[name]())
     assert plots.digest(*plots.PICTURES[name]()) == before
@@ -46,7 +46,7 @@ def test_a_changed_row_changes_the_inputs(stored, name):
     assert plots.digest(*plots.PICTURES[name]()) != before
 
 
-@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "share_by_size", "t4"])
+@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "speed_by_size", "t4"])
 def test_without_rows_there_is_no_picture(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     with pytest.raises(store.Missing):
