@@ -175,6 +175,9 @@ def run(argv: list[str] | None = None) -> int:
         print(f"\n{failure}", file=sys.stderr)
         return 1
     if writes_notebook:
+        for cell in notebook.cells:
+            if cell.id == "install":
+                cell.outputs = []  # pip's messages are about that machine, and no result
         nbformat.write(notebook, NOTEBOOK)
     if options.in_place:
         draw = [sys.executable, "-m", "helpers", "draw"]
