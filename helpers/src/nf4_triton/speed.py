@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
-from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from bitsandbytes import functional
 
 from . import launch
 
@@ -18,7 +18,7 @@ FAST = "unsloth.kernels.utils"
 
 def libraries() -> dict[str, Callable]:
     """Return {library: its function} of the imported ones. Call it before the switch replaces them."""
-    found = {"bitsandbytes": dequantize_4bit}
+    found = {"bitsandbytes": functional.dequantize_4bit}
     if FAST in sys.modules:
         found["Unsloth"] = sys.modules[FAST].fast_dequantize
     return found
@@ -45,7 +45,7 @@ def compare(
     for rows, columns in sizes:
         for dtype in dtypes:
             values = torch.randn(rows, columns, dtype=dtype, device="cuda")
-            weight, state = quantize_4bit(values, quant_type="nf4", compress_statistics=True)
+            weight, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
             del values
             calls = {name: partial(function, weight, state) for name, function in functions.items()}
             us = medians(calls, rounds)
