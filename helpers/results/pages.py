@@ -286,7 +286,6 @@ def evidence() -> str:
 
 
 BLOCKS = {
-    "environment": partial(environment, CARD),
     "provenance": provenance,
     "claim": claim,
     "halves": halves,

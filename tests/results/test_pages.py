@@ -56,7 +56,7 @@ def test_a_page_and_a_notebook_are_filled(stored):
     assert "](data:image/png;base64," in pages.filled(book)
 
 
-@pytest.mark.parametrize("name", [name for name in pages.BLOCKS if name != "environment"])
+@pytest.mark.parametrize("name", pages.BLOCKS)
 def test_a_block_without_rows_says_so(stored, name):
     store.save(plots.CARD, [], {})
     store.save(plots.T4, [], {})
