@@ -82,7 +82,8 @@ def compile_for(arch: int, kernel, arguments, named):
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
     )
-    with mock.patch.object(driver, "_active", card):
+    active = "_active" if hasattr(driver, "_active") else "active"  # the latter in Triton 3.4
+    with mock.patch.object(driver, active, card):
         return kernel.warmup(*arguments, grid=(1,), **named)
 
 

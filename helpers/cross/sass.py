@@ -40,7 +40,7 @@ CARDS = {  # by sm_ number
     100: Card("B200", 32, 12.0, 12.0, 15.0),
     120: Card("RTX 50", 40, 12.0, 12.0, 15.0),
 }
-FP32_REGISTERS = 1.4  # fp32 may take so many times the registers: its results take twice as many
+FP32_REGISTERS = 1.5  # fp32 may take so many times the registers: its results take twice as many
 
 
 class Instruction(NamedTuple):
