@@ -289,6 +289,7 @@ BAD_OUT = {
 @pytest.mark.parametrize("name", BAD_OUT)
 def test_an_out_that_does_not_fit(case, out, name):
     watched, weight, state = case
+    watched(weight, state, torch.empty_like(out))  # keeps a launch
     with pytest.raises(launch.UnsupportedState, match=r"out (has \(shape|is list).*expected.*None"):
         watched(weight, state, BAD_OUT[name](out))
     assert out.isnan().all() and exact(watched(weight, state)[0], weight, state)
@@ -296,6 +297,7 @@ def test_an_out_that_does_not_fit(case, out, name):
 
 def test_an_out_without_memory_of_its_own(case, out):
     watched, weight, state = case
+    watched(weight, state, torch.empty_like(out))  # keeps a launch
     memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
     inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
     over = memory.view(out.dtype).view(out.shape)
@@ -309,6 +311,19 @@ def test_an_out_without_memory_of_its_own(case, out):
         with pytest.raises(launch.UnsupportedState, match=text):
             watched(given, state, bad)
     assert torch.equal(inside, weight)
+
+
+def test_a_replayed_out(case, out):
+    """Its address may change between calls; each alignment has a launch of its own."""
+    watched, weight, state = case
+    memory = torch.empty(out.numel() + 1, dtype=out.dtype, device=out.device)
+    for given in (out, memory[1:].view(out.shape)):
+        for turn in range(3):
+            given.fill_(float("nan"))
+            result, replayed = watched(weight, state, given)
+            assert result.data_ptr() == given.data_ptr() and exact(result, weight, state)
+            assert replayed == (turn > 0)
+        assert watched(weight, state, out)[1]
 
 
 def test_autograd_notices_that_out_was_overwritten(case, out):
