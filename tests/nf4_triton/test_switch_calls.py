@@ -412,6 +412,16 @@ def test_stacks_of_experts(stand_in, device):
             assert (counts["kernel"], counts["library"]) == (by_kernel, 1 - by_kernel)
 
 
+def test_experts_of_bitsandbytes(device):
+    """A stack of experts as a parameter that is dequantized at each use."""
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    module = torch.nn.Module()
+    module.stack = torch.nn.Parameter(inputs(device, 4, 48, 64))
+    parametrize.replace_parameter_4bit(module, "stack", compress_statistics=True, quant_type="nf4")
+    counts = compare(lambda: module.stack)[DEQUANTIZE]
+    assert (counts["kernel"], counts["library"]) == (1, 0) and module.stack.shape == (4, 48, 64)
+
+
 def test_unsloth(stand_in, device):
     def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
         if type(quant_state) is not bnb.functional.QuantState:
