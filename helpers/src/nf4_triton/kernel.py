@@ -154,10 +154,15 @@ def _your_dequantize_nf4_kernel(
     left = tl.multiple_of(left, UNIT)  # masks are then alike for UNIT elements: wide accesses
     row = tl.arange(0, TILE // ROW)
     exists = row * ROW < left
+    table = _codebook(tl.arange(0, 16), FOUR)
 
-    # Load one absmax per row, and the codes: eight in a word, two in a byte.
+    # Load one absmax per row, its absmax2, and the codes: eight in a word, two in a byte. Loading
+    # all before using any is 3% faster at 4.2M elements (H200).
     block = (start >> LOG2_BLOCK).to(tl.int32) + (row >> (LOG2_BLOCK - LOG2_ROW))
     absmax = tl.load(absmax_ptr + block, mask=exists, other=0, eviction_policy=LOAD_HINT)
+    if NESTED:
+        absmax2 = tl.load(absmax2_ptr + (block >> LOG2_BLOCK2), mask=exists, other=0.0)
+        offset = tl.load(offset_ptr).to(tl.float32)
     CODES: tl.constexpr = 2 if BYTES else 8
     data_ptr = weight_ptr + (start >> 1)
     if not BYTES:
@@ -165,19 +170,16 @@ def _your_dequantize_nf4_kernel(
     at = row[:, None] * (ROW // CODES) + tl.arange(0, ROW // CODES)[None, :]
     count = tl.multiple_of((left + (CODES - 1)) // CODES, (UNIT + CODES - 1) // CODES)
     data = tl.load(data_ptr + at, mask=at < count, other=0, eviction_policy=LOAD_HINT)
-    shift = (tl.arange(0, CODES) ^ 1) * 4  # high nibble first
-    code = (data[:, :, None].to(tl.uint32) >> shift.to(tl.uint32)[None, None, :]) & 15
 
     # Decode the scales.
     if NESTED:
-        code2 = tl.load(code2_ptr + absmax.to(tl.int32))
-        absmax2 = tl.load(absmax2_ptr + (block >> LOG2_BLOCK2), mask=exists, other=0.0)
-        scale = _scale(code2, absmax2, tl.load(offset_ptr).to(tl.float32), ASM)
+        scale = _scale(tl.load(code2_ptr + absmax.to(tl.int32)), absmax2, offset, ASM)
     else:
         scale = absmax
 
     # Look each code up, multiply, round, store.
-    table = _codebook(tl.arange(0, 16), FOUR)
+    shift = (tl.arange(0, CODES) ^ 1) * 4  # high nibble first
+    code = (data[:, :, None].to(tl.uint32) >> shift.to(tl.uint32)[None, None, :]) & 15
     value = tl.gather(table, tl.reshape(code, (TILE,)).to(tl.int32), 0)
     value = tl.reshape(value, (TILE // ROW, ROW))
     result = _product(value, scale[:, None], out_ptr.dtype.element_ty, ASM, SM75)
