@@ -495,6 +495,21 @@ def test_a_kernel_that_is_defined_again_starts_empty(watch, changed_kernel, laye
     assert exact(module._your_dequantize_nf4(weight, state), weight, state)
 
 
+def test_a_cell_that_runs_again_alone_takes_effect(watch, changed_kernel, layer):
+    """A reader changes the kernel or the settings in their cells, and runs nothing else again."""
+    module = changed_kernel("alone")
+    watched = watch(module)
+    weight, state = watched.warm(layer)
+    wrong = changed_kernel("wrong", "& 15", "& 7")
+    module._your_dequantize_nf4_kernel = wrong._your_dequantize_nf4_kernel
+    result, replayed = watched(weight, state)
+    assert not replayed and not exact(result, weight, state)
+    assert watched(weight, state)[1]
+    cell = Path(settings.__file__).read_text().split("\n# %% ", 2)[2]
+    exec(compile("# " + cell, settings.__file__, "exec"), vars(module))
+    assert not watched(weight, state)[1] and watched(weight, state)[1]
+
+
 def test_launch_kernel_returns_what_launches_again(layer):
     weight, state = layer.weight, layer.weight.quant_state
     out, compiled, grid, arguments, _ = launch.launch_ordinary(launch.read_state(weight.t(), state))

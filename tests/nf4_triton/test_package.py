@@ -13,7 +13,7 @@ import pytest
 import nf4_triton as package
 from helpers import machine
 from nf4_triton import __main__ as command_line
-from nf4_triton import autoload, speed
+from nf4_triton import autoload, environment, speed
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -107,12 +107,21 @@ def test_the_doctor_without_bitsandbytes_says_what_works(capsys, monkeypatch):
     assert "dequantize() works here. use_nf4_kernel() has nothing to patch" in capsys.readouterr().out
 
 
+def test_the_doctor_says_what_is_broken(capsys, monkeypatch):
+    def describe():
+        raise OSError("libcudart.so.12: cannot open shared object file")
+
+    monkeypatch.setattr(environment, "describe", describe)
+    assert command_line.main(["doctor"]) == 1
+    assert "It does not work here: OSError: libcudart.so.12" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("speedups", "text"),
     [
         ((1.8, 1.4), "use_nf4_kernel() before training. It is faster than bnb (1.80x) and Unsloth (1.40x)."),
-        ((1.8, 0.9), 'use_nf4_kernel("bnb") before training. It is faster than bnb (1.80x), and slower than'),
-        ((0.8, 0.9), "Do: leave it. On this machine the kernel is slower than bnb and Unsloth."),
+        ((1.8, 1.02), '"bnb") before training. It is faster than bnb (1.80x), and no faster than Unsloth (1.02x)'),
+        ((0.8, 1.0), "Do: leave it. On this machine the kernel is no faster than bnb (0.80x) and Unsloth (1.00x)."),
     ],
 )
 def test_the_verdict_goes_by_the_time(speedups, text):

@@ -178,6 +178,24 @@ def test_references_in_other_modules(fake_module):
     assert by_kernel(on) == counted
 
 
+class Lazy(types.ModuleType):
+    """A module that has not been imported yet: a look at it imports it."""
+
+    def __getattribute__(self, name):
+        raise OSError("needs a display")
+
+
+def test_what_lies_in_sys_modules_is_not_touched(fake_module):
+    """Also what is no module. `transformers.lazy` would be searched."""
+    for name in ("transformers.lazy", "my.lazy"):
+        fake_module(name)
+        sys.modules[name] = Lazy(name)
+    sys.modules["my.lazy"] = type("Raises", (), {"__getattr__": lambda self, name: 1 / 0})()
+    with quietly("bitsandbytes", strict=True) as on:
+        assert "The NF4 kernel works here" in str(on)
+    assert functions() == ORIGINAL
+
+
 class Stubborn(types.ModuleType):
     def __setattr__(self, name, value):
         raise OSError("read only")
@@ -410,11 +428,29 @@ def test_a_wrapper_around_a_replacement():
         bnb.functional.dequantize_4bit = ORIGINAL[0]
 
 
+def test_the_self_test_asks_the_library_behind_a_wrapper(monkeypatch):
+    """A wrapper that another library made while the kernel was on still calls the kernel's replacement."""
+    on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
+
+    def wrapper(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        return ours(A, quant_state)
+
+    try:
+        bnb.functional.dequantize_4bit = wrapper
+        on.off()
+        right = launch._your_dequantize_nf4
+        monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda *arguments: right(*arguments) + 1)
+        assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").refused["bitsandbytes"]
+    finally:
+        bnb.functional.dequantize_4bit = ORIGINAL[0]
+        forget_self_tests()
+
+
 # What is logged
 
 
 def test_one_process_of_a_host_logs_as_the_user_wants(monkeypatch, logged):
-    for rank, speaks in (("0", True), ("1", False)):
+    for rank, speaks in (("0", True), ("", True), ("-1", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         use_nf4_kernel("bitsandbytes").off()
         assert ("The NF4 kernel works here" in logged()) == speaks
@@ -453,6 +489,7 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     tables = [(bnb.functional, "name2qmap"), (bnb.backends.utils, "_code_4bit_cache")]
     for table in tables:
         variable.setattr(*table, {})  # made at their first use, in the default dtype of that moment
+    not_waiting = bnb.nn.Linear4bit.__init__
     autoload.load()
     assert functions() == ORIGINAL and dequantizes()
     torch.set_default_dtype(BF16)
@@ -466,6 +503,7 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     assert torch.equal(example()[0], packed)  # quantized to the same bytes
     assert logged().startswith("NF4_TRITON=1: The NF4 kernel works here. It dequantizes in:\n")
     assert not set(functions()) & set(ORIGINAL) and dequantizes()
+    assert bnb.nn.Linear4bit.__init__ is not_waiting
     restore()
     a_layer()
     assert functions() == ORIGINAL and not logged()
@@ -486,7 +524,7 @@ def test_each_rank_tests_on_its_own_gpu(monkeypatch):
     """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for rank, index in (("1", 1), ("0", 0), ("5", 0)):
+    for rank, index in (("1", 1), ("0", 0), ("5", 0), ("", 0), ("-1", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert sites.self_test_device() == torch.device("cuda", index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -507,6 +545,13 @@ def test_a_call_of_ones_own_ends_the_waiting(variable, logged, ends):
     ends()
     a_layer()
     assert functions() == ORIGINAL and not logged()
+
+
+def test_a_call_that_imports_bitsandbytes_ends_the_waiting(variable, monkeypatch):
+    """Its entry point loads during that import."""
+    monkeypatch.setattr(switch, "require_version", lambda name: autoload.load())
+    with quietly("bitsandbytes"):
+        assert not autoload.waiting
 
 
 def test_the_variable_fails_no_import_and_no_layer(variable, logged):

@@ -64,10 +64,11 @@ def doctor(fix: str = "pip install torch triton", more: str = "") -> int:
     if missing:
         print(f"It does not work here: {' and '.join(missing)} not installed.\nDo: {fix}")
         return 1
-    facts = environment.describe()
-    print(", ".join(f"{name} {version or 'not installed'}" for name, version in facts["versions"].items()))
-    print(f"GPU: {facts['card'] or 'none'}, driver {facts['driver']}, CUDA {facts['cuda']}")
     try:
+        facts = environment.describe()
+        versions = facts["versions"].items()
+        print(", ".join(f"{name} {version or 'not installed'}" for name, version in versions))
+        print(f"GPU: {facts['card'] or 'none'}, driver {facts['driver']}, CUDA {facts['cuda']}")
         problem = check_kernel() or check_switch()
     except Exception as error:  # whatever is broken here is the answer
         problem = f"{type(error).__name__}: {error}"

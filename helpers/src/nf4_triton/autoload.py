@@ -25,15 +25,17 @@ def load() -> None:
         return
     try:
         layer = importlib.import_module("bitsandbytes.nn.modules").Linear4bit
-        layer.__init__ = _switch_before(layer.__init__)
+        layer.__init__ = _switch_before(layer, layer.__init__)
         waiting[:] = [layer]
     except Exception as error:
         log.warning("NF4_TRITON=1 has no effect: %s: %s", type(error).__name__, error)
 
 
-def _switch_before(original):
+def _switch_before(layer, original):
     @functools.wraps(original)
     def __init__(self, *arguments, **named):
+        if layer.__init__ is __init__:
+            layer.__init__ = original
         if waiting:
             waiting.clear()
             try:

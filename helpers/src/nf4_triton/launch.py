@@ -109,10 +109,7 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     weight.shape[0] is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on bad input.
     """
     tensors, spec = read_fields(weight, quant_state)
-    try:
-        result = replay(tensors, spec, out)
-    except TypeError:  # a list among the fields is no key, nor is it a valid state
-        result = None
+    result = replay(tensors, spec, out)
     return check_and_launch(tensors, spec, out) if result is None else result
 
 

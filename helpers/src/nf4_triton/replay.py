@@ -5,6 +5,7 @@ call is an ordinary launch: the same results, slower. The section is a notebook 
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+from .kernel import _your_dequantize_nf4_kernel
 from .private import (
     CAN_REPLAY, SKIP_PYTHON_LAUNCHER, TensorGuards, current_device, current_stream, dynamo_callback,
     empty_cuda, is_compiling, is_observed, plain_tensors,
@@ -17,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-cached: dict = {}  # {(fields of the state, count of force()): launches}
+cached: dict = {}  # {(fields of the state, token of force()): launches}
 cached_out: dict = {}  # the same for calls with `out`
 
 
@@ -30,6 +31,7 @@ class CachedLaunch:
     device: int  # index of the GPU
     aligned: bool  # the weight's address is a multiple of 16
     out_aligned: bool
+    kernel: object  # that was compiled; a notebook cell that runs again makes another
     run: Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
     grid: int  # programs
     before: tuple  # what the launcher takes before the kernel's own arguments
@@ -56,6 +58,7 @@ def keep(tensors, spec, out, ordinary, result):
         device=result.get_device(),
         aligned=ordinary.aligned[0],
         out_aligned=ordinary.aligned[1],
+        kernel=_your_dequantize_nf4_kernel,
         run=run,
         grid=ordinary.grid,
         before=(compiled.function, *before),
@@ -81,7 +84,6 @@ def can_write(out, tensors, launch):
     return True
 
 
-
 def replay(tensors, spec, out=None):
     """Launch on other tensors of a cached layout. Return the result, None if no launch fits.
 
@@ -95,7 +97,13 @@ def replay(tensors, spec, out=None):
             kept, guarded = cached, tensors
         else:
             kept, guarded = cached_out, (*tensors, out)
-        for launch in kept.get((spec, forces[0]), ()):
+        try:
+            launches = kept.get((spec, forces[0]), ())
+        except TypeError:  # a list among the fields is no key, nor is it a valid state
+            return None
+        for launch in launches:
+            if launch.kernel is not _your_dequantize_nf4_kernel:
+                continue
             if not launch.guards(*guarded) or is_observed():
                 continue
             weight = tensors[0]

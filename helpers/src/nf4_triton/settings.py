@@ -29,7 +29,7 @@ class Settings:
 
 T4 = dict(int_bf16=True, rows=128, num_warps=4, capability=(7, 5), reason="T4 settings forced")
 _forced: dict = {}
-forces = [0]  # counts calls of force(); part of the launch cache's key
+forces = [object()]  # replaced by every force(); part of the launch cache's key
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def force(card=None, **overrides):
     def apply(fields):
         global _forced
         _forced = fields
-        forces[0] += 1
+        forces[0] = object()
 
     @contextlib.contextmanager
     def restore():

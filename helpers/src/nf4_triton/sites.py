@@ -249,7 +249,9 @@ def self_test(site: Site, replacement: Callable) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             try:
                 layer = small_layer(dtype, device)
+                site.stopped = "its self-test runs"  # the original may wrap an earlier replacement
                 expected = site.results(site.original, *layer)
+                site.stopped = ""
                 same = all(map(same_bits, site.results(replacement, *layer), expected))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -265,9 +267,14 @@ def self_test_device() -> torch.device:
     would open a context there for every rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    rank = local_rank()
     chosen = torch.cuda.current_device()
     return torch.device("cuda", chosen or (rank if rank < torch.cuda.device_count() else 0))
+
+
+def local_rank() -> int:
+    """Return LOCAL_RANK, the number of this process on its host; 0 if it is missing, empty, or negative."""
+    return max(0, int(os.environ.get("LOCAL_RANK") or 0))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from bitsandbytes import functional
 
 from . import launch
 
+LEAST = 1.03  # speedup; below it the noise of a host decides
 SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
 FAST = "unsloth.kernels.utils"
 
@@ -20,7 +21,8 @@ def libraries() -> dict[str, Callable]:
     """Return {library: its function} of the imported ones. Call it before the switch replaces them."""
     found = {"bitsandbytes": functional.dequantize_4bit}
     if FAST in sys.modules:
-        found["Unsloth"] = sys.modules[FAST].fast_dequantize
+        # As its training's forward pass calls it: every result in one buffer.
+        found["Unsloth"] = partial(sys.modules[FAST].fast_dequantize, use_global_buffer=True)
     return found
 
 
@@ -58,11 +60,12 @@ def compare(
 
 def verdict(speedups: dict[str, float]) -> str:
     """Return what to do: use the kernel where it is faster, and leave the other libraries as they are."""
-    faster = [name for name, speedup in speedups.items() if speedup >= 1]
-    slower = " and ".join(name for name in speedups if name not in faster)
+    shown = {name: f"{name} ({speedup:.2f}x)" for name, speedup in speedups.items()}
+    faster = [name for name, speedup in speedups.items() if speedup >= LEAST]
+    others = " and ".join(text for name, text in shown.items() if name not in faster)
     if not faster:
-        return f"Do: leave it. On this machine the kernel is slower than {slower}."
-    shown = " and ".join(f"{name} ({speedups[name]:.2f}x)" for name in faster)
-    named = ", ".join(f'"{name.lower()}"' for name in faster) if slower else ""
-    text = f"Do: use it, use_nf4_kernel({named}) before training. It is faster than {shown}"
-    return f"{text}, and slower than {slower}." if slower else f"{text}."
+        return f"Do: leave it. On this machine the kernel is no faster than {others}."
+    named = ", ".join(f'"{name.lower()}"' for name in faster) if others else ""
+    text = f"Do: use it, use_nf4_kernel({named}) before training. "
+    text += f"It is faster than {' and '.join(shown[name] for name in faster)}"
+    return f"{text}, and no faster than {others}." if others else f"{text}."

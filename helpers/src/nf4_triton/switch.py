@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import inspect
 import logging
-import os
 import sys
 import threading
 import types
@@ -31,6 +30,7 @@ from .sites import (
     Site,
     cannot_replay,
     current,
+    local_rank,
     self_test,
     self_test_device,
 )
@@ -141,7 +141,7 @@ class Switch(contextlib.AbstractContextManager):
         self.names = names  # as named in the call
         self.libraries: tuple[str, ...] = ()
         self.refused: dict[str, str] = {}
-        self._before: dict[Site, tuple] = {}  # counts and reasons when this switch began
+        self._before: dict[str, tuple] = {}  # counts and reasons when this switch began
 
     @property
     def on(self) -> bool:
@@ -194,7 +194,7 @@ class Switch(contextlib.AbstractContextManager):
         """
         counts = {}
         for site in self._sites():
-            before, reasons = self._before[site]
+            before, reasons = self._before[site.name]
             row = {kind: site.counts[kind] - before[kind] for kind in COUNTS}
             counts[site.name] = row | {"reasons": site.reasons - reasons}
         return counts
@@ -268,7 +268,7 @@ class Switch(contextlib.AbstractContextManager):
         if name not in self.libraries:
             self.libraries += (name,)
         for site in library.sites:
-            self._before[site] = site.counts.copy(), site.reasons.copy()
+            self._before[site.name] = site.counts.copy(), site.reasons.copy()
 
 
 def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Switch:
@@ -286,7 +286,6 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     UnknownInternals (other functions than expected) or RuntimeError (no usable GPU, or other bits).
     """
     check_names(names)
-    autoload.waiting.clear()
     switch = Switch(names)
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or name in sys.modules]
     with _lock:
@@ -298,6 +297,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
                     if strict:
                         raise
                     switch.refused[name] = str(error) or type(error).__name__
+            autoload.waiting.clear()  # now: importing bitsandbytes sets it
         except BaseException:
             switch.off()
             raise
@@ -336,7 +336,7 @@ class _Stderr(logging.Handler):
 
 def say(text: str, level: int = logging.INFO) -> None:
     """Log on one process per host (LOCAL_RANK 0), to stderr if no handler is configured."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if local_rank() > 0:
         return
     if not log.hasHandlers():
         log.addHandler(_Stderr())
@@ -370,10 +370,10 @@ def require_parameters(name: str, parameters: list[str]) -> None:
 
 def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple[types.ModuleType, str, object]]:
     """Yield (module, attribute, value) for every function in the imported modules of these packages."""
-    for module in list(sys.modules.values()):
-        name = str(getattr(module, "__name__", "")).lower()
-        if isinstance(module, types.ModuleType) and name.startswith(packages):
-            for attribute, value in list(vars(module).items()):
+    for name, module in list(sys.modules.items()):
+        # Not isinstance and vars: they would import a lazy module.
+        if issubclass(type(module), types.ModuleType) and name.lower().startswith(packages):
+            for attribute, value in list(types.ModuleType.__getattribute__(module, "__dict__").items()):
                 if type(value) in (types.FunctionType, functools.partial):
                     yield module, attribute, value
 
