@@ -33,14 +33,6 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of sm_75 or newer"))
 
 
-@pytest.fixture(scope="session")
-def kernel():
-    """The kernel module."""
-    from nf4_triton import kernel as nf4_kernel
-
-    return nf4_kernel
-
-
 @pytest.fixture
 def changed_kernel(tmp_path):
     """changed_kernel(name, old="", new=""): the cells of kernel and launch path as one module of that name,

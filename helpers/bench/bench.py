@@ -54,6 +54,7 @@ ON_CPU = Scope(
 
 SECTIONS: dict[str, Callable[[Scope, list[str]], Iterator[Row]]] = {
     "protocol": host.time_protocol,
+    "ordinary_launches": host.time_ordinary_launches,
     "gpu_time": gpu.time_sizes,
     "experts": gpu.time_experts,
     "settings": gpu.time_settings,

@@ -24,17 +24,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 1_100_000_000  # bytes read and written by a graph
 MOST_LAYERS = 2048  # of a graph
 
-CHANGES = {  # of the settings in force
-    "asm=False": {"asm": False},
-    "hints=False": {"hints": False},
-    "rows=16": {"rows": 16},
-    "rows=32": {"rows": 32},
-    "rows=64": {"rows": 64},
-    "rows=128": {"rows": 128},
-    "num_warps=1": {"num_warps": 1},
-    "num_warps=2": {"num_warps": 2},
-    "num_warps=4": {"num_warps": 4},
-}
+CHANGES = {"asm": [False], "hints": [False], "rows": [16, 32, 64, 128], "num_warps": [1, 2, 4]}
 
 
 def layers_of(numel: int) -> list:
@@ -120,8 +110,9 @@ def time_experts(scope, problems: list[str]) -> Iterator[Row]:
 def changes() -> dict[str, Callable]:
     """Return {name: the kernel with that change}, of CHANGES and a T4's settings, where they differ."""
     now, wanted = settings.settings(), {}
-    for name, change in CHANGES.items():
-        wanted[name] = dataclasses.replace(now, **change)
+    for field, values in CHANGES.items():
+        for value in values:
+            wanted[f"{field}={value}"] = dataclasses.replace(now, **{field: value})
     with settings.force(card="t4"):
         wanted["T4 settings"] = settings.settings()
 

@@ -33,8 +33,7 @@ def in_new_process(function: Callable, **variables) -> str:
 
 
 def time_protocol(scope, problems: list[str]) -> Iterator[Row]:
-    """Yield the puzzle's line, then its test: every library, the kernel in three launch forms, and the
-    ordinary launches of Unsloth's kernel and ours."""
+    """Yield the puzzle's line, then its test: every library, and the kernel in three launch forms."""
     for version, ratios in (protocol.puzzles_line(your_dequantize_nf4) or {}).items():
         if ratios:
             yield Row("protocol", "puzzle's line", f"unsloth_{version}", "x", ratios)
@@ -44,15 +43,20 @@ def time_protocol(scope, problems: list[str]) -> Iterator[Row]:
     problems += [f"{name}: {error}" for name, error in errors.items()]
     for name, values in seconds.items():
         yield Row("protocol", "total", name, "s", values)
-    if clocks.ON_GPU and "unsloth_today" in seconds:
-        # Unsloth reads the variable when it is imported.
-        printed = in_new_process(print_ordinary_launches, UNSLOTH_TRITON_FAST_LAUNCH="0")
-        for name, values in json.loads(printed).items():
-            yield Row("protocol", "ordinary launches", name, "s", values)
+
+
+def time_ordinary_launches(scope, problems: list[str]) -> Iterator[Row]:
+    """Yield the puzzle's test of Unsloth's kernel without its launch replay, and of ours by kernel[grid]."""
+    if not clocks.ON_GPU or "unsloth_today" in contenders.missing():
+        return
+    # Unsloth reads the variable when it is imported.
+    printed = in_new_process(print_ordinary_launches, UNSLOTH_TRITON_FAST_LAUNCH="0")
+    for name, values in json.loads(printed).items():
+        yield Row("ordinary_launches", "total", name, "s", values)
 
 
 def print_ordinary_launches() -> None:
-    """Print the seconds of Unsloth's kernel without its launch replay, and of ours by kernel[grid]."""
+    """Print {contender: seconds of each turn} for time_ordinary_launches."""
     everyone = contenders.all_contenders()
     both = {"unsloth_ordinary": everyone["unsloth_today"], "ordinary": everyone["ordinary"]}
     seconds, errors = protocol.in_turns(both)

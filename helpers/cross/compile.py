@@ -44,7 +44,6 @@ class Built:
     variant: Variant
     sass: str  # one line per instruction and encoding, as cuobjdump prints them
     ptx: str = ""
-    ttgir: str = ""  # Triton's last form that has tensors, with their layouts
     registers: int = 0  # per thread
     elements: int = 1  # outputs per thread
     triton: str = ""
@@ -123,7 +122,6 @@ def main() -> None:
             {
                 "sass": sass,
                 "ptx": found.asm["ptx"],
-                "ttgir": found.asm["ttgir"],
                 "registers": registers,
                 "elements": 2 * constexprs["ROWS"] // options["num_warps"],
                 "triton": triton.__version__,

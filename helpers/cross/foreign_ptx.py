@@ -34,12 +34,12 @@ def run_foreign(weight, state, out, arch: int) -> None:
     found[(ours.grid, 1, 1)](*arguments)
 
 
-def cases(dtype, device):
+def cases(dtype):
     """Yield (name, layer) of what is compared."""
-    yield "every code with every scale", layers.every_code(dtype, device)
+    yield "every code with every scale", layers.every_code(dtype)
     for name, size in SIZES.items():
-        yield name, layers.quantized_layer(*size, dtype, device=device)
-        yield f"{name}, flat", layers.quantized_layer(*size, dtype, nested=False, device=device)
+        yield name, layers.quantized_layer(*size, dtype)
+        yield f"{name}, flat", layers.quantized_layer(*size, dtype, nested=False)
 
 
 def compare(layer, arch: int) -> tuple[int, int]:
@@ -56,16 +56,16 @@ def compare(layer, arch: int) -> tuple[int, int]:
     return differ, int((~whole.isnan()).sum())
 
 
-def report(archs: list[int], device="cuda") -> int:
+def report(archs: list[int]) -> int:
     """Compare and print what differs. Returns 1 if a bit does, 2 if no card's PTX can run here, else 0."""
     statuses = []
     for arch in archs:
-        if not environment.has_gpu() or torch.cuda.get_device_capability(device) < divmod(arch, 10):
+        if not environment.has_gpu() or torch.cuda.get_device_capability() < divmod(arch, 10):
             print(f"PTX for sm_{arch}: not run (needs an NVIDIA GPU of sm_{arch} or newer)")
             continue
         tried = faults = 0
         for dtype in cross.DTYPES.values():
-            for name, layer in cases(dtype, device):
+            for name, layer in cases(dtype):
                 tried += 1
                 differ, outside = compare(layer, arch)
                 if differ or outside:

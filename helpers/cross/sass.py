@@ -4,10 +4,8 @@ To add a GPU, add a row to CARDS.
 """
 
 import argparse
-import hashlib
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from helpers.cross import predict
 from helpers.cross.compile import DTYPES, Built, Variant, build
@@ -43,32 +41,22 @@ CARDS = {  # by sm_ number
 FP32_REGISTERS = 1.5  # fp32 may take so many times the registers: its results take twice as many
 
 
-class Instruction(NamedTuple):
-    predicate: str  # "P0", "!P1"; "" if it always executes
-    opcode: str  # with suffixes: "LDG.E.128.SYS"
-    operands: str
-
-    @property
-    def stem(self) -> str:
-        return self.opcode.split(".")[0]
-
-
-LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.M)
+LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)[^;]*;", re.M)
 JUMPS = ("BRA", "BRX", "CALL", "JMP")
 
 
-def executed(text: str) -> list[Instruction]:
-    """Return the instructions that a thread of a full tile executes, from the output of `cuobjdump -sass`.
+def executed(text: str) -> list[str]:
+    """Return the opcodes, such as "LDG.E.128.SYS", that a thread of a full tile executes.
 
-    They end at the first EXIT without a predicate. Raises NotImplementedError for a jump before it.
+    text: the output of `cuobjdump -sass`. The path ends at the first EXIT without a predicate. Raises
+    NotImplementedError for a jump before it.
     """
     path = []
-    for predicate, opcode, operands in LINE.findall(text):
-        now = Instruction(predicate, opcode, operands.strip())
-        if now.stem in JUMPS:
+    for predicate, opcode in LINE.findall(text):
+        if opcode.startswith(JUMPS):
             raise NotImplementedError(f"{opcode} before the end: jumps cannot be counted")
-        path.append(now)
-        if now.stem == "EXIT" and not predicate:
+        path.append(opcode)
+        if opcode == "EXIT" and not predicate:
             break
     return path
 
@@ -80,19 +68,18 @@ class Code:
         self.built, self.variant = built, built.variant
         self.path = executed(built.sass)
         self.instructions = len(self.path) / built.elements  # per output element
-        self.hash = hashlib.sha256(built.sass.encode()).hexdigest()[:12]  # instructions and encodings
 
     def __str__(self):
         figures = f"{self.instructions:5.2f} instructions, {self.built.registers} registers"
-        return f"{self.variant!s:16} {figures}, SASS {self.hash}"
+        return f"{self.variant!s:16} {figures}"
 
     def faults(self) -> list[str]:
         """Return what exceeds the budget, in words."""
         card, dtype, found = CARDS[self.variant.arch], self.variant.dtype, []
         instructions = getattr(card, dtype)
         registers = card.registers * (FP32_REGISTERS if dtype == "fp32" else 1)
-        spills = [now for now in self.path if now.stem in ("LDL", "STL")]
-        narrow = [now.opcode for now in self.path if now.stem == "STG" and ".128" not in now.opcode]
+        spills = [opcode for opcode in self.path if opcode.startswith(("LDL", "STL"))]
+        narrow = [opcode for opcode in self.path if opcode.startswith("STG") and ".128" not in opcode]
         if self.instructions > instructions:
             found.append(f"{self.instructions:.2f} instructions per element, at most {instructions:g}")
         if self.built.registers > registers:

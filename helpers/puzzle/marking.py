@@ -80,9 +80,6 @@ def rows_of(points, ratios, seconds):
         for column, value in line.items():
             if value is not None:
                 rows.append(["score", criterion, column, "points", [value]])
-    for column, speedup in speeds(ratios).items():
-        if speedup is not None:
-            rows.append(["score", "total", column, "x", [speedup]])
     return rows
 
 

@@ -191,13 +191,7 @@ def run(argv: list[str] | None = None) -> int:
 
 def write(argv: list[str] | None = None) -> int:
     """`python -m helpers sync`: write the modules' sections into the notebook's cells."""
-    parser = argparse.ArgumentParser(description="Write the modules' sections into the notebook's cells.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a cell differs")
-    check = parser.parse_args(argv).check
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    changed = sync(notebook)
-    if changed:
-        print(f"{NOTEBOOK.name}: {'differs in' if check else 'wrote'} {', '.join(changed)}")
-        if not check:
-            nbformat.write(notebook, NOTEBOOK)
-    return int(check and bool(changed))
+    print("changed:", ", ".join(sync(notebook)) or "nothing")
+    nbformat.write(notebook, NOTEBOOK)
+    return 0

@@ -218,11 +218,11 @@ def halves() -> str:
     return told(HALVES, facts, "\n") + stale(CARD, *TIMED, "gpu_time")
 
 
-def official(corner: str, names: dict[str, str], case="total") -> str:
+def official(corner: str, names: dict[str, str], section="protocol") -> str:
     """The official protocol: median seconds by contender, and how many times those of the first."""
     cells = {}
-    for card, rows in cards("protocol"):
-        found = [row for name in names for row in select(rows, case=case, contender=name)]
+    for card, rows in cards(section):
+        found = [row for name in names for row in select(rows, case="total", contender=name)]
         for row in found:
             label = names[row.contender]
             cells[label, f"seconds, {card}"] = f"{row.median:.3f}"
@@ -290,7 +290,7 @@ BLOCKS = {
     "claim": claim,
     "halves": halves,
     "launch_forms": partial(official, "official protocol by launch form", FORMS),
-    "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary launches"),
+    "ordinary_launches": partial(official, "both by Triton's ordinary launch", FORMS, "ordinary_launches"),
     "gpu_time": gpu_time,
     "experts": partial(pivot, "experts x outputs x inputs, GPU us", CARD, "experts", "us"),
     "settings": changed_settings,

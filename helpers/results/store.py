@@ -75,17 +75,11 @@ def rows(card: str) -> list[Row]:
 
 
 def meta(card: str) -> dict:
-    """Return meta.json of a card: its name as "card", and "sections"; {} if there is none.
-
-    Files written before 1.1.0 have one driver, cuda and versions for all sections, and no commit.
-    """
+    """Return meta.json of a card: its name as "card", and "sections"; {} if there is none."""
     path = folder(card) / "meta.json"
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    shared = {name: found.get(name) for name in FACTS} | {"commit": None}
-    found["sections"] = {name: shared | at for name, at in found.get("sections", {}).items()}
-    return found
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def old(card: str) -> set[str]:
@@ -176,7 +170,6 @@ CONTENDERS = {  # that a sent file may have, by section and unit
     ("protocol", "s"): {"ours", "ordinary", "compiled_grid", "peft", "bitsandbytes"}
     | {"unsloth_today", "unsloth_classic", "unsloth_buffered"},
     ("score", "points"): {"today", "classic"},
-    ("score", "x"): {"today", "classic"},
 }
 NEEDED = {  # without these no page can show it
     ("protocol", "puzzle's line", "unsloth_today", "x"),
@@ -184,7 +177,6 @@ NEEDED = {  # without these no page can show it
         ("protocol", "total", who, "s")
         for who in ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
     ),
-    *(("score", "total", column, "x") for column in ("today", "classic")),
 }
 CRITERIA = {
     "One fused kernel",
@@ -202,7 +194,7 @@ CLEAN = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .+_()-]{0,59}")  # no path, HTML or m
 
 def problem_of(row: Row) -> str:
     """Return what is wrong with a row that somebody sent, "" if nothing is."""
-    cases = {"x": {"puzzle's line", "total"}, "s": {"total"}, "points": CRITERIA}
+    cases = {"x": {"puzzle's line"}, "s": {"total"}, "points": CRITERIA}
     if row.contender not in CONTENDERS.get((row.section, row.unit), ()) or row.case not in cases[row.unit]:
         return f"unknown row {row.section}, {row.case}, {row.contender}, {row.unit}"[:200]
     # points may be 0 or negative; a time or a ratio may not
@@ -274,12 +266,7 @@ def file_result(path: Path, replace: bool = False) -> Path:
             f"results/{card} holds results already; add --replace to store {path}. Changes:{listed}"
         )
     for section in ("protocol", "score"):
-        new = select(found, section)
-        at = meta(card).get("sections", {}).get(section, {})
-        if facts["kernel"].items() <= at.items():  # what the bench alone measures with the same code stays
-            cases = {row.case for row in new}
-            new += [row for row in select(rows(card), section) if row.case not in cases]
-        write(section, new, card, environment=facts)
+        write(section, select(found, section), card, environment=facts)
     return folder(card)
 
 

@@ -191,6 +191,5 @@ def test_on_a_gpu_nobody_fails(monkeypatch):
         cases, problems = run(section, scope)
         assert not problems and (cases or section == "axolotl"), section
         assert not any(math.isnan(x) for found in cases.values() for values in found.values() for x in values)
-        assert section != "protocol" or cases["ordinary launches"].keys() == {"unsloth_ordinary", "ordinary"}
         if section == "host_time":
             assert cases["first_call"].keys() == {"ours", "ours_empty_cache"}

@@ -1,6 +1,5 @@
 """The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
 
-import ast
 import json
 import pkgutil
 import re
@@ -35,36 +34,6 @@ def test_imports_go_down():
 def test_types_of_the_package():
     pytest.importorskip("mypy")
     run("-m", "mypy")
-
-
-PRIVATE = re.compile(
-    r"(torch|triton)\.(.+\.)?_\w*"  # torch._C, torch.autograd._x
-    r"|triton\.(runtime|compiler)\b.*"
-    r"|torch\.(fx|utils\._python_dispatch)\b.*"
-)
-
-
-def names_of(tree: ast.AST) -> set[str]:
-    """Return the dotted names that code imports, or reads from torch and triton."""
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {one.name for one in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found |= {f"{node.module}.{one.name}" for one in node.names}
-        elif isinstance(node, ast.Attribute):
-            found.add(ast.unparse(node))
-    return {name for name in found if PRIVATE.fullmatch(name) and "__" not in name}
-
-
-def test_private_names_of_torch_and_triton_stand_in_one_file():
-    """Each can change with a release; private.py says what replaces it."""
-    found = {}
-    for path in sorted((machine.SRC / "nf4_triton").glob("*.py")):
-        if names := names_of(ast.parse(path.read_text(encoding="utf-8"))):
-            found[path.name] = sorted(names)
-    assert found.pop("private.py"), "the search finds nothing"
-    assert not found, "\n".join(f"{name}: {', '.join(names)}" for name, names in found.items())
 
 
 def test_the_checkouts_package_is_the_one_that_is_imported(tmp_path):

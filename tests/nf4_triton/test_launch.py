@@ -486,15 +486,6 @@ def test_forced_settings_are_honored_at_once(warm):
         watched(weight, state)
 
 
-def test_a_kernel_that_is_defined_again_starts_empty(watch, changed_kernel, layer):
-    """As a notebook's cells that run again in one namespace."""
-    module = changed_kernel("cells")
-    weight, state = watch(module).warm(layer)
-    module.__spec__.loader.exec_module(module)
-    assert not module.cached
-    assert exact(module._your_dequantize_nf4(weight, state), weight, state)
-
-
 def test_a_cell_that_runs_again_alone_takes_effect(watch, changed_kernel, layer):
     """A reader changes the kernel or the settings in their cells, and runs nothing else again."""
     module = changed_kernel("alone")
@@ -508,20 +499,6 @@ def test_a_cell_that_runs_again_alone_takes_effect(watch, changed_kernel, layer)
     cell = Path(settings.__file__).read_text().split("\n# %% ", 2)[2]
     exec(compile("# " + cell, settings.__file__, "exec"), vars(module))
     assert not watched(weight, state)[1] and watched(weight, state)[1]
-
-
-def test_launch_kernel_returns_what_launches_again(layer):
-    weight, state = layer.weight, layer.weight.quant_state
-    out, compiled, grid, arguments, _ = launch.launch_ordinary(launch.read_state(weight.t(), state))
-    assert exact(out, weight, state)
-    options = settings.launch_options(settings.settings(weight.device))
-    out.zero_()
-    launch._your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
-    assert exact(out, weight, state)
-    if compiled:
-        out.zero_()
-        compiled[(grid, 1, 1)](*arguments)
-        assert exact(out, weight, state)
 
 
 PRIVATE = re.findall(r' private\(\s*([\w.]+), "([\w.]+)"', Path(private.__file__).read_text())

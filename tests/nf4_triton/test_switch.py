@@ -9,7 +9,6 @@ import itertools
 import logging
 import pickle
 import sys
-import threading
 import types
 
 import pytest
@@ -214,16 +213,6 @@ def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(switch, "cannot_run", interrupted)
-
-
-def test_one_thread_switches_at_a_time():
-    thread = threading.Thread(target=quietly, args=("bitsandbytes",))
-    with switch._lock:
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive() and functions() == ORIGINAL
-    thread.join()
-    assert not set(functions()) & set(ORIGINAL)
 
 
 # What is refused, what is left

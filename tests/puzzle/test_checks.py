@@ -82,16 +82,6 @@ def test_the_kernel_passes_with_t4_settings(name, candidate):
 # --- bits ---
 
 
-def test_exact_prints_how_many_elements_differ(capsys):
-    def off_in_one_size(layer):
-        weight = launch.your_dequantize_nf4(layer)
-        return weight + 1 if weight.numel() == 65 else weight
-
-    assert checks.exact(off_in_one_size) is False
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[3] for line in lines if line.startswith("1 x ")] == ["0", "65", "0"]
-
-
 def test_a_result_is_compared_in_memory_that_held_nan(make_layer):
     """An element that a call does not write must not keep the reference's value."""
     if not protocol.ON_GPU:
@@ -181,43 +171,17 @@ def test_one_kernel_and_nothing_else_may_run(pretend_gpu, candidate, names, pass
 # --- GPU time ---
 
 
-def test_moving_the_bytes_depends_on_every_code_and_absmax(make_layer):
-    layer = make_layer(64, 100, BF16)
-    words, absmax = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state.absmax
-    expected = (words ^ absmax.int().repeat_interleave(8)).repeat_interleave(4)
-    assert torch.equal(checks.move_bytes(layer), expected)
-
-
 def test_gpu_time_is_printed_and_drawn(monkeypatch, candidate, capsys):
-    """Three sizes; a contender that is not installed has no line and no bar."""
+    """A contender that is not installed has no line and no bar."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    made, sizes, figures = layers.quantized_layer, [], []
-    times = {"move_bytes": 1.0, "dequantize_in_pytorch": 30.0}
-
-    def small_layer(in_features, out_features, dtype):
-        sizes.append((in_features, out_features))
-        return made(64, 64, dtype)
-
-    def gpu_us(function, layers):
-        return times.get(function.__name__, 4.0) * len(sizes)
-
-    monkeypatch.setattr(checks, "quantized_layer", small_layer)
-    monkeypatch.setattr(checks, "gpu_us", gpu_us)
-    monkeypatch.setattr(checks, "CONFIGS", protocol.OFFICIAL)
+    figures = []
+    monkeypatch.setattr(checks, "gpu_us", lambda function, layers: 2.0)
+    monkeypatch.setattr(checks, "quantized_layer", lambda *sizes: None)
     monkeypatch.setattr(pyplot, "show", lambda: figures.append(pyplot.gcf()))
-    assert checks.device(candidate) is None
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[-6:] == ["4096x1024", "bf16", "8192x2048", "fp16", "14336x4096", "bf16"]
-    assert [line[:24].strip() for line in lines[1:]] == [
-        "only moves the bytes",
-        "this kernel",
-        *(["Unsloth today"] if protocol.ON_GPU else []),
-        "bitsandbytes",
-        "plain PyTorch",
-    ]
-    assert sizes.count((1024, 4096)) == 13 and sizes.count((4096, 14336)) == 1
-    bars = {bar.get_label(): [one.get_height() for one in bar] for bar in figures[0].axes[0].containers}
-    assert len(bars["plain PyTorch"]) == 3 and bars["plain PyTorch"][0] == pytest.approx(1 / 30)
+    checks.device(candidate)
+    names = [line[:24].strip() for line in capsys.readouterr().out.splitlines()[1:]]
+    labels = [bar.get_label() for bar in figures[0].axes[0].containers if len(bar)]
+    assert names[0] == checks.MOVES and labels == [name for name in checks.COLORS if name in names]
     pyplot.close("all")
 
 

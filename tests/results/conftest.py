@@ -32,8 +32,8 @@ def stored(tmp_path, monkeypatch):
         for numel in (4194304, 16777216, 58720256):
             rows.append(Row("gpu_time", f"{numel} fp16", who, "us", [us]))
             rows.append(Row("gpu_time", f"{numel} bf16", who, "us", [us]))
-    stamp = {"date": "2026-11-23", "note": "", **store.hashes()}
     facts = {"card": "NVIDIA H200", "driver": "580", "cuda": "13.0", "versions": {"torch": "2.11"}}
+    stamp = {"date": "2026-11-23", "note": "", "commit": None, **store.hashes(), **facts}
     sections = {row.section: dict(stamp) for row in rows}
     store.save(plots.CARD, rows, facts | {"sections": sections})
     rows = []

@@ -1,7 +1,6 @@
 """Pictures: small enough for a text cell, readable, drawn from the stored rows."""
 
 import pytest
-from matplotlib import colors
 from PIL import Image
 
 from helpers.results import pages, plots, store
@@ -51,20 +50,3 @@ def test_without_rows_there_is_no_picture(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     with pytest.raises(store.Missing):
         plots.PICTURES[name]()
-
-
-def luminance(color):
-    """Return the relative luminance of WCAG 2."""
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in colors.to_rgb(color)]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("text", [plots.INK, *plots.COLORS.values()])
-def test_text_has_contrast(text):
-    assert 1.05 / (luminance(text) + 0.05) >= 4.5, "on the white that every picture brings"
-    assert plots.PAPER == "#FFFFFF"
-
-
-def test_text_in_cells_has_contrast():
-    for cell in (plots.FIRST, plots.SECOND, plots.PLAIN):
-        assert (luminance(cell) + 0.05) / (luminance(plots.INK) + 0.05) >= 4.5
