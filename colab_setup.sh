@@ -47,7 +47,7 @@ make_venv() { # sets `python`
   fits() { works "$1/bin/python" && { [ -z "${PYTHON:-}" ] || [ "$("$PYTHON" -V)" = "$("$1/bin/python" -V)" ]; }; }
   if ! fits .venv && { [ -e .venv ] || [ -L .venv ]; }; then
     venv=.venv-py$("$base" -c 'import sys; print(*sys.version_info[:2], sep=".")')
-    echo ".venv stays as it is ($(.venv/bin/python -V 2>&1 || true)); using $venv"
+    echo "leaving .venv unchanged ($(.venv/bin/python -V 2>&1 || true)); using $venv"
   fi
   if ! fits $venv; then
     echo "making $venv with $("$base" -V)"
@@ -118,7 +118,7 @@ install() { # what is missing
   lacking=$(missing "$python" "$tmp/need" $keep) || fail "$(tail -n 1 "$log")"
   if [ -n "$lacking" ]; then
     if [ -n "$hosted" ] && unfit=$(grep -E '^(torch|triton)[<>=].*installed: [0-9]' <<<"$lacking"); then
-      fail "$unfit: Colab's and Kaggle's own is left as it is. Start a new runtime with the newest image."
+      fail "$unfit. Setup does not replace Colab's or Kaggle's own: start a new runtime with the newest image."
     fi
     if grep -q '^torch[<>=].*installed: none' <<<"$lacking" && [ -z "$gpus" ]; then
       # isolated: pip's own settings may name another index, whose torch comes with gigabytes of CUDA
@@ -179,7 +179,7 @@ cat "$tmp"/main ${gpus:+"$tmp/alone"} >"$tmp/need"
 
 if mkdir -p build 2>/dev/null && { : >>build/setup.lock; } 2>/dev/null && command -v flock >/dev/null; then
   exec 9>>build/setup.lock
-  flock -n 9 || { echo "another set-up is at work in this folder: waiting for it"; flock 9; }
+  flock -n 9 || { echo "waiting for another set-up in this folder"; flock 9; }
 fi
 if [ -n "$hosted" ]; then
   python=${PYTHON:-python3}

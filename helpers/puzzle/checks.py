@@ -257,7 +257,7 @@ def on_and_off(candidate, setting):
             ptx[on], wrong[on] = first.compiled.asm["ptx"], wrong_elements(candidate, layers[0])
             events = gpu_events(lambda: [candidate(layer) for layer in layers])
             times[on] = statistics.median(us for _, us in events)
-    print(f"1024x4096 bf16, {setting} on: {times[True]:.2f} us, {wrong[True]} wrong elements;", end=" ")
+    print(f"4096x1024 bf16, {setting} on: {times[True]:.2f} us, {wrong[True]} wrong elements;", end=" ")
     print(f"off: {times[False]:.2f} us, {wrong[False]} wrong elements")
     return ptx, wrong
 

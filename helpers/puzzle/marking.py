@@ -88,6 +88,9 @@ def write_result(facts, points, ratios, seconds, kernel):
     if not ON_GPU:
         print(f"not measured (needs {NEEDS_GPU})")
         return
+    if os.environ.get("NF4_QUICK"):
+        print("no result file (needs 1000 rounds: run without NF4_QUICK)")
+        return
     name = re.sub(r"[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
     path = pathlib.Path(os.environ.get("NF4_BUILD") or ".", f"nf4_{name}.json")
     content = {"environment": facts, "kernel": kernel, "rows": rows_of(points, ratios, seconds)}

@@ -182,7 +182,7 @@ def run(argv: list[str] | None = None) -> int:
     if options.in_place:
         draw = [sys.executable, "-m", "helpers", "draw"]
         new = [str(path) for path, time in result_files(out).items() if earlier.get(path) != time]
-        if new and not options.quick:
+        if new:
             draw += ["--replace", *new]
         subprocess.call(draw, cwd=machine.ROOT)
     print(f"\n{score_text(notebook)}")

@@ -120,7 +120,7 @@ def compare(dequantize, layer=None):
     return wrong == 0
 
 
-# %% id="format" call="attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
+# %% id="format" call="format_is_right = attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
 def dequantize_in_pytorch(layer):
     """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
     state = layer.weight.quant_state
@@ -134,7 +134,7 @@ def dequantize_in_pytorch(layer):
     return weight.to(state.dtype).view(state.shape)
 
 
-# %% id="one-call" call="attempt(one_call, your_dequantize_nf4, needs_gpu=False)"
+# %% id="one-call" call="call_is_right = attempt(one_call, your_dequantize_nf4, needs_gpu=False)"
 def one_call(your_dequantize_nf4):
     """Dequantize one layer, compare every bit with bitsandbytes, and time the call."""
     layer = quantized_layer(*LARGE, torch.bfloat16)
@@ -317,7 +317,7 @@ def assert_same(x, y, dtype):
 
 
 def test_dequantize(dequantize_fx):
-    """Check every weight, then return the seconds of 1000 rounds, summed over the three MLPs."""
+    """Check every weight, then return the seconds of ROUNDS rounds, summed over the three MLPs."""
     elapsed = 0
     for config in CONFIGS:
         mlp, X = build(config)
@@ -409,7 +409,7 @@ def assert_weights(mlp, fx, dtype):
 
 
 def timed(config, mlp, X, fx):
-    """Return the seconds of 1000 rounds. Weights are checked before, and with a flipped byte after."""
+    """Return the seconds of ROUNDS rounds. Weights are checked before, and with a flipped byte after."""
     assert_weights(mlp, fx, config.dtype)
     start = time.perf_counter()
     for _ in range(ROUNDS):

@@ -57,12 +57,12 @@ RANGES = ("t4_prediction", "t4_inputs", "published")  # sections whose values ar
 CASE, CONTENDER = attrgetter("case"), attrgetter("contender")
 TIMED = ("protocol", "host_time")
 CLAIM = (  # a sentence without its rows is left out
-    "{points} points in {runs} runs of the puzzle's line on one {card}.",
-    "The median is {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the current "
-    + "release ({unsloth_today range}).",
-    "It is {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
+    "{points} points in {runs} runs of the puzzle's benchmark on one {card}.",
+    "The kernel has {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the current "
+    + "release (median; {unsloth_today range}).",
+    "It has {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
     + "puzzle was published ({unsloth_classic range}).",
-    "With contenders taking turns, as in the picture, it is {in turns} times the speed of Unsloth today.",
+    "With contenders taking turns, as in the picture, it has {in turns} times the speed of Unsloth today.",
 )
 HALVES = (
     "- **GPU:** from 16.8M elements on, this kernel moves {speed ours} TB/s, and Unsloth's {speed "
@@ -214,7 +214,7 @@ def halves() -> str:
         if numel >= 2**24:
             speed = plots.BYTES * numel / row.median / 1e6
             speeds.setdefault(f"speed {row.contender}", []).append(speed)
-    facts |= {name: extent(values) for name, values in speeds.items()}
+    facts |= {name: f"{min(values):.2f} to {max(values):.2f}" for name, values in speeds.items()}
     return told(HALVES, facts, "\n") + stale(CARD, *TIMED, "gpu_time")
 
 

@@ -73,10 +73,10 @@ def changes(old, new):
 
 
 before = versions()
-seconds, shown, ran = execute("install")
+seconds, shown, ran = execute("machine")
 after = versions()
 added = ", ".join(f"{name} {version}" for name, version in sorted(after.items()) if name not in before)
-note(ran and "No CUDA GPU" in shown, f"without a GPU the install cell says so and goes on ({seconds:.0f} s)")
+note(ran and "No GPU:" in shown, f"without a GPU the notebook says so and goes on ({seconds:.0f} s)")
 note(not changes(before, after), f"it changes nothing that was there ({changes(before, after)}), and adds {added}")
 seconds, shown, ran = execute()
 note(ran and "installing" not in shown, f"the whole notebook runs alone, in Triton's interpreter ({seconds:.0f} s)")
@@ -88,9 +88,9 @@ smi.parent.mkdir(exist_ok=True)
 smi.write_text("#!/bin/sh\necho 580.0\n")
 smi.chmod(0o755)
 os.environ["PATH"] = f"{smi.parent}:{os.environ['PATH']}"
-seconds, shown, ran = execute("install")
+seconds, shown, ran = execute("machine")
 more = ", ".join(f"{name} {version}" for name, version in sorted(versions().items()) if name not in after)
-note(ran and "nvidia-smi finds a GPU, but torch" in shown, "a GPU that torch cannot use is reported")
+note(ran and "No GPU:" in shown, "with a GPU that torch cannot use the interpreter runs the kernel")
 note("unsloth" in more and not changes(after, versions()), f"with a GPU it also adds {more}; nothing else changes")
 script = "import unsloth, trl, peft; from unsloth.kernels.utils import fast_dequantize"
 done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"HF_HUB_OFFLINE": "1"}, cwd=work)

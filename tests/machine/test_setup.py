@@ -101,7 +101,7 @@ def test_an_environment_that_cannot_be_used_stays_as_it_is(setup):
     mine = setup.folder / ".venv" / "bin" / "python"
     script(mine, "#!/bin/sh\necho Python 3.8.1; exit 1\n")
     done, calls = setup()
-    assert ".venv stays as it is (Python 3.8.1)" in done.stdout and "3.8.1" in mine.read_text()
+    assert "leaving .venv unchanged (Python 3.8.1)" in done.stdout and "3.8.1" in mine.read_text()
     assert "ready: " in done.stdout and ".venv-py3.12/bin/python" in done.stdout
 
 
@@ -248,4 +248,4 @@ def test_a_second_setup_waits_for_the_first(setup):
         fcntl.flock(lock, fcntl.LOCK_EX)
         threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
         done, _ = setup()
-    assert done.returncode == 0 and "another set-up is at work in this folder" in done.stdout
+    assert done.returncode == 0 and "waiting for another set-up in this folder" in done.stdout

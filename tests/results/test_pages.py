@@ -45,10 +45,11 @@ def test_a_page_and_a_notebook_are_filled(stored):
     page.write_text(f"Before.\n{block}\nAfter.\n")
     text = pages.filled(page)
     assert text.startswith(
-        "Before.\n<!-- claim -->\n3 of 14 points in 3 runs of the puzzle's line on one NVIDIA H200. "
+        "Before.\n<!-- claim -->\n3 of 14 points in 3 runs of the puzzle's benchmark on one NVIDIA H200. "
     )
     assert (
-        "release (1.50 to 1.60). With contenders taking turns, as in the picture, it is 1.05 times " in text
+        "release (median; 1.50 to 1.60). With contenders taking turns, as in the picture, it has 1.05 "
+        in text
     )
     assert "](t4.png)\n<!-- /figure t4 -->\nAfter." in text and (stored / "t4.png").exists()
     book = stored / "book.ipynb"
@@ -87,7 +88,7 @@ def test_sections_of_other_versions_have_their_own_line(stored):
 def test_a_sentence_without_its_rows_is_left_out(stored):
     assert pages.told(("{a}.", "{b}.", "{c:.1f}."), {"a": 1, "c": 2}) == "1. 2.0."
     text = pages.halves()
-    assert "moves 2.11 to 7.38 TB/s" in text and "Unsloth's 2.00 to 7.03." in text
+    assert "moves 2.11 to 7.39 TB/s" in text and "Unsloth's 2.00 to 7.03." in text
     assert "Launch path" not in text, "there is no row of an ordinary launch"
 
 
@@ -114,7 +115,7 @@ def test_versions_of_triton_stand_side_by_side(stored):
 def test_what_a_t4_measures_replaces_the_prediction(stored):
     assert "| Unsloth today | 1.09 to 1.23 times (10 to 14 points) |" in pages.t4_claim()
     store.save("tesla-t4", store.rows(plots.CARD), {"card": "Tesla T4"})
-    assert pages.t4_claim().startswith("3 of 14 points in 3 runs of the puzzle's line on one Tesla T4.")
+    assert pages.t4_claim().startswith("3 of 14 points in 3 runs of the puzzle's benchmark on one Tesla")
 
 
 def test_draw_refuses_what_is_no_file(tmp_path, capsys):

@@ -23,10 +23,10 @@ FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
     0.1666666716337204, 0.25))
 
 # scale = code2[absmax] * absmax2 + offset, rounded twice: .rn is never fused into an FMA, which
-# would change one weight in a million. is_pure below: torch.compile assumes that other assembly
+# would change a few weights in a million. is_pure below: torch.compile assumes that other assembly
 # changes every input of the kernel.
 SCALE = tl.constexpr("{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }")
-# Two results in one register: $0 = {code $1 * scale $3, code $2 * scale $4}.
+# Two results in one register: $0 = {value $1 * scale $3, value $2 * scale $4}.
 PRODUCTS = ("{ .reg .f32 a, b; .reg .b16 lo, hi; .reg .b32 bit, x, y; .reg .pred nan; "
             "mul.rn.ftz.f32 a, $1, $3; mul.rn.ftz.f32 b, $2, $4; ")
 FP16_PAIR = tl.constexpr(PRODUCTS + "cvt.rn.f16x2.f32 $0, b, a; }")
@@ -137,8 +137,8 @@ def _your_dequantize_nf4_kernel(
     FOUR: tl.constexpr,  # fp4 codes, else nf4
     LOG2_BLOCK: tl.constexpr,  # blocksize 64 -> 6
     LOG2_BLOCK2: tl.constexpr,  # state2.blocksize 256 -> 8
-    BYTES: tl.constexpr,  # load bytes: the address is odd, or n no multiple of 8
-    UNIT: tl.constexpr,  # elements that exist together: 64, 8, or 1
+    BYTES: tl.constexpr,  # load bytes: the address is no multiple of 16, or n none of 8
+    UNIT: tl.constexpr,  # masks are alike for so many elements: a row, 8, or 1
     ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no packed conversions, no bf16
@@ -149,7 +149,7 @@ def _your_dequantize_nf4_kernel(
     LOG2_ROW: tl.constexpr = 6 if LOG2_BLOCK > 6 else LOG2_BLOCK  # shorter rows for small blocks
     ROW: tl.constexpr = 1 << LOG2_ROW
     TILE: tl.constexpr = ROWS * 64
-    start = tl.program_id(0).to(tl.int64) * TILE  # 64 bits: the tensor may have 2**31 elements
+    start = tl.program_id(0).to(tl.int64) * TILE  # 64 bits: the tensor may have 2**31 elements or more
     left = tl.minimum(tl.cast(n, tl.int64) - start, TILE).to(tl.int32)
     left = tl.multiple_of(left, UNIT)  # masks are then alike for UNIT elements: wide accesses
     row = tl.arange(0, TILE // ROW)
@@ -171,7 +171,7 @@ def _your_dequantize_nf4_kernel(
     count = tl.multiple_of((left + (CODES - 1)) // CODES, (UNIT + CODES - 1) // CODES)
     data = tl.load(data_ptr + at, mask=at < count, other=0, eviction_policy=LOAD_HINT)
 
-    # Decode the scales.
+    # Dequantize the scales.
     if NESTED:
         scale = _scale(tl.load(code2_ptr + absmax.to(tl.int32)), absmax2, offset, ASM)
     else:

@@ -159,8 +159,8 @@ def _dequantize(
         return launch_ordinary(packed).result
     sizes = check(packed)
     out = torch.empty(shape, dtype=dtype, device=weight.device)
-    # If an input is 16-byte aligned here, Inductor copies it when it is less aligned at run time
-    # (an nn.Parameter it does not check).
+    # If an input is 16-byte aligned here, Inductor copies it when it is less aligned at run time. It
+    # does not check an nn.Parameter, whose storage must not move to such an address.
     aligned = weight.storage_offset() * weight.itemsize % 16 == 0
     grid, arguments, options = kernel_arguments(packed, sizes, out, aligned, True)
     if grid and not INTERPRETED:

@@ -66,7 +66,7 @@ def by_block(multiply, values, scale, blocksize):
 
 def multiply_flushing(a, b):
     """Return a * b for |a| <= 1 as the GPU's `mul.rn.ftz.f32` does: subnormal factors and products become
-    zeros of their sign. The GPU rounds to 24 bits before it looks; 2**64 times as large, they fit."""
+    zeros of their sign. The GPU looks after rounding to 24 bits, which fp32 keeps 2**64 times as large."""
     smallest = torch.finfo(torch.float32).tiny  # normal number: 2**-126
 
     def flush(x, subnormal):

@@ -72,7 +72,7 @@ def force(card=None, **overrides):
     before, chosen = _forced, {**(T4 if card else {}), **overrides}
     unknown = chosen.keys() - {field.name for field in dataclasses.fields(Settings)}
     if unknown:
-        raise TypeError(f"{sorted(unknown)} are no fields of Settings")
+        raise TypeError(f"unknown settings {sorted(unknown)}, expected fields of Settings")
 
     def apply(fields):
         global _forced

@@ -1,4 +1,4 @@
-"""What each library calls to dequantize, what answers these calls, and their self-test.
+"""The library functions that dequantize, their replacements, and the self-tests.
 
 A new library takes one answer and one Site in SITES. An answer takes the original's arguments and returns the
 same bits. It returns None to leave the call to the original.
@@ -99,7 +99,7 @@ class Site:
         why = f"the kernel could not be launched ({type(error).__name__}: {error})"
         self.failures += 1
         if self.failures == 1:
-            log.warning("%s goes on without the kernel: %s", self.name, why)
+            log.warning("%s falls back to the library: %s", self.name, why)
         if self.failures == MOST_FAILURES:
             self.stopped = why
         return why

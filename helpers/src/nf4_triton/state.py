@@ -101,7 +101,8 @@ def check(packed, any_device=False):
             f"quant_type is {p.quant_type!r}, expected 'nf4' or 'fp4': use the library's own "
             "dequantization for other states")
     if p.dtype not in DTYPES:
-        raise UnsupportedState(f"quant_state.dtype is {p.dtype}, expected one of {DTYPES}: set it")
+        raise UnsupportedState(f"quant_state.dtype is {p.dtype}, expected one of {DTYPES}: set "
+                               "quant_state.dtype to one of them")
     if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in p.shape):
         raise UnsupportedState(
             f"quant_state.shape is {p.shape}, expected the weight's shape: reload the layer")

@@ -1,9 +1,9 @@
 """Switch the kernel on and off in the libraries people fine-tune with: one call, the same bits, reversible.
 
 `use_nf4_kernel` replaces the functions of sites.SITES in every imported module of PACKAGES that refers to
-them. A function is replaced if it takes the expected parameters and its self-test is bit-identical. What
-fails stays the library's, and print(switch) names it. So does a name that your own script imported before
-the call. A state that the kernel does not accept goes to the library's own function, counted.
+them. A function is replaced if it takes the expected parameters and its self-test is bit-identical. One that
+fails is left to the library. print(switch) lists it, and names that your own script imported before the call.
+A state that the kernel does not accept goes to the library's own function, counted.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class Library:
     name: str
     sites: tuple[Site, ...]
     on: bool = False
-    left: dict[str, str] = field(default_factory=dict)  # {function: why it stays the library's}
+    left: dict[str, str] = field(default_factory=dict)  # {function: why it was not replaced}
     holders: set["Switch"] = field(default_factory=set)
 
     @property
@@ -77,7 +77,7 @@ class Library:
                 setattr(module, attribute, replacements[id(value)])
 
     def _prepare(self, site: Site) -> str | None:
-        """Give a site a replacement that passed its self-test. Return why it stays the library's, or None."""
+        """Give a site a replacement that passed its self-test. Return why it was not replaced, or None."""
         site.failures, site.stopped = 0, ""
         if site.replays and (why := cannot_replay()):
             site.replacement = None
@@ -150,7 +150,7 @@ class Switch(contextlib.AbstractContextManager):
 
     @property
     def left(self) -> dict[str, str]:
-        """{function: why it stays the library's}, in the libraries that are switched on."""
+        """{function: why it was not replaced}, in the libraries that are switched on."""
         left = {name: why for library in self._held() for name, why in library.left.items()}
         return left | {site.name: site.stopped for site in self._sites() if site.stopped}
 
@@ -227,7 +227,7 @@ class Switch(contextlib.AbstractContextManager):
             lines = [f"The NF4 kernel works here{part}. It dequantizes in:"]
             lines += [f"  {name}" for name in names]
             if why := cannot_replay():
-                lines.append(f"A call takes more host time than it could: {why}.")
+                lines.append(f"Calls take longer: {why}.")
         if "bitsandbytes" in self.libraries:
             lines.append("PEFT and transformers dequantize through bitsandbytes.")
         lines += [f"Left to the library: {name}: {why}" for name, why in self.left.items()]
@@ -310,12 +310,12 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
 
 
 def check_names(names: tuple[str, ...]) -> None:
-    """Raise ValueError for what is no library that use_nf4_kernel knows."""
+    """Raise ValueError for a library that use_nf4_kernel does not know."""
     accepted = [*LIBRARIES, *THROUGH]
     for name in names:
         if name not in accepted:
             what = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise ValueError(f"{what} is no library, expected names out of {', '.join(accepted)}")
+            raise ValueError(f"{what} is an unknown library, expected one of {', '.join(accepted)}")
 
 
 def restore() -> None:
