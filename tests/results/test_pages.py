@@ -88,7 +88,7 @@ def test_sections_of_other_versions_have_their_own_line(stored):
 def test_a_sentence_without_its_rows_is_left_out(stored):
     assert pages.told(("{a}.", "{b}.", "{c:.1f}."), {"a": 1, "c": 2}) == "1. 2.0."
     text = pages.halves()
-    assert "moves 2.11 to 7.39 TB/s" in text and "Unsloth's 2.00 to 7.03." in text
+    assert "moves 2.11 to 7.39 TB/s" in text and "Unsloth's 2.01 to 7.03." in text
     assert "Launch path" not in text, "there is no row of an ordinary launch"
 
 
