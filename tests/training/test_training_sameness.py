@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import os
 
 import pytest
 import sameness  # beside this file
@@ -73,8 +74,10 @@ def test_every_bit_is_the_same(library, name):
 
 @pytest.mark.gpu
 @patient
-def test_trl_is_the_same_in_every_way():
-    """Also what it quantizes: NF4_TRITON=1 tests itself while the model is loaded."""
+def test_trl_is_the_same_in_every_way(monkeypatch):
+    """Also what it quantizes: NF4_TRITON=1 tests itself while the model is loaded. On one GPU: TRL refuses to
+    train in one process on several."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
     if importlib.util.find_spec("trl") is None:
         pytest.skip("trl is not installed")
     found = {way: training.in_new_process(trl_ways.__file__, way=way) for way in trl_ways.WAYS}
