@@ -58,7 +58,7 @@ SECTIONS: dict[str, Callable[[Scope, list[str]], Iterator[Row]]] = {
     "gpu_time": gpu.time_sizes,
     "experts": gpu.time_experts,
     "settings": gpu.time_settings,
-    "host_time": host.time_call,
+    "host_time": host.time_host,
     "launcher": host.time_launcher,
     "compiled": compiled.time_compiled,
     "axolotl": host.time_axolotl,

@@ -37,6 +37,11 @@ def time_protocol(scope, problems: list[str]) -> Iterator[Row]:
     for version, ratios in (protocol.puzzles_line(your_dequantize_nf4) or {}).items():
         if ratios:
             yield Row("protocol", "puzzle's line", f"unsloth_{version}", "x", ratios)
+    yield from time_totals(scope, problems)
+
+
+def time_totals(scope, problems: list[str]) -> Iterator[Row]:
+    """Yield the puzzle's test, contenders in turns."""
     everyone = contenders.all_contenders()
     exact = exact_calls(everyone, quantized_layer(*scope.layer, torch.bfloat16), problems)
     seconds, errors = protocol.in_turns({name: everyone[name] for name in exact})
@@ -69,7 +74,7 @@ def print_ordinary_launches() -> None:
 
 
 def time_call(scope, problems: list[str]) -> Iterator[Row]:
-    """Yield the time until a call returns, with a synchronize, and of first calls: new layer, new process."""
+    """Yield the time until a call returns, with a synchronize, and of the first call of a new layer."""
     sizes = (*scope.layer, torch.bfloat16)
     layer = quantized_layer(*sizes)
     functions = contenders.all_contenders() | contenders.writing_into_out(layer)
@@ -81,8 +86,12 @@ def time_call(scope, problems: list[str]) -> Iterator[Row]:
         layers = [quantized_layer(*sizes, seed=index) for index in range(2 * scope.rounds)]
         new = {name: map(functions[name], layers).__next__ for name in calls}  # each takes another layer
         yield from us("host_time", "first_call_new_layer", clocks.host_seconds(new, scope.rounds, 1))
-    if clocks.ON_GPU:
-        yield from first_calls()
+
+
+def time_host(scope, problems: list[str]) -> Iterator[Row]:
+    """Yield every time of one call: see time_call and first_calls."""
+    yield from time_call(scope, problems)
+    yield from first_calls(scope, problems)
 
 
 def time_launcher(scope, problems: list[str]) -> Iterator[Row]:
@@ -109,8 +118,10 @@ def print_first_call() -> None:
     print(time.perf_counter() - start)
 
 
-def first_calls() -> Iterator[Row]:
+def first_calls(scope, problems: list[str]) -> Iterator[Row]:
     """Yield the first call of new processes: with the kernel compiled before, and with an empty cache."""
+    if not clocks.ON_GPU:
+        return
     warm, cold = [], []
     for _ in range(2):
         warm.append(float(in_new_process(print_first_call)))
@@ -144,7 +155,7 @@ def time_triton(scope, problems: list[str]) -> Iterator[Row]:
     """Yield the kernel's time and the time of calls again, in a section that names Triton's version."""
     if clocks.ON_GPU:
         scope = dataclasses.replace(scope, sizes=(2**22, 2**24, 58_720_256))  # the puzzle's
-    for section in (time_protocol, gpu.time_sizes, time_call, time_launcher):
+    for section in (time_totals, gpu.time_sizes, time_call, time_launcher):
         for row in section(scope, problems):
             case = "launcher" if row.section == "launcher" else row.case
             yield dataclasses.replace(row, section=f"triton {triton.__version__}", case=case)

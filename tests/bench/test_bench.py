@@ -71,7 +71,7 @@ def test_both_launchers_are_timed_and_the_usual_one_is_put_back():
 
 def test_another_triton_has_a_section_of_its_own(monkeypatch):
     monkeypatch.setattr(host.triton, "__version__", "9.9.9")
-    monkeypatch.setattr(host, "time_protocol", good)
+    monkeypatch.setattr(host, "time_totals", good)
     monkeypatch.setattr(host, "time_call", lambda scope, problems: [])
     rows, problems = bench.run_section("triton", TINY)
     assert not problems and {row.section for row in rows} == {"triton 9.9.9"}
