@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nf4_triton import launch, private, replay, settings
+from nf4_triton import dequantize, launch, private, replay, settings
 from nf4_triton.reference import same_bits
 from states import DTYPES, exact, get, noise, oracle, replace
 
@@ -234,6 +234,16 @@ def test_a_state_gone_bad_is_refused_at_once_and_a_good_one_again_replayed(warm,
     for bad in (strided, packed[:1].expand(packed.shape), packed[:-1], packed.to("meta")):
         with pytest.raises(launch.UnsupportedState, match="weight"):
             watched(bad, state)
+
+
+@pytest.mark.parametrize("name", ["blocksize", "dtype", "quant_type"])
+def test_a_list_as_a_field_is_refused(warm, layer, name):
+    """It cannot be looked up among the cached launches."""
+    watched, weight, state = warm
+    replace(layer, name, lambda x: [x])
+    for call in (watched.module._your_dequantize_nf4, dequantize):
+        with pytest.raises(launch.UnsupportedState, match=name):
+            call(weight, state)
 
 
 def test_a_nested_state_is_not_taken_for_a_flat_one(watched, make_layer):

@@ -76,6 +76,22 @@ def test_a_wrong_implementation_fails_the_test(wrong, message, monkeypatch):
         protocol.test_dequantize(wrong)
 
 
+def fused_scale(layer):
+    """Return the weight with each scale rounded once, as by an FMA; fp64 holds the exact product."""
+    packed = read_state(layer.weight.data, layer.weight.quant_state)
+    absmax2 = packed.absmax2.double().repeat_interleave(256)[: packed.absmax.numel()]
+    scale = packed.code2.double()[packed.absmax.int()] * absmax2 + packed.offset.double()
+    flat = packed._replace(absmax=scale.float(), code2=None, absmax2=None, offset=None, nested=False)
+    return reference.dequantize(flat)
+
+
+@pytest.mark.gpu
+def test_an_fma_fails_the_test():
+    """At the official sizes: 4 of 16,777,216 fp16 weights change, and 20 elements of the MLP's output."""
+    with pytest.raises(AssertionError, match="not close"):
+        protocol.test_dequantize(fused_scale)
+
+
 def test_a_state_that_is_no_double_quantized_nf4_fails_the_test(make_layer):
     protocol.assert_correct_bnb(make_layer(64, 64, FP16), FP16)
     for layer in (make_layer(64, 64, FP16, blocksize=128), make_layer(64, 64, BF16)):
