@@ -18,7 +18,7 @@ from helpers.puzzle.layers import DEVICE
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
-WORKERS = 4  # of each of the two runs
+WORKERS = max(2, (os.cpu_count() or 2) // 2)  # of each of the two runs
 launches = 0
 
 
