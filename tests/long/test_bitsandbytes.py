@@ -73,6 +73,7 @@ def run(folder, who, report):
     variables = {
         "NF4_SUBSTITUTE": who,
         "BNB_TEST_DEVICE": DEVICE,
+        "PET_STANDALONE": "1",  # torchrun picks a free port; both runs start one
         "PYTHONPATH": os.pathsep.join(path),
     }
     command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", WORKERS, "-q", "--junitxml", report]
