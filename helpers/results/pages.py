@@ -53,6 +53,7 @@ TITLES = {
     "x": "its speedup over classic",
     "speedup": "speedup of this kernel",
 }
+SECOND = "nvidia-h100-80gb-hbm3"  # another card that the pages quote
 RANGES = ("t4_prediction", "t4_inputs", "published")  # sections whose values are shown from lowest to highest
 CASE, CONTENDER = attrgetter("case"), attrgetter("contender")
 TIMED = ("protocol", "host_time")
@@ -63,6 +64,8 @@ CLAIM = (  # a sentence without its rows is left out
     "It has {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
     + "puzzle was published ({unsloth_classic range}).",
     "With contenders taking turns, as in the picture, it has {in turns} times the speed of Unsloth today.",
+    "On one {second card}, it gets {second points} points and has {second unsloth_today} times the speed of "
+    + "Unsloth today ({second unsloth_today range}).",
 )
 HALVES = (
     "- **GPU:** from 16.8M elements on, this kernel moves {speed ours} TB/s, and Unsloth's {speed "
@@ -149,7 +152,7 @@ def pivot(corner, card, section, units, line=CASE, column=CONTENDER) -> str:
 
 def cards(section: str):
     """Yield (name, rows of a section) of each card that has them."""
-    for card in (CARD, "nvidia-h100-80gb-hbm3", "tesla-t4"):
+    for card in (CARD, SECOND, "tesla-t4"):
         if rows := select(store.rows(card), section):
             yield store.meta(card)["card"].removeprefix("NVIDIA "), rows
 
@@ -191,8 +194,8 @@ def points(card: str, column: str) -> str:
     return f"{sum(row.median for row in rows):.0f} of 14"
 
 
-def claim(card: str = CARD) -> str:
-    """Return the score and the headline: the ratios of the puzzle's own line, and of contenders in turns."""
+def headline(card: str) -> dict[str, str]:
+    """Return a card's score, the ratios of the puzzle's own line, and that of contenders in turns."""
     rows = select(store.rows(card), "protocol")
     facts = {"card": store.meta(card).get("card"), "points": points(card, "today")}
     for row in select(rows, case="puzzle's line"):
@@ -201,7 +204,16 @@ def claim(card: str = CARD) -> str:
     totals = {row.contender: row.median for row in select(rows, case="total")}
     if totals.keys() >= {"ours", "unsloth_today"}:
         facts["in turns"] = rounded_down(totals["unsloth_today"] / totals["ours"])
-    return told(CLAIM, facts) + stale(card, "protocol", "score")
+    return facts
+
+
+def claim(card: str = CARD) -> str:
+    """Return a card's headline in sentences; that of the pages' card is followed by the second card's."""
+    facts, old = headline(card), stale(card, "protocol", "score")
+    if card == CARD:
+        facts |= {f"second {name}": fact for name, fact in headline(SECOND).items()}
+        old += stale(SECOND, "protocol", "score")
+    return told(CLAIM, facts) + old
 
 
 def halves() -> str:
@@ -274,15 +286,12 @@ def changed_settings() -> str:
 
 
 def evidence() -> str:
-    """Counts of the long tests, by the GPU, else by Triton's interpreter."""
+    """Counts of the long tests."""
     cells = {}
     for section, (name, text) in LONG_TESTS.items():
-        cells[name, "result"] = "Not measured yet."
-        for card, where in (("cpu", "; on a CPU, in Triton's interpreter"), (CARD, "")):
-            rows = select(store.rows(card), section)
-            if rows:
-                counts = {f"{row.case}_{row.contender}": row.median for row in rows}
-                cells[name, "result"] = text.format_map(counts) + where
+        rows = select(store.rows(CARD), section)
+        counts = {f"{row.case}_{row.contender}": row.median for row in rows}
+        cells[name, "result"] = text.format_map(counts) if rows else "Not measured yet."
     return table("long test", cells)
 
 

@@ -112,6 +112,15 @@ def test_versions_of_triton_stand_side_by_side(stored):
     assert lines[2] == "| until it returns, this kernel, us | 10 | 12 |"
 
 
+def test_the_headline_ends_with_the_second_card(stored):
+    assert "80GB" not in pages.claim()
+    store.save(pages.SECOND, store.rows(plots.CARD), {"card": "NVIDIA H100 80GB"})
+    assert pages.claim().endswith(
+        "On one NVIDIA H100 80GB, it gets 3 of 14 points and has 1.57 times the speed of Unsloth today "
+        "(1.50 to 1.60)."
+    )
+
+
 def test_what_a_t4_measures_replaces_the_prediction(stored):
     assert "| Unsloth today | 1.09 to 1.23 times (10 to 14 points) |" in pages.t4_claim()
     store.save("tesla-t4", store.rows(plots.CARD), {"card": "Tesla T4"})
