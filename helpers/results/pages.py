@@ -390,7 +390,6 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.file:
-            print(*store.changes(options.file), sep="\n")
             print(f"stored in {store.file_result(options.file, options.replace)}")
     except ValueError as error:
         parser.exit(1, f"{error}\n")

@@ -165,93 +165,45 @@ def write(
 
 # --- files that people send ---
 
-CONTENDERS = {  # that a sent file may have, by section and unit
-    ("protocol", "x"): {"unsloth_today", "unsloth_classic"},
-    ("protocol", "s"): {"ours", "ordinary", "compiled_grid", "peft", "bitsandbytes"}
-    | {"unsloth_today", "unsloth_classic", "unsloth_buffered"},
-    ("score", "points"): {"today", "classic"},
-}
-NEEDED = {  # without these no page can show it
-    ("protocol", "puzzle's line", "unsloth_today", "x"),
-    *(
-        ("protocol", "total", who, "s")
-        for who in ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
-    ),
-}
-CRITERIA = {
-    "One fused kernel",
-    "Penalty: speedup at most 1.00",
-    "Speedup at least 1.05",
-    "Speedup at least 1.10",
-    "Speedup at least 1.15",
-    "Works under torch.compile",
-    "Custom assembly works",
-    "Uses cache eviction",
-    "Tested in fp16 and bf16",
-}
-CLEAN = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .+_()-]{0,59}")  # no path, HTML or mark of a page
+# Of a text that becomes a folder's name or stands on a page: no path, HTML, or mark of a page.
+PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .:'+_()-]{0,59}")
+NEEDED = {("puzzle's line", "unsloth_today"), ("total", "ours")}  # cases and contenders of every page
 
 
-def problem_of(row: Row) -> str:
-    """Return what is wrong with a row that somebody sent, "" if nothing is."""
-    cases = {"x": {"puzzle's line"}, "s": {"total"}, "points": CRITERIA}
-    if row.contender not in CONTENDERS.get((row.section, row.unit), ()) or row.case not in cases[row.unit]:
-        return f"unknown row {row.section}, {row.case}, {row.contender}, {row.unit}"[:200]
-    # points may be 0 or negative; a time or a ratio may not
-    lowest, highest = (-14, 14) if row.unit == "points" else (1e-6, 1e6)
-    if not row.values or not all(lowest <= value <= highest for value in row.values):
-        return f"{row.case}, {row.contender}: values {row.values[:3]}, expected {lowest:g} to {highest:g}"
-    return ""
+def check_sent(facts: dict, found: list[Row]) -> None:
+    """Raise ValueError for an environment or a row that must not be stored."""
+    texts = [facts["card"], facts["date"], *facts["kernel"].values(), *facts["versions"]]
+    optional = (facts["driver"], facts["cuda"], facts["forced"], *facts["versions"].values())
+    texts += [text for text in optional if text is not None]
+    for row in found:
+        texts += [row.section, row.case, row.contender, row.unit]
+    for text in texts:
+        if not PLAIN.fullmatch(text):
+            raise ValueError(f"{text[:60]!r} is not a short plain text")
+    for row in found:
+        # points may be 0 or negative; a time or a ratio may not
+        lowest = -14 if row.unit == "points" else 1e-6
+        if not row.values or not all(lowest <= value <= 1e6 for value in row.values):
+            raise ValueError(f"values of {row.contender} are {row.values[:3]}, expected {lowest} to 1e6")
+    if missing := NEEDED - {(row.case, row.contender) for row in found}:
+        raise ValueError(f"rows are missing: {sorted(missing)}")
 
 
-def read_sent(path: Path) -> tuple[str, dict, list[Row]]:
-    """Return (folder name, environment, rows) of an nf4_<card>.json that a run of the notebook wrote.
+def read_sent(path: Path) -> tuple[dict, list[Row]]:
+    """Return (environment, rows) of an nf4_<card>.json that a run of the notebook wrote.
 
     Raises ValueError with one line if the file is anything else.
     """
     try:
         sent = json.loads(path.read_text(encoding="utf-8"))
+        facts = {name: sent["environment"][name] for name in (*FACTS, "date", "forced")}
+        facts["kernel"] = {part: sent["kernel"][part] for part in PARTS}
         found = [Row(*fields) for fields in sent["rows"]]
-        facts = {name: sent["environment"].get(name) for name in (*FACTS, "date", "forced")}
-        facts["kernel"] = {part: sent["kernel"][part] for part in ("kernel", "launch")}
-        texts = [facts["card"], *(text for text in (facts["driver"], facts["cuda"]) if text is not None)]
-        texts += [text for item in (facts["versions"] or {}).items() for text in item if text is not None]
-        keys = {(row.section, row.case, row.contender, row.unit) for row in found}
-        checks = {
-            "the card, driver and versions must be short plain texts": all(map(CLEAN.fullmatch, texts)),
-            "forced must be null or 't4'": facts["forced"] in (None, "t4"),
-            "the date must be YYYY-MM-DD": re.fullmatch(r"\d{4}-\d\d-\d\d(T[0-9:+]{8,14})?", facts["date"]),
-            "both hashes must be 12 hexadecimal digits": all(
-                re.fullmatch("[0-9a-f]{12}", text) for text in facts["kernel"].values()
-            ),
-            "a row is there twice": len(keys) == len(found),
-            **{problem: False for problem in map(problem_of, found) if problem},
-            f"rows are missing: {sorted(NEEDED - keys)[:2]}": keys >= NEEDED,
-        }
-        wrong = [problem for problem, passed in checks.items() if not passed]
-    except OSError as error:
-        wrong = [error.strerror or "it cannot be read"]
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-        wrong = ["it is not JSON"]
-    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):  # another program's JSON
-        wrong = ["it needs an environment, both hashes, and rows of protocol and score"]
-    if wrong:
-        raise ValueError(f"{path} is not a result file of the notebook: {wrong[0]}")
-    return slug(facts), facts, found
-
-
-def changes(path: Path) -> list[str]:
-    """Return one line for each stored number that storing a sent file would change."""
-    card, _, found = read_sent(path)
-    before = {(row.section, row.case, row.contender, row.unit): row for row in rows(card)}
-    lines = []
-    for row in found:
-        was = before.get((row.section, row.case, row.contender, row.unit))
-        if was and was.median != row.median:
-            lines.append(
-                f"{row.section}, {row.case}, {row.contender}: {was.median:.4g} -> {row.median:.4g} {row.unit}"
-            )
-    return lines
+        check_sent(facts, found)
+    except Exception as error:  # no file, no JSON, or another program's
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} is not a result file of the notebook: {problem}") from error
+    return facts, found
 
 
 def file_result(path: Path, replace: bool = False) -> Path:
@@ -259,12 +211,10 @@ def file_result(path: Path, replace: bool = False) -> Path:
 
     Raises ValueError if the file is anything else, or if that folder holds results and `replace` is not set.
     """
-    card, facts, found = read_sent(path)
+    facts, found = read_sent(path)
+    card = slug(facts)
     if rows(card) and not replace:
-        listed = "".join(f"\n  {line}" for line in changes(path))
-        raise ValueError(
-            f"results/{card} holds results already; add --replace to store {path}. Changes:{listed}"
-        )
+        raise ValueError(f"results/{card} holds results already; add --replace to store {path}")
     for section in ("protocol", "score"):
         write(section, select(found, section), card, environment=facts)
     return folder(card)
