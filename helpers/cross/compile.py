@@ -21,32 +21,23 @@ from nf4_triton import kernel, settings
 
 CACHE = machine.ROOT / "build" / "triton-cache"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-NUMEL = 2048 * 8192  # elements of a variant: one of the official sizes
+NUMEL = 2048 * 8192  # elements that it is compiled for: one of the official sizes
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One compilation of the kernel, for layers in bitsandbytes' default blocks of 64."""
+class Code:
+    """The kernel as a GPU gets it, for nested layers in bitsandbytes' default blocks of 64."""
 
-    arch: int = 75
-    dtype: str = "fp16"  # of the output, a key of DTYPES
-    nested: bool = True
+    arch: int
+    dtype: str  # of the output, a key of DTYPES
+    sass: str  # one line per instruction and encoding, as cuobjdump prints them
+    registers: int  # per thread
+    elements: int  # outputs per thread
+    ptx: str = ""
+    triton: str = ""
 
     def __str__(self):
-        state = "" if self.nested else " flat"
-        return f"sm_{self.arch} {self.dtype}{state}"
-
-
-@dataclass(frozen=True)
-class Built:
-    """A compiled variant."""
-
-    variant: Variant
-    sass: str  # one line per instruction and encoding, as cuobjdump prints them
-    ptx: str = ""
-    registers: int = 0  # per thread
-    elements: int = 1  # outputs per thread
-    triton: str = ""
+        return f"sm_{self.arch} {self.dtype}"
 
 
 def settings_of(arch: int):
@@ -59,16 +50,6 @@ def settings_of(arch: int):
         mock.patch.object(settings, "INTERPRETED", False),
     ):
         return settings.default_settings.__wrapped__(0)
-
-
-def launch_of(variant: Variant):
-    """Return (arguments, constexprs, options) of a launch of `variant`; dtypes stand for tensors."""
-    chosen = settings_of(variant.arch)
-    packed = types.SimpleNamespace(nested=variant.nested, quant_type="nf4")
-    constexprs = settings.kernel_constexprs(packed, (NUMEL, 6, 8), True, True, chosen)
-    absmax = torch.uint8 if variant.nested else torch.float32
-    arguments = (torch.uint8, DTYPES[variant.dtype], absmax, *[torch.float32] * 3, NUMEL)
-    return arguments, constexprs, settings.launch_options(chosen)
 
 
 def compile_for(arch: int, kernel, arguments, named):
@@ -99,35 +80,36 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
     return sass, int(re.search(r" REG:(\d+)", text)[1])
 
 
-def build(variants: list[Variant]) -> list[Built]:
-    """Compile each variant. Raises machine.ChildFailed, which names the variant, if one does not compile."""
-    request = json.dumps([asdict(variant) for variant in variants])
+def compiled(arch: int, dtype: str) -> Code:
+    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype."""
+    import triton
+
+    chosen = settings_of(arch)
+    packed = types.SimpleNamespace(nested=True, quant_type="nf4")
+    constexprs = settings.kernel_constexprs(packed, (NUMEL, 6, 8), True, True, chosen)
+    options = settings.launch_options(chosen)
+    # Dtypes stand for the tensors: weight, out, absmax, code2, absmax2, offset.
+    arguments = (torch.uint8, DTYPES[dtype], torch.uint8, *[torch.float32] * 3, NUMEL)
+    found = compile_for(arch, kernel._your_dequantize_nf4_kernel, arguments, constexprs | options)
+    sass, registers = disassemble(found.asm["cubin"])
+    elements = 2 * constexprs["ROWS"] // options["num_warps"]
+    return Code(arch, dtype, sass, registers, elements, found.asm["ptx"], triton.__version__)
+
+
+def build(wanted: list[tuple[int, str]]) -> list[Code]:
+    """Compile for each (arch, dtype). Raises machine.ChildFailed, which names it, if one does not compile."""
     variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
-    done = machine.python(["-m", "helpers.cross.compile"], variables=variables, stdin=request)
-    answers = json.loads(done.out.splitlines()[-1])
-    return [Built(variant, **answer) for variant, answer in zip(variants, answers, strict=True)]
+    done = machine.python(["-m", "helpers.cross.compile"], variables=variables, stdin=json.dumps(wanted))
+    return [Code(**fields) for fields in json.loads(done.out.splitlines()[-1])]
 
 
 def main() -> None:
-    import triton
-
-    answers = []
-    for fields in json.load(sys.stdin):
-        variant = Variant(**fields)
-        print(f"compiling {variant}", file=sys.stderr)
-        arguments, constexprs, options = launch_of(variant)
-        found = compile_for(variant.arch, kernel._your_dequantize_nf4_kernel, arguments, constexprs | options)
-        sass, registers = disassemble(found.asm["cubin"])
-        answers.append(
-            {
-                "sass": sass,
-                "ptx": found.asm["ptx"],
-                "registers": registers,
-                "elements": 2 * constexprs["ROWS"] // options["num_warps"],
-                "triton": triton.__version__,
-            }
-        )
-    print(json.dumps(answers))
+    """Print what `build` reads."""
+    codes = []
+    for arch, dtype in json.load(sys.stdin):
+        print(f"compiling sm_{arch} {dtype}", file=sys.stderr)
+        codes.append(asdict(compiled(arch, dtype)))
+    print(json.dumps(codes))
 
 
 if __name__ == "__main__":

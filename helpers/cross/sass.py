@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from helpers.cross import predict
-from helpers.cross.compile import DTYPES, Built, Variant, build
+from helpers.cross.compile import DTYPES, Code, build
 from helpers.results.store import Row, write
 from nf4_triton.environment import describe
 
@@ -61,48 +61,36 @@ def executed(text: str) -> list[str]:
     return path
 
 
-class Code:
-    """The machine code of one compiled variant."""
-
-    def __init__(self, built: Built):
-        self.built, self.variant = built, built.variant
-        self.path = executed(built.sass)
-        self.instructions = len(self.path) / built.elements  # per output element
-
-    def __str__(self):
-        figures = f"{self.instructions:5.2f} instructions, {self.built.registers} registers"
-        return f"{self.variant!s:16} {figures}"
-
-    def faults(self) -> list[str]:
-        """Return what exceeds the budget, in words."""
-        card, dtype, found = CARDS[self.variant.arch], self.variant.dtype, []
-        instructions = getattr(card, dtype)
-        registers = card.registers * (FP32_REGISTERS if dtype == "fp32" else 1)
-        spills = [opcode for opcode in self.path if opcode.startswith(("LDL", "STL"))]
-        narrow = [opcode for opcode in self.path if opcode.startswith("STG") and ".128" not in opcode]
-        if self.instructions > instructions:
-            found.append(f"{self.instructions:.2f} instructions per element, at most {instructions:g}")
-        if self.built.registers > registers:
-            found.append(f"{self.built.registers} registers per thread, at most {registers:g}")
-        if spills:
-            found.append(f"{len(spills)} spills to local memory")
-        if narrow:
-            found.append(f"{narrow[0]}: expected stores of 128 bits")
-        return [f"{self.variant}: {fault}" for fault in found]
+def instructions(code: Code) -> float:
+    """Return the instructions per output element."""
+    return len(executed(code.sass)) / code.elements
 
 
-NESTED = [Variant(arch, dtype) for arch in CARDS for dtype in DTYPES]
-FLAT = [Variant(75, dtype, nested=False) for dtype in DTYPES]
+def faults(code: Code) -> list[str]:
+    """Return what exceeds the budget, in words."""
+    card, path, found = CARDS[code.arch], executed(code.sass), []
+    most = getattr(card, code.dtype)
+    registers = card.registers * (FP32_REGISTERS if code.dtype == "fp32" else 1)
+    spills = [opcode for opcode in path if opcode.startswith(("LDL", "STL"))]
+    narrow = [opcode for opcode in path if opcode.startswith("STG") and ".128" not in opcode]
+    if instructions(code) > most:
+        found.append(f"{instructions(code):.2f} instructions per element, at most {most:g}")
+    if code.registers > registers:
+        found.append(f"{code.registers} registers per thread, at most {registers:g}")
+    if spills:
+        found.append(f"{len(spills)} spills to local memory")
+    if narrow:
+        found.append(f"{narrow[0]}: expected stores of 128 bits")
+    return [f"{code}: {fault}" for fault in found]
 
 
 def store(codes: list[Code]) -> None:
-    """Write the figures of nested states to results/cross-compiled/, and the prediction for a T4."""
+    """Write the figures to results/cross-compiled/, and the prediction for a T4."""
     rows = []
     for code in codes:
-        if code.variant.nested:
-            case = f"{CARDS[code.variant.arch].name} (sm_{code.variant.arch})"
-            for unit, value in (("instructions", code.instructions), ("registers", code.built.registers)):
-                rows.append(Row("machine_code", case, code.variant.dtype, unit, (value,)))
+        case = f"{CARDS[code.arch].name} (sm_{code.arch})"
+        for unit, value in (("instructions", instructions(code)), ("registers", code.registers)):
+            rows.append(Row("machine_code", case, code.dtype, unit, (value,)))
     write("machine_code", rows, "cross-compiled", environment=describe() | {"card": "cross-compiled"})
     predict.write()
 
@@ -118,9 +106,11 @@ def main(argv: list[str] | None = None) -> int:
         from helpers.cross import foreign_ptx
 
         return foreign_ptx.report(options.arch)
-    codes = [Code(built) for built in build([v for v in NESTED + FLAT if v.arch in options.arch])]
-    faults = [fault for code in codes for fault in code.faults()]
-    print("\n".join([*map(str, codes), *faults]))
+    codes = build([(arch, dtype) for arch in options.arch for dtype in DTYPES])
+    for code in codes:
+        print(f"{code!s:16} {instructions(code):5.2f} instructions, {code.registers} registers")
+    exceeded = [fault for code in codes for fault in faults(code)]
+    print("\n".join(exceeded))
     if options.store:
         store(codes)
-    return 1 if faults else 0
+    return 1 if exceeded else 0
