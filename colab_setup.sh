@@ -157,7 +157,7 @@ case $mode in
       case $option in
         -h | --help) usage; exit ;;
         --out=*) option=--out=$(absolute "${option#--out=}") ;;
-        --quick | --in-place | --cpu | --out) ;;
+        --quick | --in-place | --out) ;;
         -*) wrong "option of run: $option" ;;
         *) [ "$previous" != --out ] || option=$(absolute "$option") ;;
       esac

@@ -153,15 +153,10 @@ def run(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="200 timed rounds per MLP instead of 1000")
     help = "write outputs into the notebook (not with NF4_FORCE) and a GPU's results into results/"
     parser.add_argument("--in-place", action="store_true", help=help)
-    parser.add_argument("--cpu", action="store_true", help="with --in-place: also without a GPU")
     parser.add_argument("--out", type=Path, default=machine.ROOT / "build", help="folder for what it writes")
     options = parser.parse_args(argv)
-    writes_notebook = options.in_place and not os.environ.get("NF4_FORCE")
-    if writes_notebook and not (options.cpu or machine.has_gpu()):
-        parser.error(
-            f"--in-place would replace {NOTEBOOK.name}'s GPU outputs, but this machine has no GPU. "
-            "Add --cpu to replace them with outputs of Triton's interpreter."
-        )
+    if options.in_place and not machine.has_gpu():
+        parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     earlier = result_files(out)
@@ -174,7 +169,7 @@ def run(argv: list[str] | None = None) -> int:
     if failure:
         print(f"\n{failure}", file=sys.stderr)
         return 1
-    if writes_notebook:
+    if options.in_place and not os.environ.get("NF4_FORCE"):
         for cell in notebook.cells:
             if cell.id == "install":
                 cell.outputs = []  # pip's messages are about that machine, and no result

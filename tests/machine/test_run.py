@@ -47,21 +47,10 @@ def test_a_failing_run_deletes_nothing(commands, tmp_path, monkeypatch):
     assert (tmp_path / SENT).read_text() == "of last week"
 
 
-@pytest.mark.parametrize("forced", ["", "t4"])
-def test_without_a_gpu_stored_outputs_are_replaced_only_when_told(
-    commands, tmp_path, monkeypatch, capsys, forced
-):
-    """A forced run leaves the notebook alone."""
+def test_without_a_gpu_nothing_stored_is_replaced(commands, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setenv("NF4_FORCE", forced)
     stored = book.NOTEBOOK.read_text()
-    if forced:
-        assert book.run(["--in-place", "--out", str(tmp_path)]) == 0
-    else:
-        with pytest.raises(SystemExit):
-            book.run(["--in-place", "--out", str(tmp_path)])
-        assert "no GPU. Add --cpu" in " ".join(capsys.readouterr().err.split())
-        assert not (tmp_path / SENT).exists()
-    assert book.NOTEBOOK.read_text() == stored
-    assert book.run(["--in-place", "--cpu", "--out", str(tmp_path)]) == 0
-    assert (book.NOTEBOOK.read_text() == stored) == bool(forced)
+    with pytest.raises(SystemExit):
+        book.run(["--in-place", "--out", str(tmp_path)])
+    assert "--in-place stores what a GPU measured" in capsys.readouterr().err
+    assert book.NOTEBOOK.read_text() == stored and not (tmp_path / SENT).exists()

@@ -143,8 +143,9 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}" in capsys.readouterr().out
 
 
-def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys):
-    status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place", "--cpu")
+def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place")
     assert status == 1 and "ZeroDivisionError" in capsys.readouterr().err
     assert copy.cells[0].outputs and not copy.cells[2].outputs
     assert not nbformat.read(path, 4).cells[0].outputs
@@ -154,6 +155,7 @@ def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys):
 
 def test_a_forced_run_leaves_the_notebook_alone(execute, monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     status, copy, path = execute({"score": SCORE}, "--in-place")
