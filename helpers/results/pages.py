@@ -47,10 +47,6 @@ TITLES = {
     "first_call_new_layer": "first call of a new layer",
     "first_call": "first call of a process, s",
     "geometric mean": "speedup of this kernel (geometric mean)",
-    "today": "vs Unsloth today",
-    "classic": "vs Unsloth classic",
-    "s": "seconds",
-    "x": "its speedup over classic",
     "speedup": "speedup of this kernel",
 }
 SECOND = "nvidia-h100-80gb-hbm3"  # another card that the pages quote
@@ -167,10 +163,10 @@ def stale(card: str, *sections: str) -> str:
     return f" Measured with an earlier version of this code: {names}." if names else ""
 
 
-def environment(*names: str) -> str:
+def provenance() -> str:
     """Return a line for each card, commit and set of versions: what was measured there, and when."""
     found = {}
-    for card in names:
+    for card in sorted(path.parent.name for path in store.folder("").glob("*/meta.json")):
         old = store.old(card)
         for section, at in store.meta(card).get("sections", {}).items():
             facts = {"driver": at["driver"], "CUDA": at["cuda"], "commit": at["commit"], **at["versions"]}
@@ -180,13 +176,8 @@ def environment(*names: str) -> str:
             sections = found.setdefault(f"{', '.join(texts)}; {at['date']}", [])
             sections.append(f"{section} (earlier code)" if section in old else section)
     if not found:
-        raise store.Missing(names)
+        raise store.Missing("meta.json")
     return "\n".join(f"- {text}: {', '.join(sections)}." for text, sections in found.items())
-
-
-def provenance() -> str:
-    """Where every stored section was measured."""
-    return environment(*sorted(path.parent.name for path in store.folder("").glob("*/meta.json")))
 
 
 def points(card: str, column: str) -> str:

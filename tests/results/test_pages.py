@@ -70,7 +70,7 @@ def test_results_of_an_earlier_version_are_named(stored):
     meta["sections"]["soak"]["launch"] = "old"
     meta["sections"]["training"]["kernel"] = "old"
     store.save(plots.CARD, [], meta)
-    marked = re.findall(r"(\w+) \(earlier code\)", pages.environment(plots.CARD))
+    marked = re.findall(r"(\w+) \(earlier code\)", pages.provenance())
     assert marked == ["training", "soak"]
     assert pages.stale(plots.CARD) == " Measured with an earlier version of this code: soak, training."
     assert pages.stale(plots.CARD, "protocol", "score") == pages.stale(plots.T4) == ""
@@ -80,7 +80,7 @@ def test_sections_of_other_versions_have_their_own_line(stored):
     meta = store.meta(plots.CARD)
     meta["sections"]["soak"] |= {"versions": {"torch": "2.12"}, "commit": "abc"}
     store.save(plots.CARD, [], meta)
-    one, two = pages.environment(plots.CARD).splitlines()
+    one, two = pages.provenance().splitlines()
     assert one.startswith("- NVIDIA H200, driver 580, CUDA 13.0, torch 2.11; 2026-11-23: protocol, ")
     assert two == "- NVIDIA H200, driver 580, CUDA 13.0, commit abc, torch 2.12; 2026-11-23: soak."
 
