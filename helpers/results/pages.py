@@ -53,25 +53,26 @@ SECOND = "nvidia-h100-80gb-hbm3"  # another card that the pages quote
 RANGES = ("t4_prediction", "t4_inputs", "published")  # sections whose values are shown from lowest to highest
 CASE, CONTENDER = attrgetter("case"), attrgetter("contender")
 TIMED = ("protocol", "host_time")
-CLAIM = (  # a sentence without its rows is left out
-    "{points} points in {runs} runs of the puzzle's benchmark on one {card}.",
-    "The kernel has {unsloth_today} times the speed of *Unsloth today*, the `fast_dequantize` of the current "
-    + "release (median; {unsloth_today range}).",
-    "It has {unsloth_classic} times the speed of *Unsloth classic*, the code path of that function when the "
-    + "puzzle was published ({unsloth_classic range}).",
-    "With contenders taking turns, as in the picture, it has {in turns} times the speed of Unsloth today.",
-    "On one {second card}, it gets {second points} points and has {second unsloth_today} times the speed of "
-    + "Unsloth today ({second unsloth_today range}).",
+CLAIM = (
+    "{points} points in {runs} runs of the puzzle's benchmark on one {card}. The kernel has {unsloth_today} "
+    "times the speed of *Unsloth today*, the `fast_dequantize` of the current release (median; "
+    "{unsloth_today range}). It has {unsloth_classic} times the speed of *Unsloth classic*, the code path of "
+    "that function when the puzzle was published ({unsloth_classic range}). With contenders taking turns, as "
+    "in the picture, it has {in turns} times the speed of Unsloth today."
+)
+SECOND_CLAIM = (
+    " On one {card}, it gets {points} points and has {unsloth_today} times the speed of Unsloth today "
+    "({unsloth_today range})."
 )
 HALVES = (
     "- **GPU:** from 16.8M elements on, this kernel moves {speed ours} TB/s, and Unsloth's {speed "
-    + "unsloth_today}.",
+    "unsloth_today}.\n"
     "- **Launch path:** launched the ordinary way, with `kernel[grid]`, this kernel takes "
-    + "{total ordinary:.3f} s for the puzzle's test. Unsloth's function, which replays its launches, takes "
-    + "{total unsloth_today:.3f} s. Replayed, this kernel takes {total ours:.3f} s.",
+    "{total ordinary:.3f} s for the puzzle's test. Unsloth's function, which replays its launches, takes "
+    "{total unsloth_today:.3f} s. Replayed, this kernel takes {total ours:.3f} s.\n"
     "- **In training:** Unsloth's forward pass reuses one buffer, and its call returns after "
-    + "{until_return unsloth_buffered:.1f} us. This one returns after {until_return ours:.1f} us, so little "
-    + "is left to gain there.",
+    "{until_return unsloth_buffered:.1f} us. This one returns after {until_return ours:.1f} us, so little "
+    "is left to gain there."
 )
 LONG_TESTS = {  # section: (its name, what its rows say)
     "fuzz": (
@@ -97,19 +98,6 @@ def title(name: str) -> str:
     name = re.sub(r"\b\d{5,}", lambda found: f"{int(found[0]):,}", TITLES.get(name, name))
     mode = re.fullmatch(r"(\w+)_(eager|reduce_overhead)", name)
     return f"{title(mode[1])}, {mode[2].replace('_', '-')}" if mode else name
-
-
-def told(sentences: tuple[str, ...], facts: dict, separator=" ") -> str:
-    """Return the sentences whose facts are all stored. Raises Missing if there are none."""
-    texts = []
-    for sentence in sentences:
-        try:
-            texts.append(sentence.format_map(facts))
-        except KeyError:
-            continue
-    if not texts:
-        raise store.Missing("no sentence has its rows")
-    return separator.join(texts)
 
 
 def table(corner: str, cells: dict[tuple[str, str], str]) -> str:
@@ -157,9 +145,8 @@ def cards(section: str):
 
 
 def stale(card: str, *sections: str) -> str:
-    """Return a sentence that names what other code measured on a card, among sections or among all."""
-    old = store.old(card)
-    names = ", ".join(sorted(old.intersection(sections or old)))
+    """Return a sentence that names which of these sections of a card other code measured."""
+    names = ", ".join(sorted(store.old(card).intersection(sections)))
     return f" Measured with an earlier version of this code: {names}." if names else ""
 
 
@@ -180,31 +167,25 @@ def provenance() -> str:
     return "\n".join(f"- {text}: {', '.join(sections)}." for text, sections in found.items())
 
 
-def points(card: str, column: str) -> str:
-    rows = select(store.rows(card), "score", contender=column, unit="points")
-    return f"{sum(row.median for row in rows):.0f} of 14"
-
-
 def headline(card: str) -> dict[str, str]:
     """Return a card's score, the ratios of the puzzle's own line, and that of contenders in turns."""
-    rows = select(store.rows(card), "protocol")
-    facts = {"card": store.meta(card).get("card"), "points": points(card, "today")}
+    rows = store.rows(card)
+    points = sum(row.median for row in select(rows, "score", contender="today"))
+    facts = {"card": store.meta(card).get("card"), "points": f"{points:.0f} of 14"}
     for row in select(rows, case="puzzle's line"):
         facts |= {"runs": len(row.values), row.contender: rounded_down(row.median)}
         facts[f"{row.contender} range"] = extent(row.values)
-    totals = {row.contender: row.median for row in select(rows, case="total")}
-    if totals.keys() >= {"ours", "unsloth_today"}:
-        facts["in turns"] = rounded_down(totals["unsloth_today"] / totals["ours"])
+    totals = {row.contender: row.median for row in select(rows, "protocol", "total")}
+    facts["in turns"] = rounded_down(totals["unsloth_today"] / totals["ours"])
     return facts
 
 
 def claim(card: str = CARD) -> str:
     """Return a card's headline in sentences; that of the pages' card is followed by the second card's."""
-    facts, old = headline(card), stale(card, "protocol", "score")
-    if card == CARD:
-        facts |= {f"second {name}": fact for name, fact in headline(SECOND).items()}
-        old += stale(SECOND, "protocol", "score")
-    return told(CLAIM, facts) + old
+    text = CLAIM.format_map(headline(card)) + stale(card, "protocol", "score")
+    if card == CARD and store.rows(SECOND):
+        text += SECOND_CLAIM.format_map(headline(SECOND)) + stale(SECOND, "protocol", "score")
+    return text
 
 
 def halves() -> str:
@@ -218,7 +199,7 @@ def halves() -> str:
             speed = plots.BYTES * numel / row.median / 1e6
             speeds.setdefault(f"speed {row.contender}", []).append(speed)
     facts |= {name: f"{min(values):.2f} to {max(values):.2f}" for name, values in speeds.items()}
-    return told(HALVES, facts, "\n") + stale(CARD, *TIMED, "gpu_time")
+    return HALVES.format_map(facts) + stale(CARD, *TIMED, "gpu_time")
 
 
 def official(corner: str, names: dict[str, str], section="protocol") -> str:
@@ -343,7 +324,7 @@ def body(name: str, page: Path) -> str:
     block = BLOCKS.get(name) or plots.PICTURES[name.removeprefix("figure ")]
     try:
         found = block()
-    except store.Missing:
+    except KeyError:  # store.Missing, or a fact that no row gave
         return "Not measured yet."
     if isinstance(found, str):
         return found

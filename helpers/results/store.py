@@ -167,7 +167,10 @@ def write(
 
 # Of a text that becomes a folder's name or stands on a page: no path, HTML, or mark of a page.
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .:'+_()-]{0,59}")
-NEEDED = {("puzzle's line", "unsloth_today"), ("total", "ours")}  # cases and contenders of every page
+NEEDED = {  # cases and contenders of the headline
+    *(("puzzle's line", who) for who in ("unsloth_today", "unsloth_classic")),
+    *(("total", who) for who in ("ours", "unsloth_today")),
+}
 
 
 def check_sent(facts: dict, found: list[Row]) -> None:

@@ -22,6 +22,7 @@ SENT = {
     "kernel": {"kernel": "0123456789ab", "launch": "ba9876543210"},
     "rows": [
         ["protocol", "puzzle's line", "unsloth_today", "x", [1.17, 1.16, 1.18]],
+        ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
         *(["protocol", "total", who, "s", [3.5]] for who in ("ours", "unsloth_today")),
         ["score", "Penalty: speedup at most 1.00", "today", "points", [0]],
     ],
@@ -78,7 +79,7 @@ def test_a_sent_file_keeps_its_hashes_and_replaces_its_sections_alone(tmp_path):
     assert store.rows("tesla-t4") == [other], "nothing changes"
     assert store.file_result(path, replace=True) == store.folder("tesla-t4")
     rows = store.rows("tesla-t4")
-    assert one(rows, "protocol", "puzzle's line").values == (1.17, 1.16, 1.18)
+    assert one(rows, "protocol", "puzzle's line", "unsloth_today").values == (1.17, 1.16, 1.18)
     assert other in rows
     section = store.meta("tesla-t4")["sections"]["protocol"]
     assert section == {"date": "2026-11-22", "commit": None, **SENT["kernel"], **FACTS, "note": ""}
@@ -91,7 +92,7 @@ def sent(card="Tesla T4", forced=None, row=None, values=None, **changes):
     if row:
         content["rows"].append(row)
     if values:
-        content["rows"][1][4] = values
+        content["rows"][2][4] = values
     return json.dumps(content)
 
 
