@@ -8,7 +8,15 @@ from helpers.puzzle import marking
 from helpers.results import store
 
 ALL = {"one kernel": True, "compile": True, "assembly": True, "eviction": True, "bits": True, "memory": True}
-FACTS = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-23T12:00:00+00:00"}
+FACTS = {
+    "card": "Tesla T4",
+    "capability": [7, 5],
+    "driver": "580.65.06",
+    "cuda": "13.0",
+    "versions": {"torch": "2.11.0", "unsloth": None},
+    "date": "2026-11-23T12:00:00+00:00",
+    "forced": None,
+}
 SECONDS = {"ours": [1.0, 1.1, 1.2], "unsloth_today": [1.5], "unsloth_classic": [2.2], "bitsandbytes": [3]}
 
 
