@@ -61,8 +61,8 @@ CLAIM = (
     "in the picture, it has {in turns} times the speed of Unsloth today."
 )
 SECOND_CLAIM = (
-    " On one {card}, it gets {points} points and has {unsloth_today} times the speed of Unsloth today "
-    "({unsloth_today range})."
+    " On one {card}: {points} points, {unsloth_today} times the speed of Unsloth today "
+    "({unsloth_today range}), and {unsloth_classic} times that of Unsloth classic ({unsloth_classic range})."
 )
 HALVES = (
     "- **GPU:** from 16.8M elements on, this kernel moves {speed ours} TB/s, and Unsloth's {speed "
@@ -71,8 +71,8 @@ HALVES = (
     "{total ordinary:.3f} s for the puzzle's test. Unsloth's function, which replays its launches, takes "
     "{total unsloth_today:.3f} s. Replayed, this kernel takes {total ours:.3f} s.\n"
     "- **In training:** Unsloth's forward pass reuses one buffer, and its call returns after "
-    "{until_return unsloth_buffered:.1f} us. This one returns after {until_return ours:.1f} us, so little "
-    "is left to gain there."
+    "{until_return unsloth_buffered:.1f} us. This one returns after {until_return ours:.1f} us. In the "
+    "puzzle's test, that form takes {total unsloth_buffered:.3f} s."
 )
 LONG_TESTS = {  # section: (its name, what its rows say)
     "fuzz": (
@@ -86,7 +86,7 @@ LONG_TESTS = {  # section: (its name, what its rows say)
         "synccheck {synccheck_ours:.0f}",
     ),
     "bitsandbytes_tests": (
-        "bitsandbytes' own tests with this kernel",
+        "bitsandbytes' own 4-bit tests, this kernel in place of its own",
         "{passed_ours:,.0f} passed, {failed_ours:.0f} failed "
         "(with its own kernel {passed_bitsandbytes:,.0f} and {failed_bitsandbytes:.0f})",
     ),
@@ -123,8 +123,10 @@ def shown(row) -> str:
     if row.section in RANGES and row.low < row.high:
         return f"{show(row.low)} to {show(row.high)}"
     if row.section == "training" and row.unit == "x":  # low, median and high of the interval
-        noise = ", within noise" if row.low <= 1 <= row.high else ""
+        noise = ", within noise" if row.low < 1.01 and row.high >= 1 else ""  # the low end is shown as 1.00
         return f"{show(row.median)} ({extent(row.values)}){noise}"
+    if row.section == "host_time" and len(row.values) > 2:  # other work on the host shows
+        return f"{show(row.median)} ({show(row.low)} to {show(row.high)})"
     return show(row.median)
 
 
@@ -138,7 +140,7 @@ def cards(section: str):
     """Yield (name, rows of a section) of each card that has them."""
     for card in (CARD, SECOND, "tesla-t4"):
         if rows := select(store.rows(card), section):
-            yield store.meta(card)["card"].removeprefix("NVIDIA "), rows
+            yield store.meta(card)["card"].split()[1], rows  # NVIDIA H200, Tesla T4
 
 
 # --- what the blocks say ---
@@ -157,7 +159,9 @@ def provenance() -> str:
         old = store.old(card)
         for section, at in store.meta(card).get("sections", {}).items():
             facts = {"driver": at["driver"], "CUDA": at["cuda"], "commit": at["commit"], **at["versions"]}
-            texts = [at["card"] or "a CPU", *(f"{name} {text}" for name, text in facts.items() if text)]
+            # The notebook's versions have no suffix such as +cu130.
+            parts = [f"{name} {text.partition('+')[0]}" for name, text in facts.items() if text]
+            texts = [at["card"] or "a CPU", *parts]
             if card.endswith("-forced-t4"):
                 texts[0] += " with T4 settings forced"
             sections = found.setdefault(f"{', '.join(texts)}; {at['date']}", [])
@@ -239,9 +243,11 @@ def triton_versions() -> str:
     """The kernel and its calls by version of Triton."""
     cells = {}
     for row in store.rows(CARD):
-        if not row.section.startswith("triton ") or row.contender not in ("ours", "unsloth_today"):
+        if not row.section.startswith("triton "):
             continue
-        if row.case in (*plots.SHAPES, "total", "until_return", "launcher"):
+        if row.contender not in ("ours", "unsloth_today", "unsloth_buffered"):
+            continue
+        if row.case in (*plots.SHAPES, "total", "until_return"):
             line = f"{title(row.case)}, {title(row.contender)}, {row.unit}"
             cells[line, row.section.title()] = f"{row.median:.3g}"
     return table("Triton's version", cells)

@@ -24,7 +24,7 @@ def inputs():
 
 def test_the_sum_by_hand():
     """The weights are called 3000 times each, the large one takes 3.5 times as long: 0.03 x 5.5 s."""
-    shares = {"ours": (0.5, 0.5), "unsloth_today": (1.0, 1.0), "unsloth_classic": (1.0, 1.0)}
+    shares = {who: (1.0, 1.0) for who in WHO} | {"ours": (0.5, 0.5), "public_launcher": (0.6, 0.6)}
     rows = predict.predict(inputs(), shares)
 
     def values(case, contender):
@@ -35,7 +35,8 @@ def test_the_sum_by_hand():
     assert values("calls", "unsloth_today") == (overhead, overhead)
     ours = 0.165 + overhead / 2
     assert values("speedup, Triton 3.6", "unsloth_today") == ((0.33 + overhead) / ours,) * 2
-    assert values("speedup, Triton 3.7", "unsloth_today") == ((0.165 + overhead) / ours,) * 2
+    newer = 0.165 + overhead * 0.6
+    assert values("speedup, Triton 3.7", "unsloth_today") == ((0.165 + overhead) / newer,) * 2
     assert values("points, Triton 3.6", "unsloth_classic") == (14, 14)
 
 
@@ -49,11 +50,15 @@ def test_the_share_of_overhead_is_measured_and_stored(monkeypatch, tmp_path):
         rows.append(Row("host_time", "until_return", who, "us", [until_return]))
         rows.append(Row("protocol", "total", who, "s", [seconds]))
         rows += [Row("gpu_time", size, who, "us", [10]) for size in predict.OFFICIAL]
+    rows.append(Row("launcher", "until_return", "ours", "us", [10]))
+    rows.append(Row("launcher", "until_return", "public_launcher", "us", [12]))
     store.save(predict.HOST, rows, {})
     predict.write()
     kept = store.rows(predict.CARD)
     share = one(kept, "t4_inputs", "launch overhead, kernel[grid] = 1", "ours")
     assert share.values == pytest.approx((0.25, 0.4))
+    share = one(kept, "t4_inputs", "launch overhead, kernel[grid] = 1", "public_launcher")
+    assert share.values == pytest.approx((0.3, 0.48))
     for who in WHO[1:]:
         low, high = one(kept, "t4_prediction", "speedup, Triton 3.6", who).values
         assert 1 < low < high

@@ -127,7 +127,7 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((weight[:9], state), "the weight holds 9 bytes, expected 1024"),
         ((weight, state, out), "requires_grad"),
         ((weight, state, array), "out is ndarray"),
-        ((weight, state, None, torch.float64), "quant_state.dtype is torch.float64"),
+        ((weight, state, None, torch.float64), "^dtype is torch.float64, expected one of"),
     ):
         with pytest.raises(launch.UnsupportedState, match=text):
             dequantize(*arguments)

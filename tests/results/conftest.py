@@ -11,6 +11,7 @@ TIMES = {
     "unsloth_classic": 40,
     "bitsandbytes": 40,
     "peft": 50,
+    "unsloth_buffered": 20,
     "copy_kernel": 19,
 }
 

@@ -117,8 +117,8 @@ def test_the_headline_ends_with_the_second_card(stored):
     assert "80GB" not in pages.claim()
     store.save(pages.SECOND, store.rows(plots.CARD), {"card": "NVIDIA H100 80GB"})
     assert pages.claim().endswith(
-        "On one NVIDIA H100 80GB, it gets 3 of 14 points and has 1.57 times the speed of Unsloth today "
-        "(1.50 to 1.60)."
+        "On one NVIDIA H100 80GB: 3 of 14 points, 1.57 times the speed of Unsloth today (1.50 to 1.60), "
+        "and 2.00 times that of Unsloth classic (1.90 to 2.10)."
     )
 
 

@@ -41,6 +41,8 @@ def dequantize(
         )
     packed = read_state(weight, quant_state)
     if dtype is not None:
+        if dtype not in DTYPES:
+            raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         packed = packed._replace(dtype=dtype)
     # The kernel's own checks refuse other weights and dtypes, so nothing is tried for them.
     if isinstance(weight, torch.Tensor) and not weight.is_meta and packed.dtype in DTYPES:
