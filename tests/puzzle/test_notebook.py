@@ -135,28 +135,35 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     text = printed(copy, "facts")
     assert str(Path.home()) not in text and sys.prefix not in text and text.endswith("|out\n")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    (tmp_path / "out" / "nf4_another.json").write_text("of last week")
     kept = "import os, pathlib\npathlib.Path(os.environ['NF4_BUILD'], 'nf4_card.json').write_text('{}')"
     status, copy, path = execute({"kept": kept, "score": SCORE}, "--in-place")
     written = nbformat.read(path, 4)
     assert status == 0 and written.cells[1].outputs == copy.cells[1].outputs != []
     assert written.metadata.kernelspec.name == "not-registered"
-    assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}" in capsys.readouterr().out
+    assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}\n" in capsys.readouterr().out
+    assert (tmp_path / "out" / "nf4_another.json").read_text() == "of last week"
 
 
 def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys):
     status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place", "--cpu")
-    assert status == 1 and "ZeroDivisionError" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert status == 1 and "ZeroDivisionError" in shown.err and "helpers draw" not in shown.out
     assert copy.cells[0].outputs and not copy.cells[2].outputs
     assert not nbformat.read(path, 4).cells[0].outputs
     assert execute({"a": "1", "score": "x = 1"})[0] == 1
     assert "no score" in capsys.readouterr().err
 
 
-def test_a_forced_run_leaves_the_notebook_alone(execute, monkeypatch):
+def test_outputs_of_a_gpu_are_kept_without_one_and_with_forced_settings(execute, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit):
+        execute({"score": SCORE}, "--in-place")
+    assert "no GPU. Add --cpu" in " ".join(capsys.readouterr().err.split())
     monkeypatch.setenv("NF4_FORCE", "t4")
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
-    status, copy, path = execute({"score": SCORE}, "--in-place")
+    status, copy, path = execute({"score": SCORE}, "--in-place", "--cpu")
     assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
     assert "prepare()" in copy.cells[0].source
 
@@ -192,7 +199,8 @@ def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone,
     notebook.cells.insert(names.index("machine") + 1, new(STAND_IN.read_text(), id="stand-in"))
     assert alone(notebook) == []
     assert printed(notebook, "ratio") == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
-    assert printed(notebook, "exact").endswith("passed\n")
+    for name in ("format", "one-call", "exact"):
+        assert printed(notebook, name).endswith("passed\n")
     needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory", "result")
     assert {printed(notebook, name) for name in needing} == {"not measured (needs an NVIDIA GPU)\n"}
     assert "1 of 14 points on this CPU (Triton's interpreter)" in book.score_text(notebook)

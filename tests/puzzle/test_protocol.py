@@ -205,18 +205,6 @@ def test_compare_counts_the_wrong_elements(function, wrong, make_layer, capsys):
     assert capsys.readouterr().out.startswith(f"{wrong} of 16,384 elements differ from bitsandbytes; ")
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (192, 1000), (4096, 5)])
-@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float32])
-def test_the_format_in_pytorch_is_exact(shape, dtype, make_layer):
-    layer = make_layer(*shape, dtype)
-    assert reference.same_bits(protocol.dequantize_in_pytorch(layer), exact(layer))
-
-
-def test_one_call(candidate, capsys):
-    assert protocol.attempt(protocol.one_call, candidate, needs_gpu=False) is True
-    assert "0 of " in capsys.readouterr().out
-
-
 def test_attempt_never_raises(monkeypatch, capsys):
     monkeypatch.setattr(protocol, "ON_GPU", False)
     assert protocol.attempt(lambda candidate: True, exact) is None
@@ -290,11 +278,6 @@ def test_the_public_launch_forms_are_exact(candidate, make_layer):
     for fx in forms.values():
         for layer in (make_layer(64, 128, BF16), make_layer(64, 128, BF16, seed=1)):
             assert reference.same_bits(fx(layer), exact(layer))
-
-
-def test_without_a_gpu_only_the_candidate_is_launched(monkeypatch, candidate):
-    monkeypatch.setattr(protocol, "ON_GPU", False)
-    assert protocol.launch_forms(candidate) == {"ours": candidate}
 
 
 @pytest.mark.parametrize("capability, turns", [((7, 5), 3), ((9, 0), 5)])
