@@ -164,7 +164,8 @@ def test_outputs_of_a_gpu_are_kept_without_one_and_with_forced_settings(execute,
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     status, copy, path = execute({"score": SCORE}, "--in-place", "--cpu")
-    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
+    (stored,) = nbformat.read(path, 4).cells
+    assert status == 0 and not stored.outputs
     assert "prepare()" in copy.cells[0].source
 
 

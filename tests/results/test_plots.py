@@ -43,10 +43,3 @@ def test_a_changed_row_changes_the_inputs(stored, name):
                 rows[index] = store.Row(*[*vars(row).values()][:4], [2 * value for value in row.values])
         store.save(card, rows, {})
     assert plots.digest(*plots.PICTURES[name]()) != before
-
-
-@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "speed_by_size", "t4"])
-def test_without_rows_there_is_no_picture(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    with pytest.raises(store.Missing):
-        plots.PICTURES[name]()
