@@ -21,7 +21,7 @@ from helpers.puzzle import layers  # noqa: E402
 from nf4_triton import autoload, backend, environment, launch, private, sites, switch  # noqa: E402
 from nf4_triton.sites import DEQUANTIZE, PRODUCT  # noqa: E402
 from nf4_triton.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
-from states import oracle  # noqa: E402
+from states import fast_dequantize, oracle  # noqa: E402
 
 BF16, DEVICE = torch.bfloat16, layers.DEVICE
 quietly = functools.partial(use_nf4_kernel, quiet=True)
@@ -91,10 +91,6 @@ def example():
 @pytest.fixture
 def fake_unsloth(fake_module):
     """A module with Unsloth's name and function."""
-
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-        return oracle(W, quant_state)
-
     fake_module("unsloth")
     return fake_module("unsloth.kernels.utils", fast_dequantize=fast_dequantize)
 

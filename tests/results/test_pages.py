@@ -7,7 +7,6 @@ import pytest
 
 from helpers import __main__ as commands
 from helpers.results import pages, plots, store
-from helpers.results.store import Row
 
 DOCS = sorted((store.ROOT / "docs").glob("*.md"))
 PAGES = [store.ROOT / "README.md", *DOCS]
