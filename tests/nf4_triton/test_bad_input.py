@@ -111,18 +111,10 @@ def test_a_missing_field(watched, make_layer, layer, name):
     refused(layer.weight, state, f"quant_state is incomplete .*'{field}'")
 
 
-def partitioned(layer):
-    layer.weight.data, layer.weight.ds_id = layer.weight.data[:0].view(-1), 3
-
-
 def without_last_group(layer):
     """512 blocks are half a group of 1024, which needs its scale, too."""
     replace(layer, "state2.blocksize", lambda x: 1024)
     replace(layer, "state2.absmax", lambda x: x[:0])
-
-
-def repacked(layer):
-    layer.weight.quant_state.__dict__.update(packing_format_for_cpu=True, nested=False)
 
 
 def without_last_block(layer):
@@ -133,9 +125,7 @@ def without_last_block(layer):
 
 SEVERAL = {
     without_last_block: "absmax has 511 elements .*expected 512",
-    partitioned: "holds 0 bytes.*gather it first if FSDP or DeepSpeed",
     without_last_group: "absmax2 has 0 elements .*expected 1 or more",
-    repacked: "repacked this layer for its CPU matmul",
 }
 
 
