@@ -109,6 +109,14 @@ def random_state(
     return weight, state
 
 
+def every_byte(dtype, **options):
+    """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
+    weight, state = random_state((2048, 64), dtype, **options)
+    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
+    state.absmax.copy_(torch.arange(2048) // 8)
+    return weight, state
+
+
 def odd_states(device=None):
     """Return {name: (weight, state)} of every layout that bitsandbytes, checkpoints, FSDP, and views produce.
     The kernel refuses the two that are not contiguous."""
