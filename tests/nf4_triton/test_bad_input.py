@@ -1,6 +1,5 @@
 """Bad input is refused with a clear text, whether or not a launch is cached; odd but valid input is exact."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -90,9 +89,7 @@ def refused(weight, state, pattern):
     for call in (launch._your_dequantize_nf4, ordinary):
         with pytest.raises(launch.UnsupportedState, match=pattern) as caught:
             call(weight, state)
-        text = str(caught.value)
-        assert "expected" in text and "\n" not in text
-        assert re.search("quantize|reload|move|set|pass|use|gather|parts", text), text
+        assert "expected" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name, what, change, pattern", CASES)
@@ -111,44 +108,34 @@ def test_a_missing_field(watched, make_layer, layer, name):
     refused(layer.weight, state, f"quant_state is incomplete .*'{field}'")
 
 
-def without_last_group(layer):
+def test_without_the_scale_of_the_last_group(layer):
     """512 blocks are half a group of 1024, which needs its scale, too."""
     replace(layer, "state2.blocksize", lambda x: 1024)
     replace(layer, "state2.absmax", lambda x: x[:0])
+    refused(layer.weight, layer.weight.quant_state, "absmax2 has 0 elements .*expected 1 or more")
 
 
-def without_last_block(layer):
+def test_without_the_scale_of_the_last_block(layer):
     """511 columns end in the middle of the last block, which needs its scale, too."""
     replace(layer, "shape", lambda x: torch.Size([511 * 64 + 1]))
     replace(layer, "absmax", lambda x: x[:511])
+    refused(layer.weight, layer.weight.quant_state, "absmax has 511 elements .*expected 512")
 
 
-SEVERAL = {
-    without_last_block: "absmax has 511 elements .*expected 512",
-    without_last_group: "absmax2 has 0 elements .*expected 1 or more",
-}
-
-
-@pytest.mark.parametrize("change", SEVERAL)
-def test_broken_in_several_fields(layer, change):
-    change(layer)
-    refused(layer.weight, layer.weight.quant_state, SEVERAL[change])
-
-
-NOT_LAYERS = {
-    "None": lambda device: None,
-    "a text": lambda device: "layer",
-    "an empty layer": lambda device: torch.nn.ReLU(),
-    "a weight of None": lambda device: SimpleNamespace(weight=None),
-    "a Linear": lambda device: torch.nn.Linear(64, 64, device=device),
-    "on no device yet": lambda device: bitsandbytes.nn.Linear4bit(64, 64, bias=False),
-}
-
-
-@pytest.mark.parametrize("name", NOT_LAYERS)
-def test_not_a_quantized_layer(device, name):
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        torch.nn.ReLU(),
+        SimpleNamespace(weight=None),
+        torch.nn.Linear(64, 64),
+        bitsandbytes.nn.Linear4bit(64, 64, bias=False),  # on no device yet
+    ],
+    ids=["None", "no weight", "a weight of None", "a Linear", "not quantized"],
+)
+def test_not_a_quantized_layer(given):
     with pytest.raises(launch.UnsupportedState, match="no quant_state.*quantize.*8-bit layers have none"):
-        launch.your_dequantize_nf4(NOT_LAYERS[name](device))
+        launch.your_dequantize_nf4(given)
 
 
 @pytest.mark.gpu

