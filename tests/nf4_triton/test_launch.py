@@ -311,7 +311,7 @@ def test_autograd_notices_that_out_was_overwritten(case, out):
 
 
 # What wants to see a launch
-HOOKS = triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
+HOOKS = triton.knobs.runtime
 
 
 @contextlib.contextmanager
