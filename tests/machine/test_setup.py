@@ -141,7 +141,7 @@ def test_a_relative_folder_is_the_callers(setup, tmp_path, option):
         ("a checkout", True, True),
         ("moved away", True, True),
         ("another", True, False),
-        ("another", False, False),
+        ("a checkout", False, False),
     ],
 )
 def test_an_old_editable_install_is_removed(setup, tmp_path, place, editable, removed):

@@ -49,6 +49,7 @@ def bad_tensors():
 
 def bad_weights():
     yield "weight", "too short", lambda x: x[:-1], "weight holds 16383 bytes, expected 16384"
+    yield "weight", "partitioned", lambda x: x[:0], "holds 0 bytes.*if FSDP or DeepSpeed ZeRO-3"
     yield "weight", "expanded", lambda x: x[:1].expand(x.shape), "weight is not contiguous"
     yield "weight", "of no dimension", lambda x: x[0, 0], r"weight is .* of shape \(\).*packed"
     for dtype in (torch.int64, torch.bool, torch.complex64):

@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -96,17 +97,13 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, capl
     packed, state = quantized((48, 64), BF16, device)
     expected = bnb.functional.dequantize_4bit(packed, state)
 
-    def fail(error):
-        def launched(*arguments):
-            raise error
-
-        return launched
-
+    launched = Mock()
     with on() as switched:
-        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(RuntimeError("CUDA error")))
+        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", launched)
+        launched.side_effect = RuntimeError("CUDA error")
         with pytest.raises(RuntimeError, match="CUDA error"):
             bnb.functional.dequantize_4bit(packed, state)
-        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(OSError("no space left")))
+        launched.side_effect = OSError("no space left")
         for _ in range(5):
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
         counts = switched.counts()[DEQUANTIZE]

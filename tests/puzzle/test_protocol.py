@@ -163,10 +163,11 @@ def test_a_turn_leaves_the_weights_as_they_were():
     config = protocol.SMALL[1]
     mlp, X = protocol.build(config)
     before = [layer.weight.data.clone() for layer in protocol.layers_of(mlp)]
+    after = [layer.weight.data for layer in protocol.layers_of(mlp)]
     protocol.timed(config, mlp, X, exact)
+    assert all(map(torch.equal, before, after))
     with pytest.raises(AssertionError):
         protocol.timed(config, mlp, X, Keeps(1))
-    after = [layer.weight.data for layer in protocol.layers_of(mlp)]
     assert all(map(torch.equal, before, after))
 
 
