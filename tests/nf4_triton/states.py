@@ -25,6 +25,31 @@ def oracle(weight, state, flush_subnormal=None):
     return reference.dequantize(read_state(weight, state), flush_subnormal)
 
 
+def right(result, layer):
+    """Return whether a result is a layer's weight, bit for bit."""
+    return exact(result, layer.weight, layer.weight.quant_state)
+
+
+def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+    """Unsloth's function, where Unsloth is not installed."""
+    if not hasattr(quant_state, "absmax"):
+        return "another format"
+    result = oracle(W, quant_state)
+    return result if out is None else out.copy_(result)
+
+
+def strided(x):
+    """Return the same values, not contiguous."""
+    return torch.stack([x, x], -1)[..., 0]
+
+
+def freed(x):
+    """Return a copy that lost its memory, as FSDP leaves it."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def noise(x):
     """Return other contents of the same shape and dtype."""
     return torch.randint_like(x, 256) if x.dtype == torch.uint8 else torch.rand_like(x) + 0.25
@@ -81,6 +106,14 @@ def random_state(
             nested=False,
         )
         state.offset = floats(1)[0]
+    return weight, state
+
+
+def every_byte(dtype, **options):
+    """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
+    weight, state = random_state((2048, 64), dtype, **options)
+    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
+    state.absmax.copy_(torch.arange(2048) // 8)
     return weight, state
 
 

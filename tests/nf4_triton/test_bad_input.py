@@ -1,6 +1,5 @@
 """Bad input is refused with a clear text, whether or not a launch is cached; odd but valid input is exact."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 import triton
 
 from nf4_triton import launch
-from nf4_triton.reference import same_bits
-from states import exact, noise, oracle, random_state, replace
+from states import freed, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 # The tensors of a state, and the elements that they need for 64 x 512 weights.
@@ -21,23 +19,6 @@ FIELDS += ["state2.blocksize", "state2.dtype", *NEEDED]
 @pytest.fixture
 def layer(make_layer):
     return make_layer(64, 512, torch.float16)
-
-
-def strided(x):
-    return torch.stack([x, x], -1)[..., 0]
-
-
-def freed(x):
-    x = x.clone()
-    x.untyped_storage().resize_(0)
-    return x
-
-
-def freed_view(x):
-    memory = torch.cat([x.view(-1), x.view(-1)])
-    view = memory[x.numel() :].view(x.shape)
-    memory.untyped_storage().resize_(0)
-    return view
 
 
 def word(name):
@@ -60,7 +41,6 @@ def bad_tensors():
         yield name, "negated", torch._neg_view, f"{word(name)} is a negated view"
     for name in ("weight", *NEEDED):
         yield name, "freed", freed, f"{word(name)} has no memory.*gather it first if FSDP"
-        yield name, "freed view", freed_view, f"{word(name)} has no memory.*gather it first"
     two = "offset has shape .2,. and .*one value"
     yield "offset", "of two", lambda x: torch.stack([x, x]), two
     yield "offset", "(1,) in fp64", lambda x: x.double().view(1), "offset has shape .1,. .*float64"
@@ -69,6 +49,8 @@ def bad_tensors():
 
 def bad_weights():
     yield "weight", "too short", lambda x: x[:-1], "weight holds 16383 bytes, expected 16384"
+    yield "weight", "partitioned", lambda x: x[:0], "holds 0 bytes.*if FSDP or DeepSpeed ZeRO-3"
+    yield "weight", "expanded", lambda x: x[:1].expand(x.shape), "weight is not contiguous"
     yield "weight", "of no dimension", lambda x: x[0, 0], r"weight is .* of shape \(\).*packed"
     for dtype in (torch.int64, torch.bool, torch.complex64):
         yield "weight", str(dtype), lambda x, d=dtype: x.to(d), f"weight is {dtype} .*packed"
@@ -77,10 +59,10 @@ def bad_weights():
 
 
 BAD_VALUES = {
-    "quant_type": (["int8", "af4", None], "expected 'nf4' or 'fp4'"),
-    "blocksize": ([96, 0, -64, 64.5, "64", None], "expected a power of two"),
+    "quant_type": (["int8", "af4", ["nf4"], None], "expected 'nf4' or 'fp4'"),
+    "blocksize": ([96, 0, -64, 64.5, "64", [64], None], "expected a power of two"),
     "state2.blocksize": ([96, 0, -64, 64.5, "64", None], "expected a power of two"),
-    "dtype": ([torch.float64, torch.uint8, torch.float8_e4m3fn, "float16"], "expected one of"),
+    "dtype": ([torch.float64, torch.float8_e4m3fn, "float16", [torch.float16]], "expected one of"),
     "state2.dtype": ([torch.float16, None], "state2.dtype is .* expected torch.float32"),
     "shape": (["64x512", 512, (-64, -512), (64.0, 512.0), (None, 4), None], "quant_state"),
 }
@@ -108,9 +90,7 @@ def refused(weight, state, pattern):
     for call in (launch._your_dequantize_nf4, ordinary):
         with pytest.raises(launch.UnsupportedState, match=pattern) as caught:
             call(weight, state)
-        text = str(caught.value)
-        assert "expected" in text and "\n" not in text
-        assert re.search("quantize|reload|move|set|pass|use|gather|parts", text), text
+        assert "expected" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name, what, change, pattern", CASES)
@@ -129,63 +109,34 @@ def test_a_missing_field(watched, make_layer, layer, name):
     refused(layer.weight, state, f"quant_state is incomplete .*'{field}'")
 
 
-def partitioned(layer):
-    layer.weight.data, layer.weight.ds_id = layer.weight.data[:0].view(-1), 3
-
-
-def without_last_group(layer):
+def test_without_the_scale_of_the_last_group(layer):
     """512 blocks are half a group of 1024, which needs its scale, too."""
     replace(layer, "state2.blocksize", lambda x: 1024)
     replace(layer, "state2.absmax", lambda x: x[:0])
+    refused(layer.weight, layer.weight.quant_state, "absmax2 has 0 elements .*expected 1 or more")
 
 
-def repacked(layer):
-    layer.weight.quant_state.__dict__.update(packing_format_for_cpu=True, nested=False)
-
-
-def without_last_block(layer):
+def test_without_the_scale_of_the_last_block(layer):
     """511 columns end in the middle of the last block, which needs its scale, too."""
     replace(layer, "shape", lambda x: torch.Size([511 * 64 + 1]))
     replace(layer, "absmax", lambda x: x[:511])
+    refused(layer.weight, layer.weight.quant_state, "absmax has 511 elements .*expected 512")
 
 
-SEVERAL = {
-    without_last_block: "absmax has 511 elements .*expected 512",
-    partitioned: "holds 0 bytes.*gather it first if FSDP or DeepSpeed",
-    without_last_group: "absmax2 has 0 elements .*expected 1 or more",
-    repacked: "repacked this layer for its CPU matmul",
-}
-
-
-@pytest.mark.parametrize("change", SEVERAL)
-def test_broken_in_several_fields(layer, change):
-    change(layer)
-    refused(layer.weight, layer.weight.quant_state, SEVERAL[change])
-
-
-def not_quantized(device):
-    return bitsandbytes.nn.Linear4bit(64, 64, bias=False, quant_type="nf4")
-
-
-def int8(device):
-    return bitsandbytes.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False).to(device)
-
-
-NOT_LAYERS = {
-    "None": lambda device: None,
-    "a text": lambda device: "layer",
-    "an empty layer": lambda device: torch.nn.ReLU(),
-    "a weight of None": lambda device: SimpleNamespace(weight=None),
-    "a Linear": lambda device: torch.nn.Linear(64, 64, device=device),
-    "on no device yet": not_quantized,
-    "8-bit": int8,
-}
-
-
-@pytest.mark.parametrize("name", NOT_LAYERS)
-def test_not_a_quantized_layer(device, name):
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        torch.nn.ReLU(),
+        SimpleNamespace(weight=None),
+        torch.nn.Linear(64, 64),
+        bitsandbytes.nn.Linear4bit(64, 64, bias=False),  # on no device yet
+    ],
+    ids=["None", "no weight", "a weight of None", "a Linear", "not quantized"],
+)
+def test_not_a_quantized_layer(given):
     with pytest.raises(launch.UnsupportedState, match="no quant_state.*quantize.*8-bit layers have none"):
-        launch.your_dequantize_nf4(NOT_LAYERS[name](device))
+        launch.your_dequantize_nf4(given)
 
 
 @pytest.mark.gpu
@@ -194,16 +145,6 @@ def test_a_tensor_on_the_cpu(watched, layer, name):
     watched.warm(layer)
     replace(layer, name, lambda x: x.cpu())
     refused(layer.weight, layer.weight.quant_state, f"{word(name)} is on cpu.*move")
-
-
-@pytest.mark.parametrize("name", ["weight", "absmax", "state2.absmax", "state2.code"])
-def test_longer_tensors(watched, layer, name):
-    """FSDP pads: what is beyond the shape is not read."""
-    weight, state = layer.weight, layer.weight.quant_state
-    expected = oracle(weight, state)
-    replace(layer, name, lambda x: torch.cat([x, noise(x)]))
-    for _ in range(2):
-        assert same_bits(watched(weight, state)[0], expected)
 
 
 # What an import decides
@@ -219,7 +160,7 @@ def test_a_triton_never_tested(changed_kernel, layer, monkeypatch):
     module = changed_kernel("newest")
     assert not module.CAN_REPLAY
     monkeypatch.undo()
-    assert exact(module.your_dequantize_nf4(layer), layer.weight, layer.weight.quant_state)
+    assert right(module.your_dequantize_nf4(layer), layer)
 
 
 @pytest.mark.parametrize("value", ["1", "true", "0"])
@@ -230,8 +171,3 @@ def test_the_interpreter_switched_on_or_off(changed_kernel, monkeypatch, value):
     if not module.INTERPRETED:
         with pytest.raises(module.UnsupportedState, match="on cpu, expected CUDA.*TRITON_INTERPRET=1"):
             module._your_dequantize_nf4(*random_state((64, 64), torch.float16, device="cpu"))
-
-
-def test_t4_settings_from_the_environment(changed_kernel, monkeypatch):
-    monkeypatch.setenv("NF4_FORCE", "t4")
-    assert changed_kernel("forced").settings().reason == "T4 settings forced"

@@ -11,7 +11,7 @@ from helpers.puzzle import layers
 from helpers.puzzle.checks import gpu_events
 from nf4_triton import launch
 from nf4_triton.reference import same_bits
-from states import exact, noise, odd_states, random_state, replace
+from states import exact, noise, odd_states, random_state, replace, right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -51,10 +51,6 @@ def call(weight, state):
     return launch._your_dequantize_nf4(weight, state)
 
 
-def right(result, layer):
-    return exact(result, layer.weight, layer.weight.quant_state)
-
-
 @ON_GPU
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_one_kernel_per_dequantization(make_layer, nested):
@@ -90,7 +86,9 @@ CHANGES = [
     ("dtype", lambda x: torch.float32),
     ("quant_type", lambda x: "fp4"),
     ("blocksize", lambda x: 128),
-    ("shape", lambda x: torch.Size([320, 64])),
+    ("blocksize", lambda x: 256),  # Dynamo then makes a symbol of it
+    ("shape", lambda x: torch.Size([64, 160])),
+    ("shape", lambda x: torch.Size([96, 64])),
 ]
 
 
@@ -178,15 +176,6 @@ def test_a_weight_of_a_dynamic_length(layer, options):
         assert exact(compiled(given, state), weight, state)
     with pytest.raises(UNSUPPORTED, match="holds 5000 bytes"):
         compiled(weight[:5000], state)
-
-
-def test_states_of_other_blocksizes_and_shapes(make_layer, options):
-    """Dynamo then makes a symbol of what differs."""
-    compiled = torch.compile(call, **options)
-    for sizes, blocksize in (((64, 320), 64), ((64, 640), 128), ((96, 128), 256)):
-        layer = make_layer(*sizes, torch.float16, blocksize=blocksize)
-        for _ in range(2):
-            assert right(compiled(layer.weight, layer.weight.quant_state), layer)
 
 
 def test_a_state_that_the_graph_changes(layer, options):
@@ -294,18 +283,6 @@ def test_opcheck(make_layer, nested):
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 
-def test_the_operator_follows_its_arguments(layer):
-    operator = torch.ops.nf4_triton.dequantize
-    assert right(operator(*arguments(layer)), layer)
-    for name, change in CHANGES:
-        replace(layer, name, change)
-        assert right(operator(*arguments(layer)), layer), name
-    packed, *rest = arguments(layer)
-    for bad in (packed[:5000], torch.cat([packed, packed], 1)[:, :1], packed.int()):
-        with pytest.raises(UnsupportedState, match="weight"):
-            operator(bad, *rest)
-
-
 class Projection(torch.nn.Module):
     """A Linear4bit, or its packed codes in a plain buffer as for a deployment."""
 
@@ -319,17 +296,6 @@ class Projection(torch.nn.Module):
     def forward(self, x):
         weight = self.codes if self.layer is None else self.layer.weight
         return x @ call(weight, self.state).t()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "Params4bit"])
-def test_export(device, strict, plain):
-    """The exported graph holds the operator once and runs exactly."""
-    module, x = Projection(device, plain), torch.ones(4, 64, dtype=torch.float16, device=device)
-    exported = torch.export.export(module, (x,), strict=strict)
-    assert sum("nf4_triton" in str(node.target) for node in exported.graph.nodes) == 1
-    with torch.no_grad():
-        assert torch.equal(exported.module()(x), module(x))
 
 
 @pytest.mark.long  # a C++ compiler runs for a minute

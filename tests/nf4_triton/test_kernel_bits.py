@@ -13,7 +13,7 @@ import torch
 from helpers.puzzle import layers, protocol
 from nf4_triton import launch, reference, settings
 from nf4_triton.reference import same_bits
-from states import DTYPES, SPECIAL, odd_states, oracle, random_state
+from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 # Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails.
@@ -62,12 +62,8 @@ def wrong(weight, state, skip=0):
 @pytest.mark.parametrize("way", [OWN, *SWITCHES, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(device, way, dtype):
-    """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
-    weight, state = random_state((2048, 64), dtype)
-    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
-    state.absmax.copy_(torch.arange(2048) // 8)
     for _ in range(2 if device == "cuda" else 1):  # the second call replays the launch
-        assert not wrong(weight, state)
+        assert not wrong(*every_byte(dtype))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -131,7 +127,7 @@ def test_unaligned_tensors(way, dtype):
 def test_force_is_released_and_checked():
     own = settings.settings()
     with settings.force(card="t4"):
-        assert settings.settings().capability == (7, 5) and settings.settings().int_bf16
+        assert settings.settings().capability == (7, 5)
     with pytest.raises(ValueError, match="the only card that can be forced"):
         settings.force(card="t5")
     with pytest.raises(TypeError):

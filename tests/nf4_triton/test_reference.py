@@ -10,7 +10,7 @@ import torch
 from helpers import machine
 from nf4_triton import reference
 from nf4_triton.reference import different, same_bits
-from states import DTYPES, SPECIAL, odd_states, oracle, random_state
+from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
@@ -87,10 +87,7 @@ def test_odd_states(device):
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_every_byte_with_every_scale_code(quant_type, device):
-    """256 bytes x 256 absmax codes: 2048 blocks of 32 bytes, block k with absmax code k // 8."""
-    weight, state = random_state((2048, 64), torch.float32, quant_type=quant_type, device=device)
-    weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
-    state.absmax.copy_(torch.arange(2048) // 8)
+    weight, state = every_byte(torch.float32, quant_type=quant_type, device=device)
     for state.dtype in DTYPES:
         assert agrees(weight, state), state.dtype
 

@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from nf4_triton.sites import (  # noqa: E402
     PRODUCT,
 )
 from nf4_triton.switch import restore  # noqa: E402
-from states import oracle  # noqa: E402
+from states import fast_dequantize, oracle, strided  # noqa: E402
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -96,17 +97,13 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, capl
     packed, state = quantized((48, 64), BF16, device)
     expected = bnb.functional.dequantize_4bit(packed, state)
 
-    def fail(error):
-        def launched(*arguments):
-            raise error
-
-        return launched
-
+    launched = Mock()
     with on() as switched:
-        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(RuntimeError("CUDA error")))
+        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", launched)
+        launched.side_effect = RuntimeError("CUDA error")
         with pytest.raises(RuntimeError, match="CUDA error"):
             bnb.functional.dequantize_4bit(packed, state)
-        monkeypatch.setattr(sites.launch, "_your_dequantize_nf4", fail(OSError("no space left")))
+        launched.side_effect = OSError("no space left")
         for _ in range(5):
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
         counts = switched.counts()[DEQUANTIZE]
@@ -151,11 +148,6 @@ def test_dequantize_4bit(options, dtype, device):
         assert counts == {"kernel": 5, "library": 0, "fused": 0, "reasons": {}}
         with pytest.raises(ValueError, match="requires both absmax and out"):
             bnb.functional.dequantize_4bit(packed)
-
-
-def strided(tensor):
-    """Return the same values, not contiguous."""
-    return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 @pytest.mark.parametrize(
@@ -375,41 +367,40 @@ def test_axolotl(stand_in, device):
     axolotl = stand_in(AXOLOTL, from_parts)
     packed, state = quantized((64, 256), BF16, device)
     second = state.state2
-    for weight, code2, by_kernel in (
-        (packed, second.code, 1),
-        (packed.t(), second.code, 1),
-        (packed, strided(second.code), 0),
-    ):
-        parts = weight, state.absmax, code2, second.absmax, state.offset, 64, 256, [64, 256], BF16
-        counts = compare(lambda parts=parts: axolotl._ctypes_nf4_dequant(*parts), "axolotl")
-        assert (counts[AXOLOTL]["kernel"], counts[AXOLOTL]["library"]) == (by_kernel, 1 - by_kernel)
+
+    def call(weight, code2):
+        rest = second.absmax, state.offset, 64, 256, [64, 256], BF16
+        return axolotl._ctypes_nf4_dequant(weight, state.absmax, code2, *rest)
+
+    def calls():
+        return call(packed, second.code), call(packed.t(), second.code), call(packed, strided(second.code))
+
+    counts = compare(calls, "axolotl")[AXOLOTL]
+    assert (counts["kernel"], counts["library"]) == (2, 1)
 
 
-def test_stacks_of_experts(stand_in, device):
+@pytest.mark.parametrize("dtype, by_kernel", [(BF16, 3), (FP16, 0)])
+def test_stacks_of_experts(stand_in, device, dtype, by_kernel):
     """bf16 alone: Unsloth rounds some fp16 experts differently, so those stay its own."""
 
     def nf4_dequant_triton(packed, quant_state, out_shape=None, out=None):
         result = oracle(packed, quant_state).view(out_shape or quant_state.shape)
         return result if out is None else out.copy_(result)
 
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-        return oracle(W, quant_state)
-
     stand_in(FAST_DEQUANTIZE, fast_dequantize)
     module = stand_in(EXPERT_STACK, nf4_dequant_triton)
     module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
-    for dtype, by_kernel in ((BF16, 1), (FP16, 0)):
-        packed, state = quantized((4 * 48, 64), dtype, device)
-        out = torch.full((4, 48, 64), torch.nan, dtype=dtype, device=device)
-        for call in (
-            lambda packed=packed, state=state: module.nf4_dequant_triton(packed, state, (4, 48, 64)),
-            lambda packed=packed, state=state: module.nf4_dequant_triton(packed.view(4, -1), state),
-            lambda packed=packed, state=state, out=out: module.nf4_dequant_triton(
-                packed, state, (4, 48, 64), out=out
-            ).clone(),
-        ):
-            counts = compare(call, "unsloth")[EXPERT_STACK]
-            assert (counts["kernel"], counts["library"]) == (by_kernel, 1 - by_kernel)
+    packed, state = quantized((4 * 48, 64), dtype, device)
+    shape = 4, 48, 64
+
+    def calls():
+        function = module.nf4_dequant_triton
+        out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        function(packed, state, shape, out=out)
+        return function(packed, state, shape), function(packed.view(4, -1), state), out
+
+    counts = compare(calls, "unsloth")[EXPERT_STACK]
+    assert (counts["kernel"], counts["library"]) == (by_kernel, 3 - by_kernel)
 
 
 def test_experts_of_bitsandbytes(device):
@@ -423,23 +414,18 @@ def test_experts_of_bitsandbytes(device):
 
 
 def test_unsloth(stand_in, device):
-    def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-        if type(quant_state) is not bnb.functional.QuantState:
-            return "another format"
-        result = oracle(W, quant_state)
-        return result if out is None else out.copy_(result)
-
     unsloth = stand_in(FAST_DEQUANTIZE, fast_dequantize)
     packed, state = quantized((48, 64), BF16, device)
-    out = torch.full((48, 64), torch.nan, dtype=BF16, device=device)
-    for call, by_kernel in (
-        (lambda: unsloth.fast_dequantize(packed.t(), state, dtype=BF16), 1),
-        (lambda: unsloth.fast_dequantize(packed, state, None, True), 1),
-        (lambda: unsloth.fast_dequantize(packed, state, out=out).clone(), 1),
-        (lambda: unsloth.fast_dequantize(packed, [1, 2]), 0),
-    ):
-        counts = compare(call, "unsloth")[FAST_DEQUANTIZE]
-        assert (counts["kernel"], counts["library"]) == (by_kernel, 0)
+
+    def calls():
+        function = unsloth.fast_dequantize
+        out = torch.full((48, 64), torch.nan, dtype=BF16, device=device)
+        assert function(packed, [1, 2]) == "another format"
+        function(packed, state, out=out)
+        return function(packed.t(), state, dtype=BF16), function(packed, state, None, True), out
+
+    counts = compare(calls, "unsloth")[FAST_DEQUANTIZE]
+    assert (counts["kernel"], counts["library"]) == (3, 0)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -453,10 +439,12 @@ def test_the_branch_inside_the_gpu_operator(stand_in, device, nested):
     scales = [state.absmax, 64, "nf4", None]
     if nested:
         scales = [state.state2.absmax, 64, "nf4", None, state.absmax, state.state2.code, state.offset]
-    for weight in (packed, packed.t()):
-        parts = x, weight, [48, 128], *scales
-        counts = compare(lambda parts=parts: operators._dequant_linear_fallback(*parts))
-        assert counts[FALLBACK]["kernel"] == 1
+
+    def calls():
+        function = operators._dequant_linear_fallback
+        return function(x, packed, [48, 128], *scales), function(x, packed.t(), [48, 128], *scales)
+
+    assert compare(calls)[FALLBACK]["kernel"] == 2
 
 
 def test_peft_and_transformers_helpers(make_layer):
@@ -464,9 +452,12 @@ def test_peft_and_transformers_helpers(make_layer):
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     layer = make_layer(64, 96, BF16)
-    for call in (
-        lambda: integrations.dequantize_module_weight(layer).data,
-        lambda: integrations.dequantize_bnb_weight(layer.weight).data,
-        lambda: dequantize_bnb_weight(layer.weight).data,
-    ):
-        assert compare(call, "peft", "transformers")[DEQUANTIZE]["kernel"] == 1
+
+    def calls():
+        return (
+            integrations.dequantize_module_weight(layer).data,
+            integrations.dequantize_bnb_weight(layer.weight).data,
+            dequantize_bnb_weight(layer.weight).data,
+        )
+
+    assert compare(calls, "peft", "transformers")[DEQUANTIZE]["kernel"] == 3

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import nbformat
 import pytest
@@ -34,7 +33,6 @@ def f():
 # %% The details id="second" folded=true
 y = 2
 '''
-FORM = '#@title The details { display-mode: "form" }\n'
 
 
 def cell(notebook, name):
@@ -70,9 +68,7 @@ def test_the_cells_that_ran_have_the_modules_hashes(notebook):
 # --- sync ---
 
 
-@pytest.fixture
-def small(tmp_path, monkeypatch):
-    """A notebook with a cell of a module; the module is at `small.module`."""
+def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
     (tmp_path / "some.py").write_text(MODULE)
     monkeypatch.setattr(book, "MODULES", {"some": "some.py"})
     monkeypatch.setattr(book.sync, "__defaults__", (tmp_path,))
@@ -80,15 +76,10 @@ def small(tmp_path, monkeypatch):
     first = code("", id="first", metadata={"tags": ["some"]})
     first.outputs = [nbformat.v4.new_output("stream", text="kept")]
     gone = code("old", id="gone", metadata={"tags": ["some"]})
-    return nbformat.v4.new_notebook(cells=[text("Some", id="text"), gone, first, code("own", id="own")])
-
-
-def test_sections_become_cells_where_these_stand(small, tmp_path):
+    small = nbformat.v4.new_notebook(cells=[text("Some", id="text"), gone, first, code("own", id="own")])
     assert book.sync(small) == ["gone", "first", "second"]
     assert [one.id for one in small.cells] == ["text", "first", "own", "second"]
-    first, second = cell(small, "first"), cell(small, "second")
-    assert first.source == "x = 1\n\n\ndef f():\n    return x\n\n\nf()" and first.outputs[0].text == "kept"
-    assert second.source == FORM + "y = 2" and second.metadata.cellView == "form"
+    assert cell(small, "first").source.startswith("x = 1\n") and printed(small, "first") == "kept"
     nbformat.validate(small)
     assert book.sync(small) == []
     small.cells.insert(1, small.cells.pop())  # a new cell is moved by hand
@@ -135,31 +126,39 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     text = printed(copy, "facts")
     assert str(Path.home()) not in text and sys.prefix not in text and text.endswith("|out\n")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    (tmp_path / "out" / "nf4_another.json").write_text("of last week")
     kept = "import os, pathlib\npathlib.Path(os.environ['NF4_BUILD'], 'nf4_card.json').write_text('{}')"
     status, copy, path = execute({"kept": kept, "score": SCORE}, "--in-place")
     written = nbformat.read(path, 4)
     assert status == 0 and written.cells[1].outputs == copy.cells[1].outputs != []
     assert written.metadata.kernelspec.name == "not-registered"
-    assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}" in capsys.readouterr().out
+    assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}\n" in capsys.readouterr().out
+    assert (tmp_path / "out" / "nf4_another.json").read_text() == "of last week"
 
 
 def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place")
-    assert status == 1 and "ZeroDivisionError" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert status == 1 and "ZeroDivisionError" in shown.err and "helpers draw" not in shown.out
     assert copy.cells[0].outputs and not copy.cells[2].outputs
     assert not nbformat.read(path, 4).cells[0].outputs
     assert execute({"a": "1", "score": "x = 1"})[0] == 1
     assert "no score" in capsys.readouterr().err
 
 
-def test_a_forced_run_leaves_the_notebook_alone(execute, monkeypatch):
+def test_outputs_of_a_gpu_are_kept_without_one_and_with_forced_settings(execute, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    with pytest.raises(SystemExit):
+        execute({"score": SCORE}, "--in-place")
+    assert "--in-place stores what a GPU measured" in capsys.readouterr().err
     monkeypatch.setenv("NF4_FORCE", "t4")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     status, copy, path = execute({"score": SCORE}, "--in-place")
-    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
+    (stored,) = nbformat.read(path, 4).cells
+    assert status == 0 and not stored.outputs
     assert "prepare()" in copy.cells[0].source
 
 
@@ -194,7 +193,8 @@ def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone,
     notebook.cells.insert(names.index("machine") + 1, new(STAND_IN.read_text(), id="stand-in"))
     assert alone(notebook) == []
     assert printed(notebook, "ratio") == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
-    assert printed(notebook, "exact").endswith("passed\n")
+    for name in ("format", "one-call", "exact"):
+        assert printed(notebook, name).endswith("passed\n")
     needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory", "result")
     assert {printed(notebook, name) for name in needing} == {"not measured (needs an NVIDIA GPU)\n"}
     assert "1 of 14 points on this CPU (Triton's interpreter)" in book.score_text(notebook)
@@ -259,15 +259,11 @@ def install(monkeypatch, notebook):
     """install(absent, gpu, status, **versions) -> its pip commands, each with the file of kept versions."""
 
     def run(absent=(), gpu=True, status=0, **versions):
-        commands, real = [], subprocess.run
+        commands = []
 
         def answer(command, **options):
-            if "pip" not in command:
-                return (
-                    SimpleNamespace(returncode=0, stdout="")
-                    if command[0] == "nvidia-smi"
-                    else real(command, **options)
-                )
+            if command[0] == "nvidia-smi":
+                return SimpleNamespace(returncode=0)
             commands.append((command, open(command[command.index("-c") + 1]).read()))
             errors = "WARNING: Retrying (Retry(total=4))\nERROR: no network\n"
             return SimpleNamespace(returncode=status, stderr=errors)
@@ -281,8 +277,7 @@ def install(monkeypatch, notebook):
         monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
         monkeypatch.setattr(importlib.metadata, "version", version)
         names = {"__name__": "__main__"}
-        with mock.patch.dict(os.environ):
-            exec(compile(cell(notebook, "install").source, "install", "exec"), names)
+        exec(compile(cell(notebook, "install").source, "install", "exec"), names)
         monkeypatch.undo()
         return commands
 

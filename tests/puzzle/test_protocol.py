@@ -1,7 +1,6 @@
 """The puzzle's test: what it checks and times, how contenders alternate, and what a missing library says."""
 
 import contextlib
-import importlib
 import sys
 import types
 
@@ -12,7 +11,7 @@ from helpers.puzzle import protocol
 from nf4_triton import reference
 from nf4_triton.state import read_state
 
-pytest.importorskip("bitsandbytes")
+functional = pytest.importorskip("bitsandbytes.functional")
 FP16, BF16 = torch.float16, torch.bfloat16
 
 
@@ -140,48 +139,36 @@ def test_the_puzzles_line_five_times(baselines, monkeypatch, capsys):
     assert protocol.puzzles_line("ours") is None and "not timed (needs a thing)" in capsys.readouterr().out
 
 
-@pytest.fixture
-def one_mlp(monkeypatch):
-    """The names of the contenders in the order in which they ran; one tiny MLP instead of three."""
-    ran = []
-    monkeypatch.setattr(protocol, "CONFIGS", protocol.SMALL[1:2])
+def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(monkeypatch):
+    monkeypatch.setattr(protocol, "CONFIGS", protocol.SMALL[1:2])  # one tiny MLP instead of three
     monkeypatch.setattr(protocol, "own_libraries", contextlib.nullcontext)
+    ran = []
 
     def contender(name, function):
-        return lambda layer: (ran.append(name), function(layer))[1]
+        return lambda layer: (ran.append((name, layer)), function(layer))[1]
 
-    return ran, contender
-
-
-def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(one_mlp):
-    ran, contender = one_mlp
-    layers = []
-    contenders = {
-        "good": contender("good", lambda layer: (layers.append(layer), exact(layer))[1]),
-        "wrong": contender("wrong", lambda layer: exact(layer) * 1.1),
-        "buffer": contender("buffer", OneBuffer()),
-        "keeps": contender("keeps", Keeps(2)),
-    }
+    functions = {"good": exact, "wrong": lambda layer: exact(layer) * 1.1}
+    functions |= {"buffer": OneBuffer(), "keeps": Keeps(2)}
+    contenders = {name: contender(name, function) for name, function in functions.items()}
     seconds, errors = protocol.in_turns(contenders, turns=2)
     assert {name: len(values) for name, values in seconds.items()} == {"good": 2, "buffer": 2}
     assert set(errors) == {"wrong", "keeps"} and all("not close" in text for text in errors.values())
-    assert len(set(layers)) == 3, "both turns get the same layers"
+    assert len({layer for name, layer in ran}) == 3, "both turns get the same layers"
     # before the clock, one round, after it
     turn = ["good"] * 9 + ["buffer"] * 9
-    assert [name for name in ran if name in seconds] == turn * 2
+    assert [name for name, layer in ran if name in seconds] == turn * 2
 
 
 def test_a_turn_leaves_the_weights_as_they_were():
     config = protocol.SMALL[1]
     mlp, X = protocol.build(config)
     before = [layer.weight.data.clone() for layer in protocol.layers_of(mlp)]
+    after = [layer.weight.data for layer in protocol.layers_of(mlp)]
     protocol.timed(config, mlp, X, exact)
+    assert all(map(torch.equal, before, after))
     with pytest.raises(AssertionError):
         protocol.timed(config, mlp, X, Keeps(1))
-    after = [layer.weight.data for layer in protocol.layers_of(mlp)]
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    protocol.flip(mlp)
-    assert not any(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    assert all(map(torch.equal, before, after))
 
 
 def test_the_ladder(baselines, monkeypatch, capsys):
@@ -191,8 +178,7 @@ def test_the_ladder(baselines, monkeypatch, capsys):
     assert protocol.ladder(exact) == seconds
     shown = capsys.readouterr().out
     assert "1.09x" in shown and "1.10x" not in shown, "ratios are rounded down"
-    assert "2.0000 to 2.2000" in shown
-    assert protocol.shown(1.15) == "1.15x" and protocol.shown(None) == "-"
+    assert protocol.shown(1.15) == "1.15x"
     assert "not measured (broken)" in shown and "not measured (needs a thing)" in shown
 
 
@@ -203,18 +189,6 @@ def test_compare_counts_the_wrong_elements(function, wrong, make_layer, capsys):
     layer = make_layer(64, 256, BF16)
     assert protocol.compare(function, layer) is (wrong == 0)
     assert capsys.readouterr().out.startswith(f"{wrong} of 16,384 elements differ from bitsandbytes; ")
-
-
-@pytest.mark.parametrize("shape", [(64, 64), (192, 1000), (4096, 5)])
-@pytest.mark.parametrize("dtype", [FP16, BF16, torch.float32])
-def test_the_format_in_pytorch_is_exact(shape, dtype, make_layer):
-    layer = make_layer(*shape, dtype)
-    assert reference.same_bits(protocol.dequantize_in_pytorch(layer), exact(layer))
-
-
-def test_one_call(candidate, capsys):
-    assert protocol.attempt(protocol.one_call, candidate, needs_gpu=False) is True
-    assert "0 of " in capsys.readouterr().out
 
 
 def test_attempt_never_raises(monkeypatch, capsys):
@@ -235,12 +209,7 @@ def test_attempt_never_raises(monkeypatch, capsys):
 # --- the libraries ---
 
 
-@pytest.fixture
-def functional():
-    return importlib.import_module("bitsandbytes.functional")
-
-
-def test_bitsandbytes_own_function_is_found_behind_unsloths_wrapper(functional, monkeypatch):
+def test_bitsandbytes_own_function_is_found_behind_unsloths_wrapper(monkeypatch):
     own = functional.dequantize_4bit
 
     def wrapper(*arguments):
@@ -290,11 +259,6 @@ def test_the_public_launch_forms_are_exact(candidate, make_layer):
     for fx in forms.values():
         for layer in (make_layer(64, 128, BF16), make_layer(64, 128, BF16, seed=1)):
             assert reference.same_bits(fx(layer), exact(layer))
-
-
-def test_without_a_gpu_only_the_candidate_is_launched(monkeypatch, candidate):
-    monkeypatch.setattr(protocol, "ON_GPU", False)
-    assert protocol.launch_forms(candidate) == {"ours": candidate}
 
 
 @pytest.mark.parametrize("capability, turns", [((7, 5), 3), ((9, 0), 5)])

@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from helpers.results import pages, plots, store
+from helpers.results import pages, plots
 
 
 @pytest.mark.parametrize(
@@ -32,21 +32,11 @@ def test_a_stored_picture_is_drawn_from_the_stored_rows(name):
     assert image.text["inputs"] == plots.digest(*plots.PICTURES[name]()), "run `python -m helpers draw`"
 
 
-@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "speed_by_size", "t4"])
-def test_a_changed_row_changes_the_inputs(stored, name):
-    before = plots.digest(*plots.PICTURES[name]())
-    assert plots.digest(*plots.PICTURES[name]()) == before
-    for card in (plots.CARD, plots.T4):
-        rows = store.rows(card)
-        for index, row in enumerate(rows):
-            if row.contender == "unsloth_today":
-                rows[index] = store.Row(*[*vars(row).values()][:4], [2 * value for value in row.values])
-        store.save(card, rows, {})
-    assert plots.digest(*plots.PICTURES[name]()) != before
-
-
-@pytest.mark.parametrize("name", ["protocol", "where_time_goes", "speed_by_size", "t4"])
-def test_without_rows_there_is_no_picture(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    with pytest.raises(store.Missing):
-        plots.PICTURES[name]()
+def test_another_bar_line_or_word_is_another_input(stored):
+    figure, alt = plots.protocol()
+    digests = {plots.digest(figure, alt), plots.digest(figure, f"{alt} More.")}
+    panel = figure.axes[0]
+    panel.patches[0].set_width(9)
+    digests.add(plots.digest(figure, alt))
+    panel.plot([1, 2])
+    assert len(digests | {plots.digest(figure, alt)}) == 4
