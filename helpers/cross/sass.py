@@ -110,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     for code in codes:
         print(f"{code!s:16} {instructions(code):5.2f} instructions, {code.registers} registers")
     exceeded = [fault for code in codes for fault in faults(code)]
-    print("\n".join(exceeded))
+    for fault in exceeded:
+        print(fault)
     if options.store:
         store(codes)
     return 1 if exceeded else 0

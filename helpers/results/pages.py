@@ -116,14 +116,16 @@ def digits(value: float) -> str:
 
 
 def shown(row) -> str:
-    """Return the median of a row, or its range if it is a prediction; ratios are rounded down."""
+    """Return a row's median, with its range where that matters, or a prediction's range; ratios are rounded
+    down."""
     show = rounded_down if row.unit == "x" else digits
     if row.section in RANGES and row.unit == "s":
         show = "{:.2f}".format
     if row.section in RANGES and row.low < row.high:
         return f"{show(row.low)} to {show(row.high)}"
     if row.section == "training" and row.unit == "x":  # low, median and high of the interval
-        noise = ", within noise" if row.low < 1.01 and row.high >= 1 else ""  # the low end is shown as 1.00
+        # A low end below 1.01 is shown as 1.00 or less.
+        noise = ", within noise" if row.low < 1.01 and row.high >= 1 else ""
         return f"{show(row.median)} ({extent(row.values)}){noise}"
     if row.section == "host_time" and len(row.values) > 2:  # other work on the host shows
         return f"{show(row.median)} ({show(row.low)} to {show(row.high)})"
@@ -240,7 +242,7 @@ def t4_claim() -> str:
 
 
 def triton_versions() -> str:
-    """The kernel and its calls by version of Triton."""
+    """The kernel, its calls, and the puzzle's test under other versions of Triton."""
     cells = {}
     for row in store.rows(CARD):
         if not row.section.startswith("triton "):
@@ -248,9 +250,9 @@ def triton_versions() -> str:
         if row.contender not in ("ours", "unsloth_today", "unsloth_buffered"):
             continue
         if row.case in (*plots.SHAPES, "total", "until_return"):
-            line = f"{title(row.case)}, {title(row.contender)}, {row.unit}"
-            cells[line, row.section.title()] = f"{row.median:.3g}"
-    return table("Triton's version", cells)
+            line = f"{row.section.title()}: {title(row.case)}, {row.unit}"
+            cells[line, row.contender] = f"{row.median:.3g}"
+    return table("version", cells)
 
 
 def changed_settings() -> str:

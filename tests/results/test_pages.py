@@ -71,6 +71,13 @@ def test_both_halves_of_the_win(stored):
     assert "takes 0.500 s" in text and "after 18.0 us. This one returns after 13.9 us" in text
 
 
+def test_a_step_within_noise_says_so(stored):
+    """Also where the interval is shown from 1.00."""
+    for low, high, noise in ((1.049, 1.3, ""), (1.008, 1.11, ", within noise"), (0.9, 0.95, "")):
+        row = store.Row("training", "PEFT, 128 tokens", "speedup", "x", (low, (low + high) / 2, high))
+        assert pages.shown(row).endswith(f"{plots.extent(row.values)}){noise}")
+
+
 def test_what_a_t4_measures_replaces_the_prediction(stored):
     assert "| Unsloth today | 1.09 to 1.23 times (10 to 14 points) |" in pages.t4_claim()
     store.save("tesla-t4", store.rows(plots.CARD), {"card": "Tesla T4"})

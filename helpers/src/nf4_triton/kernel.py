@@ -23,7 +23,7 @@ FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
     0.1666666716337204, 0.25))
 
 # scale = code2[absmax] * absmax2 + offset, rounded twice: .rn is never fused into an FMA, which
-# would change one weight in a million. is_pure below: torch.compile assumes that other assembly
+# would change a few weights in a million. is_pure below: torch.compile assumes that other assembly
 # changes every input of the kernel.
 SCALE = tl.constexpr("{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }")
 # Two results in one register: $0 = {value $1 * scale $3, value $2 * scale $4}.
