@@ -1,17 +1,23 @@
 """Describe the machine: GPU, driver, versions, and why the kernel cannot run here.
 
-Torch is imported by the functions that ask it. The notebook's machine cell makes the same description.
+Importing it imports neither torch nor Triton. The notebook's machine cell makes the same description.
 """
 
 import datetime
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
+CPU = Path("/proc/cpuinfo")
+OLDEST_TRITON = (3, 4)  # the first whose tl.gather compiles for this kernel
+NEWEST_TRITON = (3, 9)  # the newest that the tests ran with
+NEWEST_MAJOR = 12  # compute capability: sm_12x are the newest cards that the kernel is compiled for
 
 
 def describe():
@@ -20,20 +26,62 @@ def describe():
 
     gpu = torch.cuda.is_available()
     status, driver = subprocess.getstatusoutput(DRIVER)
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        found = [one.version for one in importlib.metadata.distributions(name=package)]
-        imported = getattr(sys.modules.get(package), "__version__", None)
-        versions[package] = imported or (found[0] if found else None)
     return {
         "card": torch.cuda.get_device_name() if gpu else None,
         "capability": list(torch.cuda.get_device_capability()) if gpu else None,
+        "cpu": cpu_name(),
         "driver": (driver.split() or [None])[0] if status == 0 else None,
         "cuda": torch.version.cuda,
-        "versions": versions,
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "forced": os.environ.get("NF4_FORCE") or None,
     }
+
+
+def versions(packages):
+    """Return {package: its version, None if it is not installed}: of the imported copy, if there is one."""
+    found = {}
+    for package in packages:
+        installed = [one.version for one in importlib.metadata.distributions(name=package)]
+        imported = getattr(sys.modules.get(package), "__version__", None)
+        found[package] = imported or (installed[0] if installed else None)
+    return found
+
+
+def cpu_name() -> str | None:
+    """Return the model name of the host's CPU, None where Linux does not tell it."""
+    lines = CPU.read_text(encoding="utf-8", errors="replace").splitlines() if CPU.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else None
+
+
+def interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernel: TRITON_INTERPRET, as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def triton_version() -> tuple[int, int] | None:
+    """Return Triton's major and minor version, None if it is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    text = versions(["triton"])["triton"]
+    if text is None:  # installed under another name, such as pytorch-triton
+        text = importlib.import_module("triton").__version__
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def triton_problem() -> str | None:
+    """Return what is wrong with the installed Triton and what to do, None if the kernel can use it."""
+    version = triton_version()
+    if version is None:
+        return "Triton is not installed, expected 3.4 or newer: pip install triton."
+    if version < OLDEST_TRITON:
+        return (
+            f"Triton {version[0]}.{version[1]} cannot compile the kernel, expected 3.4 or newer: "
+            "update torch to 2.8 or newer, which brings it."
+        )
+    return None
 
 
 def no_gpu(device=None):
@@ -53,6 +101,30 @@ def no_gpu(device=None):
     if "google.colab" in sys.modules or any(name.startswith("COLAB_") for name in os.environ):
         return "No CUDA GPU: choose Runtime > Change runtime type > T4 GPU, then run all cells again."
     return "No CUDA GPU: use a machine with an NVIDIA GPU (a Tesla T4 or newer)."
+
+
+def cannot_run(device=None) -> str | None:
+    """Return why the kernel cannot run on a device (default: the current) and what to do, None if it can."""
+    import torch
+
+    if torch.version.hip is not None:
+        return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
+    return triton_problem() or (None if interpreted() else no_gpu(device))
+
+
+def newer_than_tested(device=None) -> str | None:
+    """Return what is newer here than all that the kernel was tested with, None if nothing is."""
+    import torch
+
+    version = triton_version()
+    if version and version > NEWEST_TRITON:
+        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)"
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major > NEWEST_MAJOR:
+        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) is newer than the tested cards"
+    return None
 
 
 def has_gpu() -> bool:
