@@ -53,21 +53,14 @@ ON_CPU = Scope(
 )
 
 SECTIONS: dict[str, Callable[[Scope, list[str]], Iterator[Row]]] = {
-    "protocol": host.time_protocol,
-    "ordinary_launches": host.time_ordinary_launches,
     "gpu_time": gpu.time_sizes,
     "experts": gpu.time_experts,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "launcher": host.time_launcher,
     "compiled": compiled.time_compiled,
-    "axolotl": host.time_axolotl,
-    "triton": host.time_triton,
     "training": training.time_training,
 }
-# The first of these says nothing new with the usual Triton; the other trains for minutes.
-ASKED_FOR = ("triton", "training")
-DEFAULT = tuple(name for name in SECTIONS if name not in ASKED_FOR)
+DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains for minutes
 
 
 def text(rows: list[Row]) -> str:
@@ -110,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=list(SECTIONS),
         default=DEFAULT,
         metavar="SECTION",
-        help=f"any of {', '.join(SECTIONS)}; by default all but {' and '.join(ASKED_FOR)}",
+        help=f"any of {', '.join(SECTIONS)}; by default all but training",
     )
     options = parser.parse_args(argv)
     if not clocks.ON_GPU:
