@@ -6,9 +6,11 @@ Downloads gigabytes, so nothing runs by default. Without a GPU the kernel runs i
 import nox
 
 nox.options.sessions = []
-VERSIONS = {  # the bounds in pyproject.toml, and the newest releases that were tried
-    "oldest": "torch==2.8.0 bitsandbytes==0.46.0 transformers==4.56.0 peft==0.15.0 accelerate==1.10.0",
-    "newest": "torch==2.15.0 bitsandbytes==0.50.2 transformers==5.23.0 peft==0.21.2 accelerate",
+project = nox.project.load_toml("pyproject.toml")["project"]
+NEEDED = [*project["dependencies"], *project["optional-dependencies"]["train"]]
+VERSIONS = {
+    "oldest": [text.replace(">=", "==") for text in NEEDED],
+    "newest": NEEDED,
 }
 
 
@@ -17,6 +19,6 @@ VERSIONS = {  # the bounds in pyproject.toml, and the newest releases that were 
 def versions(session: nox.Session, which: str) -> None:
     """Train with the examples, with the kernel and without: the same adapter, bit for bit."""
     session.install(
-        *VERSIONS[which].split(), "pip", "hatchling", "pytest", "pytest-timeout", "matplotlib", "setuptools"
+        *VERSIONS[which], "pip", "hatchling", "pytest", "pytest-timeout", "matplotlib", "setuptools"
     )
     session.run("python", "-m", "pytest", "-m", "long or not long", "tests/nf4_triton/test_package.py")
