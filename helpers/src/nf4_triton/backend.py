@@ -1,13 +1,22 @@
 """Dequantize with the kernel or with plain PyTorch: NF4_BACKEND=triton|torch|auto."""
 
+import functools
 import logging
 import os
 
 import torch
 
-from . import environment, launch, reference
-from .kernel import INTERPRETED
-from .state import DTYPES, Packed, UnsupportedState, check, check_memory, check_out, read_state
+from . import environment, private, reference
+from .state import (
+    DTYPES,
+    UnsupportedState,
+    check,
+    check_ids,
+    check_memory,
+    check_out,
+    read_rows,
+    read_state,
+)
 
 BACKENDS = ("triton", "torch", "auto")
 log = logging.getLogger("nf4_triton")
@@ -18,19 +27,29 @@ def dequantize(
     quant_state=None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    rows=None,
 ) -> torch.Tensor:
     """Return a dequantized 4-bit weight (nf4 or fp4, nested or flat), bit-identical to bitsandbytes.
 
     weight: a bitsandbytes Linear4bit, or its Params4bit, or packed codes (two a byte, high nibble first, any
-    storage dtype) with their `quant_state`.
+    storage dtype) with their `quant_state`, or (module, "name") of a parameter that bitsandbytes quantized in
+    place, such as a stack of experts.
     out: optional contiguous tensor of the result's shape and dtype to fill.
-    dtype: torch.float16, bfloat16, or float32. Default: quant_state.dtype.
+    dtype: torch.float16, bfloat16, or float32. Default: quant_state.dtype. float32 is finer than a library's
+    float16 or bfloat16 result converted to float32.
+    rows: dequantize only these slices along the first dimension of quant_state.shape, in the same single
+    launch: a slice of step 1, an int32 or int64 tensor of ids, or a list of ints. Ids may repeat. One out of
+    range raises IndexError on a CPU; on a GPU, where checking would wait, its slice is NaN. Ids on a CPU are
+    copied to the GPU, which may wait.
     NF4_BACKEND picks the code: "triton" the kernel, "torch" plain PyTorch, "auto" (the default) the kernel
-    if it runs on this device and dequantizes a small weight correctly, else PyTorch; the reason is logged.
-    Returns a tensor of shape quant_state.shape, transposed if weight.shape[0] is 1.
+    where it can run, else PyTorch.
+    Returns a tensor of shape quant_state.shape, transposed if weight.shape[0] is 1; with rows, of shape
+    (len(rows), *quant_state.shape[1:]), never transposed.
     Raises UnsupportedState (a ValueError) for malformed input, ValueError for an unknown NF4_BACKEND.
     """
-    if quant_state is None:
+    if isinstance(weight, tuple) and quant_state is None:
+        weight, quant_state = parametrized(*weight)
+    elif quant_state is None:
         layer, weight = weight, getattr(weight, "weight", weight)
         quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
         if quant_state is None:
@@ -44,11 +63,28 @@ def dequantize(
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         packed = packed._replace(dtype=dtype)
-    # The kernel's own checks refuse other weights and dtypes, so nothing is tried for them.
-    if isinstance(weight, torch.Tensor) and not weight.is_meta and packed.dtype in DTYPES:
-        if choose(weight, packed.dtype) == "torch":
-            return dequantize_in_torch(packed, out)
-    return launch.dequantize_packed(packed, out)
+    if choose(getattr(weight, "device", None)) == "torch":
+        return dequantize_in_torch(packed, out, rows)
+    from . import launch  # needs Triton
+
+    try:
+        return launch.dequantize_packed(packed, out, rows)
+    except launch.CANNOT_LAUNCH as error:
+        problem = f"the kernel could not be launched ({type(error).__name__}: {error})"
+        raise RuntimeError(f"{problem}: set NF4_BACKEND=torch to dequantize in PyTorch") from error
+
+
+def parametrized(module, name) -> tuple:
+    """Return (packed, quant_state) of a parameter that bitsandbytes quantized by a parametrization."""
+    while hasattr(module, "base_layer"):  # PEFT's wrappers
+        module = module.base_layer
+    chain = getattr(module, "parametrizations", {})
+    if name not in chain or not hasattr(chain[name][0], "quant_state"):
+        raise UnsupportedState(
+            f"{name!r} of {type(module).__name__} is not quantized by a parametrization, expected a parameter "
+            "that bitsandbytes' replace_parameter_4bit made: pass packed codes and their quant_state"
+        )
+    return chain[name].original, chain[name][0].quant_state
 
 
 def no_state(given) -> str:
@@ -64,102 +100,55 @@ def no_state(given) -> str:
     for name, module in given.named_modules():
         if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
             return f"{expected} pass one layer at a time, such as model.get_submodule({name!r})"
+        for parameter, chain in getattr(module, "parametrizations", {}).items():
+            if hasattr(chain[0], "quant_state"):
+                where = f"model.get_submodule({name!r})" if name else "module"
+                return f"{expected} pass ({where}, {parameter!r})"
     return f"{expected} other formats (8-bit, GPTQ, HQQ, AWQ) have functions of their own in their libraries"
 
 
-def dequantize_in_torch(packed, out=None):
+def dequantize_in_torch(packed, out=None, rows=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    check(packed, any_device=True)
+    check(packed)
+    selection = None if rows is None else read_rows(rows, packed)
+    if selection is not None:
+        check_ids(packed, selection.ids)
     if out is not None:
-        check_out(out, packed)
-    if not launch.is_traced(packed.weight):
+        check_out(out, packed, selection)
+    if not private.is_traced(packed.weight):
         check_memory(packed, out)
-    result = reference.dequantize(packed)
+    result = reference.dequantize(packed, selection=selection)
     if out is None:
         return result
-    if packed.weight.shape[0] == 1:
+    if selection is None and packed.weight.shape[0] == 1:
         return out.copy_(result.t()).t()
     return out.copy_(result)
 
 
-def choose(weight: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return "triton" or "torch". Raises ValueError for an unknown NF4_BACKEND.
-
-    A traced call decides without trying the kernel: a tracer would record the trial.
-    """
+def choose(device) -> str:
+    """Return "triton" or "torch" for a weight on a device. Raises ValueError for an unknown NF4_BACKEND."""
     name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
     if name not in BACKENDS:
         raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(BACKENDS)}")
     if name != "auto":
         return name
-    if launch.is_traced(weight):
-        return "torch" if weight.device.type == "cpu" and not INTERPRETED else "triton"
-    return choose_once(weight.device, dtype)
-
-
-verdicts: dict = {}  # {(device, dtype): "triton" or "torch"}; an accident is not remembered
-
-
-def choose_once(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the verdict on a device and dtype, with one trial for each."""
-    if (device, dtype) in verdicts:
-        return verdicts[device, dtype]
-    try:
-        problem = why_not_triton(device, dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a full disk, a graph capture: PyTorch serves this call
-        log.warning(
-            "NF4_BACKEND=auto on %s, %s: torch for this call (%s: %s)",
-            device,
-            dtype,
-            type(error).__name__,
-            error,
-        )
+    if private.is_compiling():  # what why_torch asks cannot be traced
+        return "torch" if device.type == "cpu" and not environment.interpreted() else "triton"
+    if problem := why_torch(str(device)):
+        if device is not None and device.type == "cuda":
+            say_once(f"dequantize() uses PyTorch: {problem}")
         return "torch"
-    if problem:
-        log.warning("NF4_BACKEND=auto on %s, %s: torch (%s)", device, dtype, problem)
-    verdicts[device, dtype] = "torch" if problem else "triton"
-    return verdicts[device, dtype]
+    if newer := environment.newer_than_tested():
+        say_once(f"{newer} If it fails, set NF4_BACKEND=torch.")
+    return "triton"
 
 
-def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why the kernel cannot dequantize to `dtype` on `device`, None if it can.
-
-    Raises what stopped the kernel.
-    """
-    if device.type != "cuda" and not (device.type == "cpu" and INTERPRETED):
-        return f"the weight is on {device}"
-    if problem := cannot_run(device):
-        return problem
-    packed = small_weight(device, dtype)
-    result = launch.dequantize_packed(packed)
-    if not reference.same_bits(result, reference.dequantize(packed)):
-        return "the kernel is not bit-exact here: please report it"
-    return None
+@functools.cache
+def why_torch(device: str) -> str | None:
+    """Return why the kernel cannot dequantize on a device, None if it can."""
+    return environment.cannot_run(None if device == "None" else device)
 
 
-def small_weight(device: torch.device, dtype: torch.dtype) -> Packed:
-    """Return 64 x 64 packed weights: every byte, nested scales."""
-    codes = torch.arange(2048, device=device).to(torch.uint8)
-    floats = torch.linspace(0.1, 1.1, 256, device=device, dtype=torch.float32)
-    return Packed(
-        weight=codes.view(-1, 1),
-        absmax=codes[:64],
-        code2=floats,
-        absmax2=floats[:1],
-        offset=floats[9],
-        shape=(64, 64),
-        dtype=dtype,
-        quant_type="nf4",
-        blocksize=64,
-        blocksize2=256,
-        nested=True,
-    )
-
-
-def cannot_run(device: torch.device | str | None = None) -> str | None:
-    """Return why the kernel cannot run on a device (default: the current) and what to do, None if it can."""
-    if torch.version.hip is not None:
-        return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    return None if INTERPRETED else environment.no_gpu(device)
+@functools.cache
+def say_once(text: str) -> None:
+    log.warning("%s", text)

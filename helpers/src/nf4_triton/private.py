@@ -1,21 +1,17 @@
-"""Every private name of torch and Triton that the package uses, what it saves or costs, what replaces it.
+"""Every private name of torch that the package uses, what it saves or costs, what replaces it.
 
-Times were measured on a slow host of an H200, where a call takes 15 us.
+Times were measured on a slow host of an H200, where a call takes 15 us. Triton's are in replay.py.
 """
 # ruff: noqa: E402, I001
-# %% tags=["module-only"]
-from .kernel import INTERPRETED, TRITON
-
-# %% Private names of torch and Triton id="private" part="private" folded=true tags=["launch"]
+# %% Private names of torch id="private" part="private" folded=true tags=["launch"]
 import contextlib
 import operator
 
 import torch
-import triton
 
 
 def private(root, path, public=None):
-    """Return a private attribute of torch or Triton, or `public` if it is missing."""
+    """Return a private attribute of torch, or `public` if it is missing."""
     try:
         return operator.attrgetter(path)(root)
     except AttributeError:
@@ -36,9 +32,6 @@ current_stream = private(torch._C, "_cuda_getCurrentRawStream",
                          lambda index: torch.cuda.current_stream(index).cuda_stream)
 # Saves 0.5 us: does not check that CUDA is initialized.
 current_device = private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-# Saves 1.8 us (0.8 on a fast host): skips the Python part of Triton's launcher, whose arguments are known
-# for these versions.
-SKIP_PYTHON_LAUNCHER = TRITON in ((3, 5), (3, 6))
 
 # For correctness: who else must see a call. Without one of these names every call goes through
 # the operator, and no launch is replayed.
@@ -55,23 +48,12 @@ if is_fake is None:  # the operator must know tracers' tensors all the same
         return torch.compiler.is_compiling()
 
 
-hooks = triton.knobs.runtime  # public: profilers add launch hooks here
-
 is_compiling = torch.compiler.is_dynamo_compiling  # public
-# Replays bypass Triton's own launch code, whose arguments were checked for these versions.
-CAN_REPLAY = (GUARDED and TensorGuards is not None and not INTERPRETED
-              and (3, 4) <= TRITON <= (3, 9) and torch.version.hip is None)
 
 
 def in_transform():
     """Return whether a functorch transform such as vmap is active."""
     return transforms is None or transforms() is not None
-
-
-def is_observed():
-    """Return whether a dispatch mode or a profiler's launch hook must see the next launch."""
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    return dispatch_modes() or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
 
 
 def is_traced(weight):

@@ -19,8 +19,8 @@ FP4_VALUES: tuple[float, ...] = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 /
 FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbytes' CUDA kernels
 
 
-def dequantize(packed, flush_subnormal=None):
-    """Return the dequantized weight, bit-identical to bitsandbytes, on the device of the weight.
+def dequantize(packed, flush_subnormal=None, selection=None):
+    """Return the dequantized weight, or a Selection of its slices, bit-identical to bitsandbytes, on the device of the weight.
 
         scale[k] = fp32(code2[absmax[k]] * absmax2[k // blocksize2]) + offset    nested: rounded twice, no FMA
         out[i]   = dtype(fp32(table[code[i]] * scale[i // blocksize]))           flat: scale is absmax
@@ -50,7 +50,19 @@ def dequantize(packed, flush_subnormal=None):
     codes = codes.view(-1)[:n]
     out = by_block(multiply, table[codes], scale.float(), packed.blocksize)
     out = out.to(packed.dtype).view(tuple(packed.shape))
+    if selection is not None:
+        return select(out, selection)
     return out.t() if weight.shape[0] == 1 else out
+
+
+def select(weight, selection):
+    """Return copies of the slices that a Selection names, NaN for an id out of range; never transposed."""
+    if selection.ids is None:
+        return weight[selection.first : selection.first + selection.count].clone()
+    ids = selection.ids.long()
+    exists = (ids >= 0) & (ids < len(weight))
+    found = weight[torch.where(exists, ids, 0)]
+    return found.masked_fill(~exists.view(-1, *[1] * (weight.dim() - 1)), math.nan)
 
 
 def by_block(multiply, values, scale, blocksize):

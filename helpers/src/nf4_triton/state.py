@@ -1,8 +1,9 @@
-"""Read a bitsandbytes state into a Packed, and check it. The section is a notebook cell."""
+"""Read a bitsandbytes state into a Packed, and check it. Needs no Triton. `# %%`: a notebook cell."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-from .kernel import INTERPRETED
-from .settings import MAX_ELEMENTS
+import operator
+
+from .private import is_compiling, is_fake
 
 # %% Read and check a state id="state" part="state" folded=true tags=["launch"]
 import math
@@ -10,6 +11,7 @@ import typing
 
 import torch
 
+MAX_ELEMENTS = 1 << 34  # of one tensor: the kernel counts rows of 8 elements in 31 bits
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # bitsandbytes loads the offset in torch's default dtype.
@@ -22,24 +24,39 @@ class UnsupportedState(ValueError):
 
 
 class Packed(typing.NamedTuple):
-    """A 4-bit weight, whichever library holds it. The last three tensors are None if it is flat."""
+    """A 4-bit weight, whichever library holds it."""
 
     weight: torch.Tensor  # packed codes, two a byte, high nibble first
     absmax: torch.Tensor  # one per block: uint8 index into code2, or the fp32 scale (flat)
-    code2: torch.Tensor | None  # (256,) fp32
-    absmax2: torch.Tensor | None  # fp32, one for every blocksize2 blocks
-    offset: torch.Tensor | None  # one value
     shape: tuple  # of the result
     dtype: torch.dtype  # of the result
     quant_type: str  # "nf4" or "fp4"
     blocksize: int  # elements
-    blocksize2: int | None  # blocks
-    nested: bool
+    nested: bool = False  # absmax is quantized too; the rest is then given
+    code2: torch.Tensor | None = None  # (256,) fp32
+    absmax2: torch.Tensor | None = None  # fp32, one for every blocksize2 blocks
+    offset: torch.Tensor | None = None  # one value
+    blocksize2: int | None = None  # blocks
 
     @property
     def tensors(self):
         """The tensors that the kernel reads: five, or two if flat."""
-        return self[:5] if self.nested else self[:2]
+        second = (self.code2, self.absmax2, self.offset) if self.nested else ()
+        return self.weight, self.absmax, *second
+
+    @property
+    def spec(self):
+        """The other fields, in read_fields' order."""
+        return (tuple(self.shape), self.dtype, self.quant_type, self.blocksize, self.blocksize2,
+                self.nested)
+
+
+class Selection(typing.NamedTuple):
+    """Slices of a weight along its first dimension."""
+
+    ids: torch.Tensor | None  # (count,) int32 or int64 on the weight's device; None: consecutive
+    first: int  # of consecutive slices
+    count: int
 
 
 def read_fields(weight, quant_state):
@@ -68,16 +85,20 @@ def read_fields(weight, quant_state):
     return tensors, spec
 
 
+def make_packed(tensors, spec):
+    """Return the Packed of read_fields' two tuples."""
+    weight, absmax, *second = tensors
+    code2, absmax2, offset = second or (None, None, None)
+    shape, dtype, quant_type, blocksize, blocksize2, nested = spec
+    return Packed(weight=weight, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset,
+                  shape=shape, dtype=dtype, quant_type=quant_type, blocksize=blocksize,
+                  blocksize2=blocksize2, nested=nested)
+
+
 def read_state(weight, quant_state):
     """Return the Packed of a bitsandbytes weight and its QuantState. Checks only that all fields
     exist. Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer."""
     return make_packed(*read_fields(weight, quant_state))
-
-
-def make_packed(tensors, spec):
-    """Return the Packed of read_fields' two tuples."""
-    none = (None,) * (5 - len(tensors))
-    return Packed(*tensors, *none, *spec)
 
 
 def missing_field(quant_state, error):
@@ -89,11 +110,11 @@ def missing_field(quant_state, error):
             "fields: reload the layer")
 
 
-def check(packed, any_device=False):
+def check(packed, device=None):
     """Return (elements, log2 blocksize, log2 blocksize2 or 0). Raises UnsupportedState.
 
-    Reads only metadata, which torch.compile can trace. any_device: accept a weight on the CPU, for
-    dequantizing in plain PyTorch.
+    Reads only metadata, which torch.compile can trace. device: the type of device where the weight
+    must be, None for any.
     """
     p = packed
     if not isinstance(p.quant_type, str) or p.quant_type not in ("nf4", "fp4"):
@@ -112,7 +133,7 @@ def check(packed, any_device=False):
     if n >= MAX_ELEMENTS:
         raise UnsupportedState(f"the weight has {n} elements, expected fewer than 2**34: "
                                "dequantize it in parts")
-    check_weight(p.weight, n, p.shape, any_device)
+    check_weight(p.weight, n, p.shape, device)
     kind = torch.uint8 if p.nested else torch.float32
     check_tensor("absmax", p.absmax, p.weight, blocks, kind)
     if not p.nested:
@@ -138,14 +159,20 @@ def log2_of(name, size, least, most):
     return min(int(size).bit_length() - 1, most)
 
 
-def check_weight(weight, n, shape, any_device):
+def check_weight(weight, n, shape, device):
     """Check that the weight holds packed codes for n elements, where the kernel can read them."""
     if not isinstance(weight, torch.Tensor):
         raise UnsupportedState(
             f"the weight is {type(weight).__name__}, expected a tensor of packed 4-bit codes: pass "
             "a Linear4bit, or its weight and weight.quant_state")
-    on_cpu = weight.device.type == "cpu" and INTERPRETED
-    if weight.device.type != "cuda" and not (on_cpu or any_device):
+    if type(weight).__name__ == "DTensor":
+        raise UnsupportedState(
+            "the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
+    if weight.is_meta:
+        raise UnsupportedState(
+            "the weight is on meta, expected its values: the layer is offloaded, so call inside "
+            "`with accelerate.utils.align_module_device(layer, device):`")
+    if device and weight.device.type not in ("cuda", device):
         raise UnsupportedState(
             f"the weight is on {weight.device}, expected CUDA: move the layer, or set "
             "TRITON_INTERPRET=1 before Python starts to run on the CPU")
@@ -160,7 +187,8 @@ def check_weight(weight, n, shape, any_device):
     if held * 2 < n:
         raise UnsupportedState(
             f"the weight holds {held} bytes, expected {(n + 1) // 2} for the shape {shape}: gather "
-            "it first if FSDP or DeepSpeed ZeRO-3 sharded it, else reload the layer")
+            "it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass the whole "
+            "with rows=")
 
 
 def check_tensor(name, tensor, weight, least, *dtypes):
@@ -186,25 +214,29 @@ def check_tensor(name, tensor, weight, least, *dtypes):
 def check_memory(packed, out=None):
     """Check that real tensors have memory, not freed by FSDP, that none is a negated view, and that
     writing into `out` overwrites nothing that the kernel reads."""
-    named = dict(zip(Packed._fields, packed.tensors, strict=False))
-    if out is not None:
-        named["out"] = out
-    for name, tensor in named.items():
+    names = ("weight", "absmax", "code2", "absmax2", "offset")
+    read = dict(zip(names, packed.tensors, strict=False))
+    for name, tensor in {**read, "out": out}.items():
+        if tensor is None:
+            continue
         if tensor.is_neg():
             raise UnsupportedState(
                 f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()")
         if is_freed(tensor):
             raise UnsupportedState(
-                f"{name} has no memory, expected its values: gather it first if FSDP freed it, or "
-                "pass full_tensor() of a DTensor")
+                f"{name} has no memory, expected its values: gather it first if FSDP freed it")
     if out is None:
         return
-    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    for name, tensor in zip(Packed._fields, packed.tensors, strict=False):
-        first = tensor.data_ptr()
-        if start < first + tensor.nbytes and first < end:
+    for name, tensor in read.items():
+        if overlaps(out, tensor):
             raise UnsupportedState(
                 f"out shares memory with {name}, expected its own: pass another tensor, or None")
+
+
+def overlaps(out, tensor):
+    """Return whether two contiguous tensors share memory."""
+    start, first = out.data_ptr(), tensor.data_ptr()
+    return start < first + tensor.nbytes and first < start + out.nbytes
 
 
 def is_freed(tensor):
@@ -216,14 +248,89 @@ def is_freed(tensor):
         return True
 
 
-def check_out(out, packed):
+def check_out(out, packed, selection=None):
     """Check that `out` can hold the result. Raises UnsupportedState."""
     if not isinstance(out, torch.Tensor):
         raise UnsupportedState(
             f"out is {type(out).__name__}, expected a tensor, or None for a new one")
-    expected = (tuple(packed.shape), packed.dtype, packed.weight.device, True, False)
+    shape = result_shape(packed, selection)
+    expected = (shape, packed.dtype, packed.weight.device, True, False)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), out.requires_grad)
     if given != expected:
         raise UnsupportedState(
             f"out has (shape, dtype, device, contiguous, requires_grad) {given}, expected "
             f"{expected}: pass such a tensor, or None for a new one")
+
+
+def result_shape(packed, selection=None):
+    """Return the shape of the result, not transposed."""
+    if selection is None:
+        return tuple(packed.shape)
+    return (selection.count, *packed.shape[1:])
+
+
+# %% Selected slices id="state-slices" part="state" folded=true tags=["launch"]
+def slice_elements(packed):
+    """Return the elements of one slice. Raises UnsupportedState for one that no row can begin at."""
+    n = math.prod(packed.shape[1:]) if packed.shape else 0
+    if n % 8 or not n:
+        raise UnsupportedState(
+            f"a slice of {tuple(packed.shape)} has {n} elements, expected a multiple of 8: "
+            "dequantize the whole weight, then index it")
+    return n
+
+
+def extent(shape, selection, tile):
+    """Return the kernel's (n, first, slices), and how many programs of `tile` elements it needs."""
+    if selection is None:
+        n = math.prod(shape)
+        return (n, 0, 1), -(-n // tile)
+    n = math.prod(shape[1:])
+    if selection.ids is not None:
+        return (n, 0, shape[0]), selection.count * -(-n // tile)
+    size = selection.count * n
+    return (size, selection.first * n, shape[0]), -(-size // tile)
+
+
+def check_ids(packed, ids):
+    """Check that slices begin at rows, and that the kernel can read ids. Raises UnsupportedState."""
+    slice_elements(packed)
+    if ids is None:
+        return
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
+        raise UnsupportedState(
+            f"rows is {ids.dtype} of shape {tuple(ids.shape)}, expected contiguous int32 or int64 "
+            "ids in one dimension: use mask.nonzero().view(-1) for a mask")
+    if ids.device != packed.weight.device:
+        raise UnsupportedState(
+            f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is")
+
+
+# %% tags=["module-only"]
+def read_rows(rows, packed):
+    """Return the Selection of `rows`: a slice of step 1, a tensor of ids, or a list of ints.
+
+    Ids on a CPU are checked, which raises IndexError, and copied to the weight's device.
+    """
+    size = packed.shape[0] if len(packed.shape) else 0
+    if isinstance(rows, slice):
+        first, stop, step = rows.indices(size)
+        if step != 1:
+            raise UnsupportedState(f"rows is {rows}, expected step 1: pass a list of ids")
+        return Selection(None, first, max(0, stop - first))
+    if isinstance(rows, (list, tuple, range)):
+        try:
+            rows = torch.tensor(list(map(operator.index, rows)), dtype=torch.int64, device="cpu")
+        except TypeError as error:
+            raise UnsupportedState(f"rows is not a list of ints ({error}): pass ids") from error
+    if not isinstance(rows, torch.Tensor):
+        raise UnsupportedState(
+            f"rows is {type(rows).__name__}, expected a slice, a list of ints, or a tensor of int32 "
+            "or int64 ids")
+    known = rows.device.type == "cpu" and not (is_compiling() or is_fake(rows))
+    on_device = rows.to(packed.weight.device) if rows.device.type == "cpu" else rows
+    check_ids(packed, on_device)
+    outside = rows[(rows < 0) | (rows >= size)] if known else rows if size == 0 else ()
+    if len(outside):
+        raise IndexError(f"rows has {outside[0]}, expected ids below {size}")
+    return Selection(on_device, 0, rows.shape[0])
