@@ -3,8 +3,8 @@
 doctor    check this machine: versions, correctness; what to fix
 run       run the notebook, print the score and where the files are
 bench     time the kernel against the baselines; training with and without it
-cross     cross-compile for the cards people own; check budgets
-draw      fill README, docs, and notebook from the results; file a sent result
+cross     cross-compile for the cards people own; check the machine code
+draw      fill README and docs from the results; store those of an executed notebook
 sync      write the modules' sections into the notebook's cells
 """
 
@@ -19,19 +19,20 @@ COMMANDS = {  # module and function
     "draw": ("results.pages", "main"),
     "sync": ("puzzle.notebook", "write"),
 }
+WITHOUT_OPTIONS = ("doctor", "sync")
 
 
 def doctor(argv: list[str]) -> int:
     """Run the package's doctor, told about the checkout."""
-    from nf4_triton import __main__ as package
+    from nf4_triton.__main__ import doctor
 
-    if argv:
-        return package.main(["doctor", *argv])
-    return package.doctor("bash colab_setup.sh", "Next: bash colab_setup.sh run")
+    return doctor("Next: bash colab_setup.sh run")
 
 
 def main(argv: list[str]) -> int:
     """Run a command; return its exit status, 2 for an unknown one."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     command, *rest = argv or ["--help"]
     if command in ("-h", "--help", "help"):
         print(__doc__.strip())
@@ -39,6 +40,9 @@ def main(argv: list[str]) -> int:
     if command not in COMMANDS:
         print(f"unknown command: {command}\n{__doc__.strip()}", file=sys.stderr)
         return 2
+    if rest and command in WITHOUT_OPTIONS:
+        print(f"usage: python -m helpers {command}, without options")
+        return 0 if rest[0] in ("-h", "--help") else 2
     from helpers import machine
 
     module, function = COMMANDS[command]

@@ -4,6 +4,7 @@ Importing it imports neither torch nor Triton. The notebook's machine cell makes
 """
 
 import datetime
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -60,6 +61,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
+@functools.cache
 def triton_version() -> tuple[int, int] | None:
     """Return Triton's major and minor version, None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
@@ -112,18 +114,19 @@ def cannot_run(device=None) -> str | None:
     return triton_problem() or (None if interpreted() else no_gpu(device))
 
 
+@functools.cache
 def newer_than_tested(device=None) -> str | None:
     """Return what is newer here than all that the kernel was tested with, None if nothing is."""
     import torch
 
     version = triton_version()
     if version and version > NEWEST_TRITON:
-        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)"
+        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)."
     if not torch.cuda.is_available() or torch.version.hip:
         return None
     major, minor = torch.cuda.get_device_capability(device)
     if major > NEWEST_MAJOR:
-        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) is newer than the tested cards"
+        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) is newer than the tested cards."
     return None
 
 
