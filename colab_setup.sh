@@ -51,8 +51,7 @@ esac
   "runtime type > T4 GPU; in Kaggle Settings > Accelerator > GPU T4 x2. To go on without one (correctness only, no" \
   "speed) set NF4_ALLOW_CPU=1."
 
-# What requirements.txt asks for here.
-skip=unsloth
+skip=unsloth # of requirements.txt
 [ -n "$gpu" ] || skip+="|gpu"
 [ -z "$hosted" ] || [ "$mode" = test ] || skip+="|test"
 mapfile -t packages < <(sed -E "${hosted:+/^jupyter/d;}/extra == \"($skip)\"/d; s/ *; extra ==.*//; /^#|^\$/d" requirements.txt)
@@ -64,7 +63,8 @@ quietly() { # WHAT COMMAND...: shows the command's output only if it fails
 }
 
 pip() { # with uv where it is on PATH
-  if command -v uv >/dev/null; then uv pip install --python "$python" "$@"; else "$python" -m pip install "$@"; fi
+  if command -v uv >/dev/null; then uv pip install --python "$python" "$@"; return; fi
+  "$python" -m pip --disable-pip-version-check install "$@"
 }
 
 make_venv() {
@@ -84,8 +84,8 @@ if [ -n "${PYTHON:-}" ]; then
   python=$PYTHON; echo "using $python as it is"
 elif [ -n "$hosted" ]; then
   python=$(command -v python3)
-  "$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(torch|triton)==' >"${kept:=$(mktemp)}" || true
-  quietly "installing what is missing" pip "${packages[@]}" -c "$kept"
+  kept=$("$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(torch|triton)==') || true
+  quietly "installing what is missing" pip "${packages[@]}" -c <(echo "$kept")
   [ -z "$gpu" ] || quietly "installing Unsloth" pip --no-deps "${alone[@]}"
 elif [ -e .venv ] && [ ! -e $OURS ]; then
   echo "using .venv as it is: this script did not make it"
