@@ -71,11 +71,14 @@ def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     assert not dead, "\n".join(dead)
 
 
-def test_an_unknown_command_or_none_lists_each(capsys):
+def test_commands_are_listed_and_checked(capsys):
     assert commands.main([]) == 0 and commands.main(["no such command"]) == 2
     shown = capsys.readouterr()
     assert "no such command" in shown.err
     assert all(f"\n{name} " in shown.out and f"\n{name} " in shown.err for name in commands.COMMANDS)
+    notebook = (machine.ROOT / "Unsloth_Puzzles_A.ipynb").stat()
+    assert commands.main(["sync", "--help"]) == 0 and commands.main(["sync", "bogus"]) == 2
+    assert (machine.ROOT / "Unsloth_Puzzles_A.ipynb").stat().st_mtime_ns == notebook.st_mtime_ns
 
 
 def test_importing_a_module_changes_no_variable_and_starts_nothing():
