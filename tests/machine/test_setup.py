@@ -100,7 +100,7 @@ def setup(tmp_path):
     return run
 
 
-def test_a_second_setup_installs_nothing(setup, tmp_path):
+def test_a_second_setup_needs_no_network(setup, tmp_path):
     done, calls = setup()
     assert done.stdout.endswith(f"ready: {setup.folder}/.venv/bin/python\n"), done.stderr
     assert any("download.pytorch.org/whl/cpu" in call for call in calls)
