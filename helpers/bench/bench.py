@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from helpers import machine
-from helpers.bench import clocks, compiled, contenders, gpu, host, training
+from helpers.bench import clocks, compiled, contenders, experts, gpu, host, training
 from helpers.bench.contenders import why
 from helpers.results import store
 from helpers.results.store import Row
@@ -31,8 +31,9 @@ class Scope:
         *(58_720_256, 117_440_512, 234_881_024, 603_979_776),
     )
     settings: tuple = ((2**20, "bf16"), (2**24, "bf16"), (2**24, "fp16"), (234_881_024, "bf16"))
-    # (experts, out, in): gate and up, and down of Qwen3 30B-A3B; gate and up of gpt-oss 20B
-    experts: tuple = ((128, 1536, 2048), (128, 2048, 768), (32, 5760, 2880))
+    # (experts, out, in): gate and up, and down of Qwen3 30B-A3B; gate and up of Qwen3.5 35B-A3B, gpt-oss 20B
+    experts: tuple = ((128, 1536, 2048), (128, 2048, 768), (256, 1024, 2048), (32, 5760, 2880))
+    active: tuple[int, ...] = (4, 8, 32)  # experts of a stack
     layer: tuple[int, int] = host.LAYER  # of times on the host, and of compiled code
     tokens: tuple[int, ...] = (64, 512, 2048)
     weights: int = 24  # under one torch.compile
@@ -44,7 +45,8 @@ FULL = Scope()
 ON_CPU = Scope(
     sizes=(2**10, 2**12),
     settings=((2**10, "bf16"),),
-    experts=((2, 8, 64),),
+    experts=((2, 64, 256),),
+    active=(1,),
     layer=(128, 64),
     tokens=(8,),
     weights=2,
@@ -54,10 +56,10 @@ ON_CPU = Scope(
 
 SECTIONS: dict[str, Callable[[Scope, list[str]], Iterator[Row]]] = {
     "gpu_time": gpu.time_sizes,
-    "experts": gpu.time_experts,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
     "compiled": compiled.time_compiled,
+    "experts": experts.time_experts,
     "training": training.time_training,
 }
 DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains for minutes
@@ -105,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SECTION",
         help=f"any of {', '.join(SECTIONS)}; by default all but training",
     )
+    into = "folder under results/ in place of this card's, such as nvidia-h200-triton-3.9 for another Triton"
+    parser.add_argument("--into", metavar="FOLDER", help=into)
     options = parser.parse_args(argv)
     if not clocks.ON_GPU:
         print(f"{machine.no_gpu()}\nResults are compared at small sizes; nothing is timed or stored.")
@@ -119,6 +123,6 @@ def main(argv: list[str] | None = None) -> int:
             print("FAILED", problem)
         failed |= bool(problems)
         if rows and clocks.ON_GPU:
-            path = store.write(rows[0].section, rows, note="; ".join(problems))
+            path = store.write(name, rows, options.into, note="; ".join(problems))
             print(f"stored in {path}", flush=True)
     return int(failed)

@@ -9,7 +9,6 @@ import functools
 import gc
 import math
 import time
-import types
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -75,12 +74,8 @@ def capture(calls: list[Callable], pool=None) -> tuple:
 
     The calls run before the capture on the same stream, to compile kernels. Each gets memory of its own for
     its result; that of another graph's `pool` may be overwritten. Passes on a call's errors. By hand:
-    `torch.cuda.graph` empties the allocator's cache, and after an error it stays on its stream. Without a GPU
-    the graph calls the last function again.
+    `torch.cuda.graph` empties the allocator's cache, and after an error it stays on its stream.
     """
-    if not ON_GPU:
-        out = [call() for call in calls][-1]
-        return types.SimpleNamespace(replay=lambda: out.copy_(calls[-1]()), pool=lambda: None), out
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with collector_off(), torch.cuda.stream(_capture_stream()):

@@ -1,4 +1,4 @@
-"""The sections gpu_time, experts and settings of `python -m helpers bench`: time on the GPU, in CUDA graphs.
+"""The sections gpu_time and settings of `python -m helpers bench`: time on the GPU, in CUDA graphs.
 
 A graph holds one call on each of many weights that together fill the L2 cache many times, so every call finds
 it cold. The weights are stored as rows of 64: a kernel's time depends on their number of elements, not on
@@ -8,7 +8,11 @@ their shape.
 import dataclasses
 import functools
 import math
+import statistics
+import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 
@@ -23,17 +27,72 @@ from nf4_triton.launch import your_dequantize_nf4
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 1_100_000_000  # bytes read and written by a graph
 MOST_LAYERS = 2048  # of a graph
-
+# Tiles in 32-bit words, and warps, of the kernel that only moves the bytes: the best at a size counts.
+COPIES = [(256, 2), (512, 4), (1024, 8), (512, 2), (1024, 4), (2048, 8)]
+# Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
+B200 = (1024, 2, True, True, 2)
 CHANGES = {"asm": [False], "hints": [False], "rows": [16, 32, 64, 128], "num_warps": [1, 2, 4]}
 
 
-def layers_of(numel: int) -> list:
+class Work(NamedTuple):
+    """What one contender does in a graph."""
+
+    calls: list[Callable[[], torch.Tensor]]
+    first: torch.Tensor  # what the first call must return, and what the last one
+    last: torch.Tensor
+
+
+def captured(works: dict[str, Work], problems: list[str], where: str) -> dict:
+    """Return {name: graph of its calls}; the graphs share one pool for their outputs.
+
+    A replayed graph must write the last output's bits: a launch that went past the capture would leave an
+    empty graph.
+    """
+    pool, graphs = None, {}
+    for name, work in works.items():
+        try:
+            check(work.calls[0], work.first)
+            if not clocks.ON_GPU:
+                check(work.calls[-1], work.last)
+                graphs[name] = None
+                continue
+            graph, out = clocks.capture(work.calls, pool)
+            check(graph.replay, work.last, out)
+            graphs[name], pool = graph, graph.pool()
+        except Exception as error:
+            problems.append(f"{name} at {where}: {why(error)}")
+    return graphs
+
+
+def gpu_seconds(works: dict[str, Work], rounds: int, problems: list[str], where: str) -> dict:
+    """Return {name: GPU seconds a call, of each round}."""
+    graphs = captured(works, problems, where)
+    found = {}
+    for name, values in clocks.gpu_seconds(graphs, rounds).items():
+        found[name] = [value / len(works[name].calls) for value in values]
+    return found
+
+
+# --- weights ---
+
+
+def layers_of(numel: int, dtype: str) -> list:
     """Return layers of `numel` elements each, through which the calls of a graph rotate."""
     moved = numel // 2 + numel // 64 + numel // 4096 + 2 * numel
-    count = 2
-    if clocks.ON_GPU:
-        count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / moved)))
-    return [quantized_layer(64, numel // 64, torch.bfloat16, seed=index) for index in range(count)]
+    count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / moved))) if clocks.ON_GPU else 2
+    return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index) for index in range(count)]
+
+
+def works_of(functions: dict[str, Callable], layers: list, expected: Callable = exact_weight) -> dict:
+    """Return {name: Work of a call on each layer}."""
+    ends = expected(layers[0]), expected(layers[-1])
+    return {
+        name: Work([functools.partial(function, layer) for layer in layers], *ends)
+        for name, function in functions.items()
+    }
+
+
+# --- gpu_time ---
 
 
 def moved(layer) -> torch.Tensor:
@@ -42,69 +101,38 @@ def moved(layer) -> torch.Tensor:
     return (words ^ layer.weight.quant_state.absmax.int().repeat_interleave(8)).repeat_interleave(4)
 
 
-def set_dtype(layers: list, dtype: str) -> None:
-    """Let layers be dequantized to a dtype."""
-    for layer in layers:
-        layer.weight.quant_state.dtype = DTYPES[dtype]
+def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
+    """Call Unsloth's function in its B200 configuration, which is part of its launch cache's key."""
+    with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
+        return unsloth_today(layer)
 
 
-def captured(layers: list, functions: dict[str, Callable], problems: list[str], where: str) -> dict:
-    """Return {name: graph of a call on each layer}; the graphs share one pool for their outputs.
-
-    A replayed graph must write the last output's bits: a launch that went past the capture would leave an
-    empty graph.
-    """
-    pool, graphs = None, {}
-    for name, fn in functions.items():
-        expected = moved if fn is move_bytes else exact_weight
-        try:
-            check(functools.partial(fn, layers[0]), expected(layers[0]))
-            graph, out = clocks.capture([functools.partial(fn, layer) for layer in layers], pool)
-            check(graph.replay, expected(layers[-1]), out)
-            graphs[name], pool = graph, graph.pool()
-        except Exception as error:
-            problems.append(f"{name} at {where}: {why(error)}")
-    return graphs
-
-
-def gpu_seconds(layers: list, functions: dict, rounds: int, problems: list[str], where: str) -> dict:
-    """Return {name: GPU seconds a call, of each round} of functions of a layer."""
-    graphs = captured(layers, functions, problems, where)
-    found = {}
-    for name, values in clocks.gpu_seconds(graphs, rounds).items():
-        found[name] = [value / len(layers) for value in values]
-    return found
+def with_kernels() -> dict[str, Callable]:
+    """Return {name: layer -> weight} of every kernel. PEFT launches bitsandbytes'."""
+    functions = contenders.some_contenders("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
+    if "unsloth_today" in functions:
+        functions["unsloth_b200"] = functools.partial(as_on_b200, functions["unsloth_today"])
+    return functions
 
 
 def time_sizes(scope, problems: list[str]) -> Iterator[Row]:
-    """Yield GPU time by size: every contender with kernels of its own, and the memory-bound reference."""
-    everyone = contenders.all_contenders()
-    functions = {name: everyone[name] for name in contenders.ON_GPU if name in everyone}
-    functions["copy_kernel"] = move_bytes
+    """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference."""
+    functions = with_kernels()
+    copies = {}
+    for tile, warps in COPIES:
+        copies[f"copy {tile}/{warps}"] = functools.partial(move_bytes, tile=tile, num_warps=warps)
     for numel in scope.sizes:
-        layers = layers_of(numel)
         for dtype in DTYPES:
-            set_dtype(layers, dtype)
-            case = f"{numel} {dtype}"
-            yield from us("gpu_time", case, gpu_seconds(layers, functions, scope.rounds, problems, case))
+            layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
+            works = works_of(functions, layers) | works_of(copies, layers, moved)
+            seconds = gpu_seconds(works, scope.rounds, problems, case)
+            tried = [seconds.pop(name) for name in copies if name in seconds]
+            if tried:
+                seconds["copy_kernel"] = min(tried, key=statistics.median)
+            yield from us("gpu_time", case, seconds)
 
 
-def time_experts(scope, problems: list[str]) -> Iterator[Row]:
-    """Yield GPU time of stacks of experts, each stack one state. Unsloth has a kernel for them."""
-    everyone = contenders.all_contenders()
-    functions = {"ours": everyone["ours"], "bitsandbytes": everyone["bitsandbytes"]}
-    if "unsloth_today" in everyone:
-        from unsloth_zoo.temporary_patches.moe_triton_kernels import nf4_dequant_triton
-
-        functions["unsloth_stack"] = lambda layer: nf4_dequant_triton(
-            layer.weight.data, layer.weight.quant_state
-        )
-    for shape in scope.experts:
-        layers = layers_of(math.prod(shape))
-        for layer in layers:
-            layer.weight.quant_state.shape = torch.Size(shape)
-        case = f"{'x'.join(map(str, shape))} bf16"
-        yield from us("experts", case, gpu_seconds(layers, functions, scope.rounds, problems, case))
+# --- settings ---
 
 
 def changes() -> dict[str, Callable]:
@@ -131,11 +159,6 @@ def time_settings(scope, problems: list[str]) -> Iterator[Row]:
     """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
     functions = {"default": your_dequantize_nf4} | changes()
     for numel, dtype in scope.settings:
-        layers = layers_of(numel)
-        set_dtype(layers, dtype)
-        seconds = gpu_seconds(layers, functions, scope.rounds, problems, f"{numel} {dtype}")
-        default = seconds.pop("default", None)
-        if default is None:
-            continue  # it was wrong, as `problems` says
-        for name, values in seconds.items():
-            yield from us("settings", f"{name} at {numel} {dtype}", {"default": default, "changed": values})
+        works = works_of(functions, layers_of(numel, dtype))
+        case = f"{numel} {dtype}"
+        yield from us("settings", case, gpu_seconds(works, scope.rounds, problems, case))

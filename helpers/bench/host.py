@@ -5,20 +5,30 @@ from collections.abc import Iterator
 import torch
 
 from helpers.bench import clocks, contenders
-from helpers.bench.contenders import exact_calls, us
+from helpers.bench.contenders import exact_weight, us
 from helpers.puzzle import protocol
 from helpers.puzzle.layers import quantized_layer
 from helpers.results.store import Row
+from nf4_triton.backend import dequantize
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
 
 
 def time_host(scope, problems: list[str]) -> Iterator[Row]:
-    """Yield the time until a call returns, and with a synchronize after every call."""
+    """Yield the time until a call returns, and with a synchronize after every call.
+
+    Beside the contenders: the package's dequantize() with `out=`, and with all rows chosen by their ids.
+    """
     layer = quantized_layer(*scope.layer, torch.bfloat16)
-    functions = contenders.all_contenders() | contenders.writing_into_out(layer)
-    calls = exact_calls(functions, layer, problems)
+    expected, state = exact_weight(layer), layer.weight.quant_state
+    out, ids = torch.empty_like(expected), torch.arange(len(expected), device=expected.device)
+    functions = {
+        **contenders.all_contenders(),
+        "ours_out": lambda layer: dequantize(layer.weight, state, out=out),
+        "ours_rows": lambda layer: dequantize(layer.weight, state, rows=ids),
+    }
     with protocol.own_libraries():
+        calls = contenders.exact(functions, layer, expected, problems, "host_time")
         yield from us("host_time", "until_return", clocks.host_seconds(calls, scope.rounds, scope.inner))
         waited = clocks.host_seconds(calls, scope.rounds, scope.inner, wait=True)
         yield from us("host_time", "synchronized", waited)

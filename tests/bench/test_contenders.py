@@ -21,6 +21,6 @@ def test_wrong_and_unwritten_elements_are_named(device):
         "none": lambda layer: None,
         "error": lambda layer: 1 / 0,
     }
-    assert list(contenders.exact_calls(functions, layer, problems)) == ["exact"]
-    assert [text.split(":")[0] for text in problems] == ["one bit", "dtype", "none", "error"]
+    assert list(contenders.exact(functions, layer, expected, problems, "here")) == ["exact"]
+    assert [text.split(" at here:")[0] for text in problems] == ["one bit", "dtype", "none", "error"]
     assert "ZeroDivisionError" in problems[-1] and "not bit-identical" in problems[0]

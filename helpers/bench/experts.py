@@ -1,0 +1,111 @@
+"""The section experts of `python -m helpers bench`: GPU time to dequantize some experts of a stack.
+
+A graph holds one call for each of many disjoint sets of experts, so every call finds the L2 cache cold. Every
+contender can be captured. `whole` is a whole weight of as many elements: consecutive experts of the stack.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+
+from helpers.bench import gpu
+from helpers.bench.contenders import us, why
+from helpers.puzzle.layers import quantized_layer
+from helpers.results.store import Row
+from nf4_triton.launch import dequantize_packed
+from nf4_triton.reference import dequantize
+from nf4_triton.state import Packed, read_state
+
+
+def stack_of(shape: tuple[int, int, int]):
+    """Return a layer whose one state holds all experts: (experts, out, in) in bf16."""
+    layer = quantized_layer(shape[2], shape[0] * shape[1], torch.bfloat16)
+    layer.weight.quant_state.shape = torch.Size(shape)
+    return layer
+
+
+def wholes(packed: Packed, active: int) -> list[Packed]:
+    """Return consecutive experts of a stack, `active` at a time, as weights of their own.
+
+    Their bits are right only where no absmax2 belongs to two of them, as in all shapes here.
+    """
+    parts = packed.shape[0] // active
+    tensors = (packed.weight, packed.absmax, packed.absmax2)
+    found = []
+    for weight, absmax, absmax2 in zip(*(one.view(-1).chunk(parts) for one in tensors), strict=True):
+        shape = (active, *packed.shape[1:])
+        found.append(packed._replace(weight=weight[:, None], absmax=absmax, absmax2=absmax2, shape=shape))
+    return found
+
+
+# --- what each library has ---
+
+
+def load_axolotl(layer, packed: Packed) -> Callable:
+    """Return ids -> experts by Axolotl."""
+    from axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant import _selective_dequant_bnb4
+
+    return lambda ids: _selective_dequant_bnb4(packed.weight, layer.weight.quant_state, ids, packed.shape[1:])
+
+
+def load_zoo(layer, packed: Packed) -> Callable:
+    """Return ids -> experts by the default path of Unsloth's zoo."""
+    from unsloth_zoo.temporary_patches.moe_utils import _dequantize_bnb4bit_experts
+
+    return lambda ids: _dequantize_bnb4bit_experts(layer.weight, ids)
+
+
+def load_zoo_select(layer, packed: Packed) -> Callable:
+    """Return ids -> experts by the zoo's operator, which its comparison mode alone uses."""
+    from unsloth_zoo.temporary_patches import moe_routed  # noqa: F401  it registers the operator
+
+    operator = torch.ops.unsloth_zoo.nf4_select_dequant
+    tensors = (packed.weight, packed.absmax, packed.absmax2, packed.code2, packed.offset)
+    rest = (*packed.shape[1:], packed.blocksize, packed.blocksize2, packed.nested, packed.dtype)
+    return lambda ids: operator(*tensors, layer.weight.quant_state.code, ids, *rest)
+
+
+LIBRARIES = {"axolotl": load_axolotl, "zoo": load_zoo, "zoo_select": load_zoo_select}
+
+
+def functions_of(layer, packed: Packed) -> dict[str, Callable]:
+    """Return {name: ids -> experts} of this kernel and the libraries that are installed; print the others."""
+    functions = {"rows": lambda ids: dequantize_packed(packed, rows=ids)}
+    for name, load in LIBRARIES.items():
+        try:
+            functions[name] = load(layer, packed)
+        except Exception as error:  # some need a GPU to be imported
+            print(f"{name}: not measured ({why(error)})")
+    return functions
+
+
+# --- the section ---
+
+
+def works_of(functions: dict[str, Callable], packed: Packed, active: int, expected) -> dict[str, gpu.Work]:
+    """Return {name: Work} to dequantize `active` experts at a time, until each had its turn.
+
+    expected: the whole stack's weight, (experts, out, in).
+    """
+    order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(3407))
+    sets = [ids.sort().values.to(expected.device) for ids in order.split(active)]
+    works = {}
+    for name, function in functions.items():
+        calls = [functools.partial(function, ids) for ids in sets]
+        works[name] = gpu.Work(calls, expected[sets[0]], expected[sets[-1]])
+    calls = [functools.partial(dequantize_packed, weight) for weight in wholes(packed, active)]
+    works["whole"] = gpu.Work(calls, expected[:active], expected[-active:])
+    return works
+
+
+def time_experts(scope, problems: list[str]) -> Iterator[Row]:
+    """Yield GPU time of selected experts of real stacks: 4, 8, 32, and all of them."""
+    for shape in scope.experts:
+        layer = stack_of(shape)
+        packed = read_state(layer.weight.data, layer.weight.quant_state)
+        expected, functions = dequantize(packed), functions_of(layer, packed)
+        for active in sorted({*scope.active, shape[0]}):
+            case = f"{active} of {'x'.join(map(str, shape))}"
+            works = works_of(functions, packed, active, expected)
+            yield from us("experts", case, gpu.gpu_seconds(works, scope.rounds, problems, case))
