@@ -90,29 +90,53 @@ def test_examples_print_help_without_importing_anything(alone):
 
 
 def test_the_doctor_says_what_is_here_and_what_to_do(printed):
-    text = printed[printed.index("nf4_triton 1.") :]
-    for part in ("torch ", "GPU: ", "CUDA ", "bit-identical", "works here", "Do: ", "status 0"):
+    text = printed[printed.index("nf4_triton 1.") :].partition("status 0")[0]
+    for part in ("torch ", "trl ", "GPU: ", "CPU: ", "TRITON_INTERPRET", "bit-identical", "\nDo: "):
         assert part in text
+    assert text.count("works here") == 1  # the verdict
 
 
-def test_the_doctor_without_bitsandbytes_says_what_works(capsys, monkeypatch):
+@pytest.fixture
+def without(monkeypatch):
+    """without(name): the package seems not to be installed."""
     found = importlib.util.find_spec
 
-    def find_spec(name):
-        return None if name == "bitsandbytes" else found(name)
+    def hide(name):
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda asked: None if asked == name else found(asked)
+        )
 
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    return hide
+
+
+def test_the_doctor_without_bitsandbytes_says_what_works(capsys, without):
+    without("bitsandbytes")
     assert command_line.main(["doctor"]) == 0
-    assert "dequantize() works here. use_nf4_kernel() has nothing to patch" in capsys.readouterr().out
+    assert "dequantize() works here. use_nf4_kernel() has nothing to replace" in capsys.readouterr().out
 
 
-def test_the_doctor_says_what_is_broken(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (OSError("libcudart.so.12 not found"), 1, "It does not work here: OSError: libcudart.so.12"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_the_doctor_says_what_is_broken(capsys, monkeypatch, error, status, text):
     def describe():
-        raise OSError("libcudart.so.12: cannot open shared object file")
+        raise error
 
     monkeypatch.setattr(environment, "describe", describe)
+    assert command_line.main(["doctor"]) == status
+    shown = capsys.readouterr()
+    assert text in shown.out + shown.err
+
+
+def test_the_doctor_refuses_an_unknown_backend(capsys, monkeypatch):
+    monkeypatch.setenv("NF4_BACKEND", "foo")
     assert command_line.main(["doctor"]) == 1
-    assert "It does not work here: OSError: libcudart.so.12" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "NF4_BACKEND=foo" in text and "It does not work here: ValueError: NF4_BACKEND='foo'" in text
 
 
 @pytest.mark.parametrize(
@@ -132,6 +156,13 @@ def test_bench(capsys):
     gpu = machine.has_gpu()
     assert command_line.main(["bench"]) == (0 if gpu else 1)
     assert ("8192 x 28672 bfloat16: " if gpu else "Nothing to time: No CUDA") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["torch", "bitsandbytes"])
+def test_bench_names_what_is_missing(capsys, without, name):
+    without(name)
+    assert command_line.main(["bench"]) == 1
+    assert capsys.readouterr().out == f"Nothing to time: {name} is not installed: pip install {name}.\n"
 
 
 @pytest.mark.long  # 20 s

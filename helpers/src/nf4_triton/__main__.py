@@ -169,7 +169,7 @@ def check_switch() -> str | None:
         print(switch)
         if "kernel" not in switch.report.values():
             return "no function of a library can be replaced."
-    print(f"It works here. {todo}")
+    print(todo)
     return None
 
 
