@@ -1,0 +1,82 @@
+"""Read what an executed copy of the notebook measured: the line of JSON that its cell `rows` printed."""
+
+import json
+import math
+from itertools import zip_longest
+from pathlib import Path
+
+import nbformat
+
+from helpers.results.store import ROOT, Row, select
+
+NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
+LIBRARIES = ("unsloth_today", "unsloth_buffered", "unsloth_classic", "bitsandbytes", "peft")
+CRITERIA = (
+    "One fused kernel",
+    "Penalty: speedup at most 1.00",
+    "Speedup at least 1.05",
+    "Speedup at least 1.10",
+    "Speedup at least 1.15",
+    "Works under torch.compile",
+    "Custom assembly works",
+    "Uses cache eviction",
+    "Tested in fp16 and bf16",
+)
+KNOWN = {  # section, case, contender, unit
+    *(("protocol", "puzzle's line", who, "x") for who in LIBRARIES),
+    *(("protocol", "total", who, "s") for who in (*LIBRARIES, "ours", "ordinary")),
+    *(("score", criterion, who, "points") for criterion in CRITERIA for who in ("today", "classic")),
+}
+
+
+def code_cells(path: Path) -> list:
+    """Return the code cells of a notebook, without the empty ones."""
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
+
+
+def check_code(path: Path) -> None:
+    """Raise ValueError, which names the cell, unless a notebook's code is that of this checkout's."""
+    found, expected = ([cell.source.strip() for cell in code_cells(book)] for book in (path, NOTEBOOK))
+    for number, (theirs, ours) in enumerate(zip_longest(found, expected), 1):
+        if theirs != ours:
+            raise ValueError(
+                f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
+                f"expected the code of {NOTEBOOK.name} here; name the version with --commit if it is another"
+            )
+
+
+def check_rows(rows: list[Row]) -> None:
+    """Raise ValueError, which names the row, for one that is not as the notebook prints it."""
+    seen = set()
+    for row in rows:
+        key = (row.section, row.case, row.contender, row.unit)
+        if key not in KNOWN:
+            raise ValueError(f"row {key} is unknown or of the wrong unit: expected one of helpers/results")
+        if key in seen:
+            raise ValueError(f"row {key} stands twice: expected it once")
+        if not row.values or not all(map(math.isfinite, row.values)):
+            raise ValueError(f"row {key} has the values {row.values}: expected finite numbers")
+        seen.add(key)
+
+
+def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Row]]]:
+    """Return (environment, {section: rows}) that an executed notebook printed.
+
+    commit: the version of its code, if it is not this checkout's. Raises ValueError if something is unsound.
+    """
+    if not commit:
+        check_code(path)
+    outputs = [output for cell in code_cells(path) for output in cell.outputs]
+    lines = [line for output in outputs for line in output.get("text", "").splitlines()]
+    printed = [line for line in lines if line.startswith('{"environment":')]  # Colab changes ids of cells
+    if len(printed) != 1:
+        problem = f"{path} has {len(printed)} lines of rows, expected 1"
+        raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
+    sent = json.loads(printed[0])
+    rows = [Row(*fields) for fields in sent["rows"]]
+    check_rows(rows)
+    facts = sent["environment"]
+    if commit:
+        facts |= {"commit": commit, "kernel": f"of {commit}"}
+    return facts, {section: select(rows, section) for section in ("protocol", "score")}
