@@ -151,9 +151,7 @@ def small_weight(device, dtype):
 def check_switch() -> str | None:
     """Print what use_nf4_kernel() takes over and how fast it is. Return what is wrong, or None."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        print(
-            "It works here: dequantize(). use_nf4_kernel() has nothing to replace: pip install bitsandbytes"
-        )
+        print("dequantize() works here. use_nf4_kernel() has nothing to replace: pip install bitsandbytes")
         return None
     import_libraries()
     todo = "Do: use a GPU. Without one the kernel gains nothing: NF4_BACKEND=torch is faster."
