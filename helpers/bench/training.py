@@ -1,9 +1,9 @@
 """QLoRA steps with the kernel and without: real libraries on a small random model, in processes of their own.
 
-The section `training` of `python -m helpers bench`. Losses and gradients must be bit-identical with and
-without the kernel, or nothing is timed. Then rounds of both are paired, and the speedup is the median of the
-rounds' ratios with its 95% bootstrap interval. Unsloth changes the other libraries for good and asks to be
-imported first, so each library gets a new process.
+The section training of `python -m helpers bench`. Losses and gradients must be bit-identical with and without
+the kernel, or nothing is timed. Rounds of both are paired: the speedup is the median of their ratios with its
+95% bootstrap interval. Unsloth changes the other libraries for good and asks to be imported first, so each
+library gets a new process.
 """
 
 import contextlib
@@ -21,16 +21,18 @@ import torch
 
 from helpers import machine
 from helpers.bench import clocks
+from helpers.bench.contenders import why
 from helpers.puzzle.layers import DEVICE
 from helpers.results.store import Row
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
-    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-    vocab_size=32000, num_hidden_layers=4,  # of 32
+    model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=32000, num_hidden_layers=4,  # of 32
 )  # fmt: skip
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = dict(r=16, lora_alpha=32, target_modules=MODULES)
+NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 # For processes that train: nothing is looked up, and cuBLAS repeats its results.
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -40,12 +42,8 @@ VARIABLES = {
 }
 LIBRARIES = {"peft": "PEFT", "unsloth": "Unsloth"}
 ARMS = ("without", "with")
-STEPS = (
-    (1, 128, 6),
-    (1, 512, 6),
-    (1, LONGEST, 3),
-    (4, LONGEST, 1),
-)  # sequences, tokens each, steps per round
+# sequences, tokens each, steps per round
+STEPS = ((1, 128, 6), (1, 512, 6), (1, LONGEST, 3), (4, LONGEST, 1))
 ROUNDS = 30
 CORES = 2  # that a process keeps to: the backward pass has a thread of its own
 REPEATS = 3  # steps of each arm that are compared: a backward pass that varies may agree by chance
@@ -79,28 +77,21 @@ def tokenizer():
     from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    raw = ByteLevelBPETokenizer({token: index for index, token in enumerate(tokens)}, [])
     special = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokens = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    raw = ByteLevelBPETokenizer({token: index for index, token in enumerate(tokens)}, [])
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(raw.to_str()), **special)
 
 
-def make_model(folder, family: str = "llama", **sizes) -> str:
-    """Save a random bf16 model of a family (llama, qwen2, qwen3) with its tokenizer in `folder`; return it.
+def make_model(folder, **sizes) -> str:
+    """Save a random bf16 model and its tokenizer in `folder`; return it.
 
-    sizes: fields of the transformers config. The same device and sizes give the same model.
+    sizes: fields of the transformers config, model_type too. The same device and sizes give the same model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        family,
-        **sizes,
-        max_position_embeddings=LONGEST,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    ends = dict(tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(**sizes, **ends, max_position_embeddings=LONGEST)
     torch.manual_seed(3407)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
@@ -126,54 +117,26 @@ def unsloth_model(folder, dtype=torch.bfloat16, checkpointing=False):
     return FastLanguageModel.get_peft_model(model, **LORA, use_gradient_checkpointing=checkpointing)
 
 
-def peft_model(
-    folder, dtype=torch.bfloat16, attention="eager", autocast=False, device=None, storage=torch.uint8, **lora
-):
-    """Return a model of `make_model` in doubly quantized NF4 with fresh LoRA adapters, in training mode.
+def peft_model(folder, *, autocast=False, lora=LORA, nf4=NF4, **loading):
+    """Return a model of `make_model` in NF4 with fresh LoRA adapters, in training mode, as trl sets QLoRA up.
 
-    attention: "eager" repeats bit for bit on every card. autocast: adapters are fp32. storage:
-    bnb_4bit_quant_storage. lora: fields of LoraConfig.
+    autocast: adapters are fp32, not bf16. lora, nf4: fields of LoraConfig and BitsAndBytesConfig. loading:
+    other arguments of from_pretrained.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=storage,
-    )
+    loading = dict(dtype=torch.bfloat16, device_map={"": DEVICE}, attn_implementation="sdpa") | loading
+    quantization = BitsAndBytesConfig(bnb_4bit_compute_dtype=loading["dtype"], **nf4)
     model = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        quantization_config=nf4,
-        device_map={"": device or DEVICE},
-        attn_implementation=attention,
-        local_files_only=True,
-        use_cache=False,
+        folder, quantization_config=quantization, local_files_only=True, use_cache=False, **loading
     )
     torch.manual_seed(3407)
-    config = LoraConfig(**LORA, **lora, task_type="CAUSAL_LM")
+    config = LoraConfig(**lora, task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=autocast).train()
 
 
 # --- a step ---
-
-
-@contextlib.contextmanager
-def deterministic(strict: bool = False):
-    """Use deterministic algorithms inside the block, so that runs can be compared bit for bit.
-
-    Fused attention's backward is deterministic only if `strict`. Then an operation that has no deterministic
-    implementation raises RuntimeError; otherwise it runs, with a warning.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=not strict)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and changes no result
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def digest(tensors) -> str:
@@ -211,9 +174,13 @@ class Trainer:
         self.update()
 
     def results(self, ids) -> str:
-        """Return a digest of a batch's loss and gradients; nothing is updated."""
-        with deterministic(strict=True):
-            loss = self.backward(ids)
+        """Return a digest of a batch's loss and gradients; nothing is updated.
+
+        Raises RuntimeError for an operation that has no deterministic implementation.
+        """
+        torch.use_deterministic_algorithms(True)
+        loss = self.backward(ids)
+        torch.use_deterministic_algorithms(False)
         found = digest([loss.float(), *(p.grad for p in self.adapters)])
         self.optimizer.zero_grad(set_to_none=True)
         return found
@@ -282,8 +249,8 @@ def steps(library: str, folder: str, sizes=STEPS) -> dict:
     """
     if library == "unsloth":  # adapters in fp32, under autocast
         trainer = Trainer(unsloth_model(folder), torch.bfloat16)
-    else:  # as trl sets QLoRA up: adapters in bf16
-        trainer = Trainer(peft_model(folder, attention="sdpa"))
+    else:
+        trainer = Trainer(peft_model(folder))
     found = {"ms": {}, "problems": []}
     for rows, length, count in sizes:
         case = f"{LIBRARIES[library]}, {rows * length} tokens"
@@ -294,7 +261,7 @@ def steps(library: str, folder: str, sizes=STEPS) -> dict:
             else:
                 found["ms"][case] = times(library, functools.partial(trainer.step, ids), count)
         except Exception as error:  # the other cases are no worse for it
-            found["problems"].append(f"{case}: not timed: {type(error).__name__}: {error}")
+            found["problems"].append(f"{case}: not timed: {why(error)}")
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 
 import torch
+from driver import deterministic  # beside this file
 
 from helpers import machine
 from helpers.bench import training
@@ -28,7 +29,7 @@ def compare(folder, fsdp: int, steps=4) -> None:
         )
     accelerator = Accelerator(fsdp_plugin=plugin, cpu=not machine.has_gpu())
     losses, handled = {}, {}
-    with training.deterministic():
+    with deterministic():
         for name in training.ARMS:
             losses[name], handled[name] = train(accelerator, folder, fsdp, steps, name)
     accelerator.end_training()
@@ -42,8 +43,8 @@ def train(accelerator, folder, fsdp, steps, name) -> tuple[list, int]:
     from peft.utils.other import fsdp_auto_wrap_policy
 
     # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
-    storage = torch.bfloat16 if fsdp else torch.uint8
-    model = training.peft_model(folder, attention="sdpa", device=accelerator.device, storage=storage)
+    nf4 = training.NF4 | dict(bnb_4bit_quant_storage=torch.bfloat16 if fsdp else torch.uint8)
+    model = training.peft_model(folder, nf4=nf4, device_map={"": accelerator.device})
     size = (steps, accelerator.num_processes, 1, 16)
     batches = torch.randint(3, 320, size, generator=torch.Generator().manual_seed(3407))
     if fsdp:

@@ -5,7 +5,7 @@ import json
 import pytest
 import several  # beside this file
 import torch
-from sameness import SMALLEST
+from driver import SMALLEST
 
 from helpers import machine
 from helpers.bench import training
@@ -17,7 +17,7 @@ on_cpu = pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    return training.make_model(str(tmp_path_factory.mktemp("toy")), **SMALLEST)
+    return training.make_model(tmp_path_factory.mktemp("toy"), model_type="llama", **SMALLEST)
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
