@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from itertools import zip_longest
 from pathlib import Path
 
@@ -67,16 +68,13 @@ def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Ro
     """
     if not commit:
         check_code(path)
-    outputs = [output for cell in code_cells(path) for output in cell.outputs]
-    lines = [line for output in outputs for line in output.get("text", "").splitlines()]
-    printed = [line for line in lines if line.startswith('{"environment":')]  # Colab changes ids of cells
+    outputs = [output.get("text", "") for cell in code_cells(path) for output in cell.outputs]
+    printed = re.findall('^{"environment":.*', "\n".join(outputs), re.M)  # Colab may change ids of cells
     if len(printed) != 1:
         problem = f"{path} has {len(printed)} lines of rows, expected 1"
         raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
     sent = json.loads(printed[0])
     rows = [Row(*fields) for fields in sent["rows"]]
     check_rows(rows)
-    facts = sent["environment"]
-    if commit:
-        facts |= {"commit": commit, "kernel": f"of {commit}"}
-    return facts, {section: select(rows, section) for section in ("protocol", "score")}
+    version = {"commit": commit, "kernel": f"of {commit}"} if commit else {}
+    return sent["environment"] | version, {name: select(rows, name) for name in ("protocol", "score")}

@@ -9,7 +9,6 @@ import base64
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import nbformat
@@ -24,7 +23,7 @@ FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n.*?<!-- /(?P=name) -->", re.S)
 H100, TRITON_3_9 = "nvidia-h100-80gb-hbm3", "nvidia-h200-triton-3.9"
 T4, SIMULATED = "tesla-t4", "tesla-t4-simulated"
-OVER = ("unsloth_today", "unsloth_classic", "bitsandbytes")  # the speedups of the claim
+UNSLOTH = ("unsloth_today", "unsloth_classic")
 TITLES = {  # how contenders, cases and cards are shown; others by their own names
     **plots.NAMES,
     "compiled_grid": "this kernel, compiled[grid]",
@@ -83,63 +82,48 @@ def cell(row: Row, least: float = 1) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
+def column(rows: pandas.Series) -> pandas.Series:
+    """Return the texts of a column, all with the decimals of its least median."""
+    least = min(row.median for row in rows.dropna())
+    return rows.map(lambda row: cell(row, least), na_action="ignore").fillna("-")
+
+
 def table(stored: dict, section: str, cards: list[str]) -> str:
     """Return a section's rows as a Markdown table: cases by contenders, the longer side down."""
-    found: dict[tuple[str, str], Row] = {}
+    found = []
     for card in cards:
-        rows = select(stored.get(card, []), section)
-        if section == "gpu_time":  # of its sizes only the puzzle's; speed_by_size shows all
-            rows = [replace(row, case=SHAPES[row.case]) for row in rows if row.case in SHAPES]
-        for row in rows:
-            line, column = shown(row.case), shown(row.contender)
-            if len(cards) > 1:
-                line += f", {shown(card)}"
-            if (line, column) in found:
-                column += f", {row.unit}"
-            found[line, column] = row
+        for row in select(stored.get(card, []), section):
+            if section == "gpu_time" and row.case not in SHAPES:
+                continue  # speed_by_size shows all sizes
+            case = SHAPES[row.case] if section == "gpu_time" else shown(row.case)
+            contender = shown(row.contender)
+            if section == "machine_code":
+                contender += f" {row.unit}"
+            found.append((f"{case}, {shown(card)}" if len(cards) > 1 else case, contender, row.unit, row))
     if not found:
         return "Not measured yet."
-    lines, columns = (len(set(names)) for names in zip(*found, strict=True))
-    texts: dict[str, dict] = {}
-    for (line, column), row in found.items():
-        if lines < columns:
-            line, column = column, line
-        texts.setdefault(column, {})[line] = row
-    for column, rows_of in texts.items():
-        least = min(row.median for row in rows_of.values())
-        texts[column] = {line: cell(row, least) for line, row in rows_of.items()}
-    units = ", ".join(dict.fromkeys(row.unit for row in found.values()))
-    return pandas.DataFrame(texts).fillna("-").rename_axis(units).to_markdown(disable_numparse=True)
-
-
-def measured(rows: list[Row]) -> list[str]:
-    """Return a card's points and speedups: of the puzzle's own line, else of contenders in turns."""
-    points = sum(row.median for row in select(rows, "score", contender="today"))
-    ours = one(rows, "protocol", "total", "ours").median
-    cells = [number(points, "points")]
-    for who in OVER:
-        speedup = one(rows, "protocol", "total", who).median / ours
-        for line in select(rows, "protocol", "puzzle's line", who):
-            speedup = line.median
-        cells.append(number(speedup, "x"))
-    return cells
-
-
-def predicted(rows: list[Row]) -> list[str]:
-    """Return the same for a T4 with Colab's Triton 3.6; bitsandbytes was not simulated."""
-    points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
-    speedups = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in OVER[:2]]
-    return [*map(cell, (points, *speedups)), "-"]
+    frame = pandas.DataFrame(found, columns=["case", "contender", "unit", "row"])
+    wide = frame.pivot_table("row", "case", "contender", aggfunc="first", sort=False)
+    wide = wide if len(wide) >= len(wide.columns) else wide.T
+    units = ", ".join(frame["unit"].unique())
+    return wide.apply(column).rename_axis(units).to_markdown(disable_numparse=True)
 
 
 def claim(stored: dict) -> str:
     """Return points and speedups by card; a measured T4 replaces the predicted one."""
-    lines = {"NVIDIA H200": measured(stored[H200]), "NVIDIA H100": measured(stored[H100])}
-    if T4 in stored:
-        lines["Tesla T4"] = measured(stored[T4])
-    else:
-        lines["Tesla T4, predicted"] = predicted(stored[SIMULATED])
-    columns = ["points of 14", *(f"over {TITLES[who]}" for who in OVER)]
+    lines = {}
+    for name, card in {"NVIDIA H200": H200, "NVIDIA H100": H100, "Tesla T4": T4}.items():
+        if rows := stored.get(card):
+            points = sum(row.median for row in select(rows, "score", contender="today"))
+            ratios = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
+            theirs, ours = (one(rows, "protocol", "total", who).median for who in ("bitsandbytes", "ours"))
+            lines[name] = [number(points, "points"), *(number(x, "x") for x in (*ratios, theirs / ours))]
+    if T4 not in stored:  # bitsandbytes was not simulated
+        rows = stored[SIMULATED]
+        points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
+        ratios = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in UNSLOTH]
+        lines["Tesla T4, predicted"] = [*map(cell, (points, *ratios)), "-"]
+    columns = ["points of 14", "over Unsloth today", "over Unsloth classic", "over bitsandbytes"]
     frame = pandas.DataFrame.from_dict(lines, orient="index", columns=columns)
     return frame.rename_axis("speedup").to_markdown(disable_numparse=True)
 

@@ -12,7 +12,7 @@ import re
 import statistics
 import subprocess
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,12 +82,8 @@ def cards() -> list[str]:
 
 def select(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> list[Row]:
     """Return the rows whose fields equal those given."""
-    wanted = (section, case, contender, unit)
-    return [
-        row
-        for row in rows
-        if all(value in (None, field) for value, field in zip(wanted, astuple(row), strict=False))
-    ]
+    found = [row for row in rows if section in (None, row.section) and case in (None, row.case)]
+    return [row for row in found if contender in (None, row.contender) and unit in (None, row.unit)]
 
 
 def one(rows: Iterable[Row], *fields, **named) -> Row:
