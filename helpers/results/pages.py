@@ -163,12 +163,18 @@ def filled(page: Path, stored: dict, images: dict) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def draw(stored: dict) -> dict[Path, bytes]:
-    """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
-    images = {"idea": ((FIGURES / "idea.png").read_bytes(), plots.IDEA)}
+def pictures(stored: dict) -> dict[str, tuple[bytes, str]]:
+    """Return {name: (PNG, alternative text)} of all pictures; idea.svg is drawn by hand."""
+    found = {"idea": ((FIGURES / "idea.png").read_bytes(), plots.IDEA)}
     for name, picture in plots.PICTURES.items():
         figure, alt = picture(stored)
-        images[name] = plots.png(figure), alt
+        found[name] = plots.png(figure), alt
+    return found
+
+
+def draw(stored: dict) -> dict[Path, bytes]:
+    """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
+    images = pictures(stored)
     pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK)
     files = {page: filled(page, stored, images).encode() for page in pages}
     return files | {FIGURES / f"{name}.png": png for name, (png, _) in images.items()}

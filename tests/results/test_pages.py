@@ -1,4 +1,4 @@
-"""Blocks of README, docs and notebook: what they say, and whether the pages are up to date."""
+"""Blocks of README, docs and notebook: what they hold, and whether the pages are up to date."""
 
 import re
 
@@ -6,91 +6,67 @@ import nbformat
 import pytest
 
 from helpers import __main__ as commands
-from helpers.results import pages, plots, store
+from helpers.results import pages, store
+from helpers.results.plots import H200
+from helpers.results.store import Row
 
-DOCS = sorted((store.ROOT / "docs").glob("*.md"))
-PAGES = [store.ROOT / "README.md", *DOCS]
+PAGES = [store.ROOT / "README.md", *sorted((store.ROOT / "docs").glob("*.md")), pages.NOTEBOOK]
 TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**/*")]
 
 
-OLD_CODE = re.compile(r" \(earlier code\)| Measured with an earlier version of this code: [\w, ]+\.")
+def cells(text):
+    """Return a Markdown table as lists of cells, without the line below its head."""
+    lines = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines()]
+    return [lines[0], *lines[2:]]
 
 
-@pytest.mark.parametrize("path", [*PAGES, pages.NOTEBOOK], ids=lambda path: path.name)
-def test_page_is_up_to_date(path, monkeypatch):
-    """But for what is marked as measured with earlier code: a change of the code fails no test."""
-    monkeypatch.setattr(plots, "save", lambda figure, alt, file: None)
-    now, stored = pages.filled(path), path.read_text(encoding="utf-8")
-    assert OLD_CODE.sub("", now) == OLD_CODE.sub("", stored), "run `python -m helpers draw`"
+@pytest.fixture(scope="module")
+def images(stored):
+    return {name: (b"", alt) for name, (_, alt) in pages.pictures(stored).items()}
 
 
-def test_every_block_is_shown_somewhere():
-    texts = [path.read_text(encoding="utf-8") for path in (*PAGES, pages.NOTEBOOK)]
-    shown = {
-        name.removeprefix("figure ") for text in texts for name in re.findall(r"<!-- ([\w ]+) -->", text)
-    }
-    assert shown == pages.BLOCKS.keys() | plots.PICTURES.keys()
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_page_is_up_to_date(path, stored, images):
+    drawn = pages.filled(path, stored, images)
+    now, then = (re.sub("base64,[^)]*", "", text) for text in (drawn, path.read_text(encoding="utf-8")))
+    assert now == then, "run `python -m helpers draw`"
 
 
-def test_a_page_and_a_notebook_are_filled(stored):
-    block = "<!-- claim -->\nold\n<!-- /claim -->\n<!-- figure t4 -->\n<!-- /figure t4 -->"
-    page = stored / "page.md"
+def test_a_cell_is_a_median_with_its_range_and_a_column_has_even_digits():
+    rows = [
+        Row("training", "PEFT", "with", "ms", (9.87, 10.2, 10.04)),
+        Row("training", "PEFT", "speedup", "x", (1.049, 1.0999, 1.2)),
+        Row("training", "Unsloth", "with", "ms", [1153]),
+    ]
+    expected = [["ms, x", "with", "speedup"], ["PEFT", "10.0 (9.9 to 10.2)", "1.09 (1.04 to 1.20)"]]
+    table = pages.table({H200: rows}, "training", [H200])
+    assert cells(table) == [*expected, ["Unsloth", "1,153.0", "-"]]
+    assert pages.table({H200: rows}, "experts", [H200]) == "Not measured yet."
+
+
+def test_the_longer_side_goes_down_and_cards_are_named():
+    rows = [Row("protocol", "total", who, "s", (0.25, 0.5)) for who in ("ours", "unsloth_today", "peft")]
+    table = pages.table({H200: rows, pages.H100: rows[:1]}, "protocol", [H200, pages.H100])
+    expected = [["s", "seconds, H200", "seconds, H100"], ["this kernel", "0.25 to 0.50", "0.25 to 0.50"]]
+    assert cells(table)[:2] == expected and cells(table)[3] == ["PEFT", "0.25 to 0.50", "-"]
+
+
+def test_a_page_and_a_notebook_are_filled(stored, tmp_path):
+    block = "<!-- claim -->\nold\n<!-- /claim -->\n<!-- figure protocol -->\n<!-- /figure protocol -->"
+    page, book = tmp_path / "page.md", tmp_path / "book.ipynb"
     page.write_text(f"Before.\n{block}\nAfter.\n")
-    text = pages.filled(page)
-    assert text.startswith("Before.\n<!-- claim -->\n3 of 14 points in 3 runs of the puzzle's benchmark on ")
-    assert "](t4.png)\n<!-- /figure t4 -->\nAfter." in text and (stored / "t4.png").exists()
-    book = stored / "book.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(block)]), book)
-    assert "](data:image/png;base64," in pages.filled(book)
+    images = {"protocol": (b"png", "Seconds.")}
+    text = pages.filled(page, stored, images)
+    assert text.startswith("Before.\n<!-- claim -->\n| speedup ") and "old" not in text
+    assert re.search(r"!\[Seconds.]\(.*/protocol.png\)\n<!-- /figure protocol -->\nAfter.\n$", text)
+    assert "![Seconds.](data:image/png;base64,cG5n)" in pages.filled(book, stored, images)
+    page.write_text(block.replace("claim", "no such block"))
+    with pytest.raises(KeyError, match="no such block"):
+        pages.filled(page, stored, images)
 
 
-@pytest.mark.parametrize("name", [*pages.BLOCKS, *(name for name in plots.PICTURES if name != "idea")])
-def test_a_block_or_a_picture_without_rows_says_so(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    assert "Not measured yet." in pages.body(name, tmp_path)
-
-
-def test_results_of_an_earlier_version_are_named(stored):
-    meta = store.meta(plots.CARD)
-    meta["sections"]["gpu_time"]["launch"] = "old"  # it depends on the kernel only
-    meta["sections"]["soak"]["launch"] = "old"
-    meta["sections"]["training"]["kernel"] = "old"
-    store.save(plots.CARD, [], meta)
-    marked = re.findall(r"(\w+) \(earlier code\)", pages.provenance())
-    assert marked == ["training", "soak"]
-    assert (
-        pages.stale(plots.CARD, "soak", "training")
-        == " Measured with an earlier version of this code: soak, training."
-    )
-    assert pages.stale(plots.CARD, "protocol", "score") == pages.stale(plots.T4, "published") == ""
-
-
-def test_both_halves_of_the_win(stored):
-    text = pages.halves()
-    assert "moves 2.11 to 7.39 TB/s" in text and "Unsloth's 2.01 to 7.03.\n" in text
-    assert "takes 0.500 s" in text and "after 18.0 us. This one returns after 13.9 us" in text
-
-
-def test_a_step_within_noise_says_so(stored):
-    """Also where the interval is shown from 1.00."""
-    for low, high, noise in ((1.049, 1.3, ""), (1.008, 1.11, ", within noise"), (0.9, 0.95, "")):
-        row = store.Row("training", "PEFT, 128 tokens", "speedup", "x", (low, (low + high) / 2, high))
-        assert pages.shown(row).endswith(f"{plots.extent(row.values)}){noise}")
-
-
-def test_what_a_t4_measures_replaces_the_prediction(stored):
-    assert "| Unsloth today | 1.09 to 1.23 times (10 to 14 points) |" in pages.t4_claim()
-    store.save("tesla-t4", store.rows(plots.CARD), {"card": "Tesla T4"})
-    assert pages.t4_claim().startswith("3 of 14 points in 3 runs of the puzzle's benchmark on one Tesla")
-
-
-def test_draw_refuses_what_is_no_file(tmp_path, capsys):
-    with pytest.raises(SystemExit, match="1"):
-        pages.main([str(tmp_path)])
-    assert "is not a result file of the notebook: IsADirectoryError" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", [*PAGES, store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
 def test_what_a_page_names_exists(path):
     text = path.read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!https?:|data:)([^)#]+)", re.sub(r"`.*?`", "", text))

@@ -1,0 +1,86 @@
+"""The executed notebook that people send: its rows are stored, or an error names what is wrong."""
+
+import json
+import re
+
+import nbformat
+import pytest
+
+from helpers.puzzle import marking
+from helpers.results import executed, pages, store
+
+FACTS = {"card": "Tesla T4", "date": "2026-11-22T10:00:00+00:00"}
+TOTAL = ["protocol", "total", "ours", "s", [3.5]]
+ROWS = [
+    ["protocol", "puzzle's line", "unsloth_today", "x", [1.17, 1.16, 1.18]],
+    ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
+    ["protocol", "total", "bitsandbytes", "s", [4]],
+    ["score", "Penalty: speedup at most 1.00", "today", "points", [0]],
+]
+
+
+@pytest.fixture
+def draw(folder, monkeypatch):
+    """Draw with an executed copy of a notebook of one cell; the only page is the claim."""
+    own, path = folder / "own.ipynb", folder / "sent.ipynb"
+    monkeypatch.setattr(executed, "NOTEBOOK", own)
+    monkeypatch.setattr(pages, "draw", lambda stored: {folder / "page": pages.claim(stored).encode()})
+    cell = nbformat.v4.new_code_cell("#@title One\nprint()")
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), own)
+
+    def run(rows, *options, source=cell.source):
+        line = json.dumps({"environment": FACTS, "rows": rows}, separators=(",", ":"))
+        ran = nbformat.v4.new_code_cell(
+            source, outputs=[nbformat.v4.new_output("stream", text=f"a\n{line}\n")]
+        )
+        empty = nbformat.v4.new_code_cell("")  # Colab adds one
+        nbformat.write(nbformat.v4.new_notebook(cells=[ran, empty]), path)
+        return pages.main([str(path), *options])
+
+    return run
+
+
+def test_its_rows_are_stored_and_drawn(draw, folder):
+    assert draw([TOTAL, *ROWS]) == 0
+    found = store.rows("tesla-t4")
+    assert [[row.section, row.case, row.contender, row.unit, [*row.values]] for row in found] == [
+        TOTAL,
+        *ROWS,
+    ]
+    assert re.search("Tesla T4 .* 1.17 .* 1.30 .* 1.14 ", (folder / "page").read_text())
+    assert store.meta("tesla-t4")["sections"]["score"]["kernel"] == store.kernel_hash()
+
+
+def test_another_version_is_named(draw):
+    assert draw([TOTAL, *ROWS], "--commit", "v1", source="x = 1") == 0
+    assert store.meta("tesla-t4")["sections"]["score"]["commit"] == "v1"
+    assert store.earlier("tesla-t4") == ["protocol", "score"]
+
+
+@pytest.mark.parametrize(
+    "problem, rows",
+    [
+        ("'speed', 's'. is unknown", [["protocol", "total", "speed", "s", [1]]]),
+        ("'ours', 'us'. is unknown or of the wrong unit", [["protocol", "total", "ours", "us", [1]]]),
+        ("'ours', 's'. stands twice", [TOTAL, TOTAL]),
+        ("'ours', 's'. has the values .nan", [["protocol", "total", "ours", "s", [float("nan")]]]),
+        ("'ours', 's'. has the values ..:", [["protocol", "total", "ours", "s", []]]),
+        ("0 rows for .*'total', 'ours'", ROWS),  # what the claim needs
+        ("code cell 1 .x = 1. was edited", None),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, capsys, problem, rows):
+    edited = {} if rows else {"source": "x = 1"}
+    with pytest.raises(SystemExit, match="1"):
+        draw(rows or [TOTAL, *ROWS], **edited)
+    assert re.search(problem, capsys.readouterr().err)
+    assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
+
+
+def test_a_notebook_that_did_not_run_is_refused():
+    with pytest.raises(ValueError, match="0 lines of rows, expected 1: run all its cells"):
+        executed.read(executed.NOTEBOOK)
+
+
+def test_criteria_are_those_of_the_score():
+    assert list(executed.CRITERIA) == [criterion for criterion, *_ in marking.TABLE]
