@@ -16,22 +16,14 @@ from helpers.puzzle.protocol import (
 )
 from nf4_triton.launch import launch_ordinary
 from nf4_triton.reference import dequantize, different
-from nf4_triton.settings import force, settings
+from nf4_triton.replay import CAN_REPLAY
+from nf4_triton.settings import cached, force, settings
 from nf4_triton.state import read_state
 
-# %% A kernel that only moves the bytes, and the chart id="move-bytes" folded=true
-import statistics
+# %% A kernel that moves the bytes and does no math id="move-bytes" folded=true
 
 import triton
 import triton.language as tl
-
-COLORS = {
-    "this kernel": "#0B63CE",
-    "Unsloth today": "#C2410C",
-    "bitsandbytes": "#2E7D32",
-    "plain PyTorch": "#9A6700",
-}
-MOVES = "only moves the bytes"
 
 
 @triton.jit
@@ -47,37 +39,26 @@ def _move_bytes_kernel(words_ptr, absmax_ptr, out_ptr, n_words, TILE: tl.constex
     tl.store(out_ptr + to, words, mask=exists[:, None], cache_modifier=".cs")
 
 
-def move_bytes(layer):
-    """Read a layer's codes and absmax, write as many bytes as its 16-bit weight has; return these."""
+def move_bytes(layer, tile=1024, num_warps=8):
+    """Read a layer's codes and absmax, write as many bytes as its 16-bit weight has; return these.
+
+    tile: words that a program reads.
+    """
     words, absmax = layer.weight.data.view(-1).view(torch.int32), layer.weight.quant_state.absmax
     out = torch.empty(4 * len(words), dtype=torch.int32, device=words.device)
-    grid = (triton.cdiv(len(words), 1024),)
-    _move_bytes_kernel[grid](words, absmax, out, len(words), TILE=1024, num_warps=8)
+    grid = (triton.cdiv(len(words), tile),)
+    _move_bytes_kernel[grid](words, absmax, out, len(words), TILE=tile, num_warps=num_warps)
     return out
 
 
-def draw(us):
-    """Draw how fast each contender is relative to moving the bytes. us: {contender: {size: us}}."""
-    import matplotlib.pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(9, 3.6), layout="constrained", facecolor="white")
-    for i, (name, color) in enumerate(COLORS.items()):
-        times = us.get(name, {})
-        shares = [us[MOVES][size] / times[size] for size in times]
-        bars = panel.bar([group + 0.2 * i for group in range(len(times))], shares, 0.19, color=color)
-        bars.set_label(name)
-        panel.bar_label(bars, [f"{time:.3g}" for time in times.values()], fontsize=9)
-    panel.set_xticks([group + 0.3 for group in range(len(us[MOVES]))], us[MOVES])
-    panel.set(ylabel="speed relative to moving the bytes", title="Labels: GPU time of a call in us")
-    panel.axhline(1, color="#1F2328", linestyle="--")
-    figure.legend(loc="outside lower center", ncols=4)
-    plt.show()
-
-
 # %% Profile calls: the name and GPU time of everything they run id="gpu-events" folded=true
-def gpu_events(function, *arguments, count=3):
-    """Profile `count` calls; return (name, microseconds) of everything they ran on the GPU."""
-    function(*arguments)
+def gpu_events(function, *arguments, count=3, first=False):
+    """Profile `count` calls; return (name, microseconds) of everything they ran on the GPU.
+
+    first: without a call before the profile.
+    """
+    if not first:
+        function(*arguments)
     synchronize()
     activities = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
@@ -97,35 +78,33 @@ def gpu_us(function, layers):
     return sum(us for _, us in events) / len(layers) / 3
 
 
-# %% GPU time at three sizes, drawn id="device" folded=true call="attempt(device, your_dequantize_nf4)"
+# %% GPU time at three sizes id="device" folded=true call="attempt(device, your_dequantize_nf4)"
 def device(candidate):
-    """Print and draw the GPU time of a call at the three sizes of the puzzle's test."""
-    known = baselines()
-    contenders = {MOVES: move_bytes, "this kernel": candidate, "Unsloth today": known["unsloth_today"].fn}
+    """Print the GPU time of a call at the three sizes of the puzzle's test."""
+    known, title = baselines(), "GPU time of a call, us"
+    contenders = {"copy": move_bytes, "this kernel": candidate, "Unsloth today": known["unsloth_today"].fn}
     contenders |= {"bitsandbytes": known["bitsandbytes"].fn, "plain PyTorch": dequantize_in_pytorch}
-    us = {name: {} for name, function in contenders.items() if function}
+    lines = {name: [] for name in (title, *contenders) if name == title or contenders[name]}
     for config in sorted(CONFIGS, key=lambda config: config.hidden):
-        size = f"{config.intermediate}x{config.hidden} {SHORT[config.dtype]}"
-        count = 1 + 48 * 2**20 // (config.hidden * config.intermediate)  # more than an L2 cache holds
-        layers = [quantized_layer(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
-        for name, times in us.items():
-            times[size] = gpu_us(contenders[name], layers)
-    print(f"{'GPU time of a call, us':24}", *(f"{size:>18}" for size in us[MOVES]))
-    for name, times in us.items():
-        print(f"{name:24}", *(f"{time:18.1f}" for time in times.values()))
-    draw(us)
+        hidden, intermediate, dtype = config.hidden, config.intermediate, config.dtype
+        count = 1 + 48 * 2**20 // (hidden * intermediate)  # more than an L2 cache holds
+        layers = [quantized_layer(hidden, intermediate, dtype) for _ in range(count)]
+        for name, texts in lines.items():
+            shape = f"{intermediate}x{hidden} {SHORT[dtype]}"
+            texts.append(shape if name == title else f"{gpu_us(contenders[name], layers):.1f}")
+    for name, texts in lines.items():
+        print(f"{name:24}", *(f"{text:>18}" for text in texts))
 
 
 # %% What the cells below share id="checks-tools" folded=true
 import collections
-import contextlib
 import math
 import re
 
 HALF = (torch.float16, torch.bfloat16)
 BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
 KERNEL = "_your_dequantize_nf4_kernel"
-passed = {}  # {criterion: True, False, or None where it was not measured}
+passed = globals().get("passed", {})  # {criterion: True, False, None}; kept when this cell runs again
 
 
 def by_bitsandbytes(layer):
@@ -157,11 +136,12 @@ def some_layers():
 
 def changes_show(candidate):
     """Change one value of each tensor in place: the next call must return the new weight."""
-    layer = quantized_layer(128, 256, torch.float16)
-    weight, state = layer.weight.data, layer.weight.quant_state
-    right = True
+    layer = every_code(torch.float16)
+    state, right = layer.weight.quant_state, True
+    tensors = {"weight": layer.weight.data, "absmax": state.absmax, "code2": state.state2.code}
+    tensors |= {"absmax2": state.state2.absmax, "offset": state.offset}
     print("one value changed in place, elements changed in the next call", end="")
-    for name, tensor in {"weight": weight, "absmax": state.absmax, "absmax2": state.state2.absmax}.items():
+    for name, tensor in tensors.items():
         before = candidate(layer).clone()
         tensor.view(-1)[0] += 1
         changed = different(candidate(layer), before)
@@ -181,34 +161,65 @@ def inductor_compiles(dtype):
     return False
 
 
-@contextlib.contextmanager
-def no_waiting():
-    """Inside this block torch raises an error where the CPU waits for the GPU."""
+def allocated(function, layer):
+    """Return the bytes of a result, the peak of its call, and what stays. Raises if it waits for the GPU."""
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        yield
+        size = function(layer).nbytes
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    return size, torch.cuda.max_memory_allocated() - start, torch.cuda.memory_allocated() - start
 
 
-def our_opcodes(ptx):
-    """Return the opcodes of the kernel's inline assembly. Its blocks have mul.rn.ftz, Triton's own do not."""
-    opcodes = {}
-    for block in re.findall(r"// begin inline asm\n(.*?)// end inline asm", ptx, re.S):
-        if "mul.rn.ftz" in block:
-            opcodes |= dict.fromkeys(re.findall(r"[;{]\s*([a-z]+\.[a-z0-9.]+)", block))
-    return list(opcodes)
+def own_launches(candidate, layer):
+    """Empty the launch cache and call three times: the first call of a layer, then replays.
+
+    Return ((name, us) of all that the GPU ran, the compiled kernels that the launch cache now replays).
+    """
+    with force(**vars(settings())):  # the same settings; this empties the cache
+        events = gpu_events(candidate, layer, first=True)
+        kernels = [launch.owner for launches in cached.values() for launch in launches]
+    if not CAN_REPLAY:  # then every call is an ordinary launch
+        kernels = [launch_ordinary(read_state(layer.weight, layer.weight.quant_state)).compiled]
+    return events, kernels
+
+
+def on_and_off(candidate, setting):
+    """Run the candidate with a setting on and off; print its GPU time on 12 layers, more than an L2 cache.
+
+    Return {on: the PTX that it launched, "" if the GPU ran anything else} and {on: wrong elements}.
+    """
+    layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
+    chosen, ptx, wrong = vars(settings()), {}, {}
+    for on in (True, False):
+        with force(**(chosen | {setting: on and chosen[setting]})):
+            events, kernels = own_launches(candidate, layers[0])
+            only = {name for name, _ in events} == {KERNEL}
+            ptx[on] = "".join(kernel.asm["ptx"] for kernel in kernels) if only else ""
+            wrong[on] = wrong_elements(candidate, layers[0])
+            us = gpu_us(candidate, layers)
+        print(f"{setting}={on}: {us:.2f} us at 4096x1024 bf16, {wrong[on]} wrong elements")
+    return ptx, wrong
+
+
+def our_assembly(ptx):
+    """Count the inline assembly that multiplies: Triton's own blocks, its loads and stores, do not."""
+    blocks = re.findall(r"// begin inline asm\n\s*(.*?)\s*// end inline asm", ptx, re.S)
+    return collections.Counter(re.sub(r"%\w+", "%", block) for block in blocks if "mul.rn" in block)
 
 
 # %% id="single-kernel" call="passed['one kernel'] = attempt(single_kernel, your_dequantize_nf4)"
 def single_kernel(candidate):
-    """Profile three calls: the GPU must run the kernel three times and nothing else."""
-    layer = quantized_layer(*LARGE, torch.bfloat16)
-    events = gpu_events(candidate, layer, count=3)
-    for name in dict.fromkeys(name for name, _ in events):
-        times = [us for other, us in events if other == name]
-        print(f"{len(times)} launches in 3 calls, {statistics.mean(times):.1f} us each: {name}")
-    return [name for name, _ in events] == [KERNEL] * 3
+    """Profile the first three calls of a layer: the GPU must run the kernel three times and nothing else."""
+    right = True
+    for dtype in HALF:
+        events, kernels = own_launches(candidate, quantized_layer(*LARGE, dtype))
+        ran, kept = [name for name, _ in events], [kernel.name for kernel in kernels]
+        print(f"{SHORT[dtype]}: the GPU ran {ran}; the launch cache replays {kept}")
+        right = right and ran == [KERNEL] * 3 and kept == [KERNEL]
+    return right
 
 
 # %% id="exact" call="passed['bits'] = attempt(exact, your_dequantize_nf4, needs_gpu=False)"
@@ -243,47 +254,27 @@ def torch_compile(candidate):
     return right if ON_GPU else None
 
 
-# %% Run with a setting on and off: the PTX that ran, wrong elements, GPU time id="on-and-off" folded=true
-def on_and_off(candidate, setting):
-    """Run with a setting on and off. Return ({on: PTX that ran}, {on: wrong elements}).
-
-    Print the GPU time of both, on 12 layers, more than the L2 cache holds.
-    """
-    layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
-    chosen, ptx, wrong, times = vars(settings()), {}, {}, {}
-    for on in (True, False):
-        with force(**(chosen | {setting: on and chosen[setting]})):
-            first = launch_ordinary(read_state(layers[0].weight, layers[0].weight.quant_state))
-            ptx[on], wrong[on] = first.compiled.asm["ptx"], wrong_elements(candidate, layers[0])
-            events = gpu_events(lambda: [candidate(layer) for layer in layers])
-            times[on] = statistics.median(us for _, us in events)
-    print(f"4096x1024 bf16, {setting} on: {times[True]:.2f} us, {wrong[True]} wrong elements;", end=" ")
-    print(f"off: {times[False]:.2f} us, {wrong[False]} wrong elements")
-    return ptx, wrong
-
-
 # %% id="custom-asm" call="passed['assembly'] = attempt(custom_asm, your_dequantize_nf4)"
 def custom_asm(candidate):
-    """Count the assembly's instructions in the PTX that ran, with it and without. The bits stay the same."""
+    """Print our inline assembly in the PTX that the candidate launches; with asm=False none is left."""
     ptx, wrong = on_and_off(candidate, "asm")
-    counts = {}
-    for opcode in our_opcodes(ptx[True]):
-        counts[opcode] = [len(re.findall(rf"\b{opcode}\b", ptx[on])) for on in (True, False)]
-        print(f"{opcode:20}{counts[opcode][0]:4} in the PTX with asm,{counts[opcode][1]:4} without")
-    used, left = counts.get("mul.rn.ftz.f32", (0, 0))
-    return used > 0 and left == 0 and not any(wrong.values())
+    for block, count in our_assembly(ptx[True]).items():
+        print(f"{count} x {block}")
+    left = our_assembly(ptx[False])
+    print(f"with asm=False: {sum(left.values())}")
+    return bool(our_assembly(ptx[True]) and ptx[False]) and not left and not any(wrong.values())
 
 
 # %% id="cache-eviction" call="passed['eviction'] = attempt(cache_eviction, your_dequantize_nf4)"
 def cache_eviction(candidate):
-    """Print the loads and stores with a hint in the PTX that ran. Without hints: none, and the same bits."""
+    """Print loads and stores with a hint in the PTX that the candidate launches; none with hints=False."""
     ptx, wrong = on_and_off(candidate, "hints")
     hinted = r"\b(?:ld|st)\.global\S*(?:evict_|\.cs)\S*"
-    with_hints, without = (re.findall(hinted, ptx[on]) for on in (True, False))
-    for form, count in collections.Counter(with_hints).items():
-        print(f"{count:3} x {form}")
-    print(f"with hints off: {len(without)}")
-    return len(with_hints) > 0 and not without and not any(wrong.values())
+    used, left = (re.findall(hinted, ptx[on]) for on in (True, False))
+    for form, count in collections.Counter(used).items():
+        print(f"{count} x {form}")
+    print(f"with hints=False: {len(left)}")
+    return bool(used and ptx[False]) and not left and not any(wrong.values())
 
 
 # %% id="memory" call="passed['memory'] = attempt(memory, your_dequantize_nf4)"
@@ -291,13 +282,8 @@ def memory(candidate):
     """Measure what a call on a new layer allocates; torch raises an error if it waits for the GPU."""
     right = True
     for dtype in HALF:
-        first, layer = (quantized_layer(*LARGE, dtype) for _ in range(2))
-        candidate(first)  # compiles
-        torch.cuda.reset_peak_memory_stats()
-        start = torch.cuda.memory_allocated()
-        with no_waiting():
-            size = candidate(layer).nbytes
-        peak, kept = torch.cuda.max_memory_allocated() - start, torch.cuda.memory_allocated() - start
+        candidate(quantized_layer(*LARGE, dtype))  # compiles
+        size, peak, kept = allocated(candidate, quantized_layer(*LARGE, dtype))
         print(f"{SHORT[dtype]}: {peak:,} bytes allocated for an output of {size:,}, {kept} kept; no waiting")
         right = right and peak == size and kept == 0
     return right

@@ -1,4 +1,4 @@
-"""Compute the puzzle's marking table, and write the result file; the sections are notebook cells."""
+"""Compute the puzzle's marking table, and print what was measured; the sections are notebook cells."""
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -50,6 +50,8 @@ def print_score(passed, ratios, facts):
     points = points_of(passed, speedups)
     totals = [sum(line[column] or 0 for line in points.values()) for column in speedups]
     where = facts["card"] or "this CPU (Triton's interpreter)"
+    if not ON_GPU:
+        print(f"Nothing but correctness was measured: speed and the other criteria need {NEEDS_GPU}.")
     print(f"{min(totals)} of {MAXIMUM} points on {where}, {facts['date'][:10]}\n")
     print(f"{'Criterion':32}{'vs Unsloth today':>18}{'vs Unsloth classic':>20}   shown by")
     for criterion, _, _, _, cell in TABLE:
@@ -63,38 +65,25 @@ def print_score(passed, ratios, facts):
     return points
 
 
-# %% Result file id="result" folded=true call="write_result(facts, points, ratios, seconds, hashes_of(In))"
+# %% What was measured, as one line id="rows" folded=true call="print_rows(facts, points, ratios, seconds)"
 import json
-import pathlib
-import re
 
 
 def rows_of(points, ratios, seconds):
     """Return [section, case, contender, unit, values] of all that was measured."""
-    lines = ratios or {}
-    rows = [
-        ["protocol", "puzzle's line", f"unsloth_{x}", "x", values] for x, values in lines.items() if values
-    ]
-    rows += [["protocol", "total", name, "s", values] for name, values in seconds.items()]
+    rows = []
+    for version, values in (ratios or {}).items():
+        rows.append(["protocol", "puzzle's line", f"unsloth_{version}", "x", values])
+    for name, values in seconds.items():
+        rows.append(["protocol", "total", name, "s", values])
     for criterion, line in points.items():
         for column, value in line.items():
-            if value is not None:
-                rows.append(["score", criterion, column, "points", [value]])
-    return rows
+            rows.append(["score", criterion, column, "points", [] if value is None else [value]])
+    return [row for row in rows if row[-1]]
 
 
-def write_result(facts, points, ratios, seconds, kernel):
-    """Write what a GPU measured to nf4_<card>.json, in $NF4_BUILD if that is set. kernel: its hashes."""
-    if not ON_GPU:
-        print(f"not measured (needs {NEEDS_GPU})")
-        return
-    if os.environ.get("NF4_QUICK"):
-        print("no result file (needs 1000 rounds: run without NF4_QUICK)")
-        return
-    name = re.sub(r"[^a-z0-9]+", "-", facts["card"].lower()).strip("-")
-    path = pathlib.Path(os.environ.get("NF4_BUILD") or ".", f"nf4_{name}.json")
-    content = {"environment": facts, "kernel": kernel, "rows": rows_of(points, ratios, seconds)}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"Results are in {path.name}.")
-    if facts["capability"] == [7, 5]:
-        print("No T4 result is stored yet: please send this file to the author of the notebook.")
+def print_rows(facts, points, ratios, seconds):
+    """Print what a GPU measured, one line of JSON for `python -m helpers draw`; nothing with NF4_QUICK."""
+    if ON_GPU and not os.environ.get("NF4_QUICK"):
+        content = {"environment": facts, "rows": rows_of(points, ratios, seconds)}
+        print(json.dumps(content, separators=(",", ":")))

@@ -7,7 +7,6 @@ form under its title, and `call="..."` adds a last line. A section tagged `modul
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import nbformat
 from helpers import machine
 
 NOTEBOOK = machine.ROOT / "Unsloth_Puzzles_A.ipynb"
+LIMIT = 1800  # seconds for a cell
 MODULES = {
     "kernel": "helpers/src/nf4_triton/kernel.py",
     "settings": "helpers/src/nf4_triton/settings.py",
@@ -30,7 +30,6 @@ MODULES = {
     "protocol": "helpers/puzzle/protocol.py",
     "checks": "helpers/puzzle/checks.py",
     "marking": "helpers/puzzle/marking.py",
-    "store": "helpers/results/store.py",
 }
 
 
@@ -47,7 +46,7 @@ def cells_of_module(name: str, path: Path) -> list:
         if MODULES[name].startswith("helpers/src/"):
             lines.insert(0, f"# {MODULES[name]}")
         if "call" in facts:
-            lines.append(f"\n\n{facts['call']}")
+            lines.append(f"\n{facts['call']}")
         if facts.get("folded"):
             lines.insert(0, f'#@title {facts["title"]} {{ display-mode: "form" }}')
             cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
@@ -89,30 +88,44 @@ def without_folders(outputs: list, out: Path) -> list:
     return nbformat.from_dict(json.loads(text))
 
 
-def execute(notebook, folder: Path) -> None:
+def execute(notebook, folder: Path) -> str:
     """Run every cell with this Python in `folder`; outputs go into `notebook`. Print when each cell ended.
 
-    Raises nbclient's CellExecutionError if a cell raised; the outputs until then are kept.
+    Returns why it stopped before the last cell, "" if it did not. The outputs until then are kept.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-    start = time.monotonic()
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+    start, code = time.monotonic(), [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.outputs, cell.execution_count = [], None
     this_python = KernelSpecManager(kernel_dirs=[])  # ignores kernels registered on the machine
-    NotebookClient(
+    client = NotebookClient(
         notebook,
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=this_python),
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
-        timeout=1800,  # seconds for a cell
+        timeout=LIMIT,
         record_timing=False,
         coalesce_streams=True,  # keeps only the last state of a progress bar
         resources={"metadata": {"path": str(folder)}},
-        on_cell_executed=lambda cell, **_: print(f"{time.monotonic() - start:6.1f} s  {cell.id}", flush=True),
-    ).execute()
+    )
+    cell = code[0]
+    try:
+        with client.setup_kernel():
+            for cell in code:
+                client.execute_cell(cell, notebook.cells.index(cell))
+                print(f"{time.monotonic() - start:6.1f} s  {cell.id}", flush=True)
+    except CellExecutionError as error:
+        return f"cell {cell.id} failed: {error.ename}: {error.evalue}"
+    except CellTimeoutError:
+        return f"cell {cell.id} took more than {LIMIT} s"
+    except DeadKernelError:
+        return f"the kernel was killed in cell {cell.id}: is there enough memory?"
+    except KeyboardInterrupt:
+        return f"interrupted in cell {cell.id}"
+    return ""
 
 
 def score_text(notebook) -> str:
@@ -121,71 +134,85 @@ def score_text(notebook) -> str:
     return "\n".join(output.get("text", "") for output in outputs).strip()
 
 
-def executed(out: Path) -> tuple:
-    """Execute a copy of the notebook and store it in `out`. Return (notebook, text of the failure or "")."""
-    from nbclient.exceptions import CellExecutionError
-
-    notebook, failure = nbformat.read(NOTEBOOK, as_version=4), ""
+def executed(path: Path) -> tuple:
+    """Execute a copy of the notebook and write it to `path`. Return (notebook, why it failed or "")."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = list(notebook.cells)
     if os.environ.get("NF4_FORCE"):  # torch must report no native bf16, as on a T4
         source = "from helpers import machine\n\nmachine.prepare()"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="forced-card"))
-    try:
-        execute(notebook, NOTEBOOK.parent)
-    except CellExecutionError as error:
-        failure = "A cell failed:\n\n" + re.sub(r"\x1b\[[0-9;]*m", "", str(error))[-4000:]
+    failure = execute(notebook, NOTEBOOK.parent)
+    notebook.cells = cells  # without the one that forces a card
     if not failure and not score_text(notebook):
-        failure = "The notebook printed no score."
-    for cell in notebook.cells:
+        failure = "the notebook printed no score"
+    for cell in cells:
         if cell.cell_type == "code":
-            cell.outputs = without_folders(cell.outputs, out)
-    nbformat.write(notebook, out / f"{NOTEBOOK.stem}.executed.ipynb")
+            cell.outputs = without_folders(cell.outputs, path.parent)
+    nbformat.write(notebook, path)
     return notebook, failure
 
 
-def result_files(out: Path) -> dict[Path, int]:
-    """Return each result file in a folder and when it was written."""
-    return {path: path.stat().st_mtime_ns for path in out.glob("nf4_*.json")}
+def store(notebook, path: Path) -> int:
+    """Store an executed notebook's rows, draw the pages, then put its outputs into the repository's notebook.
+
+    Returns the exit status of `python -m helpers draw`; nothing is put there unless it is 0.
+    """
+    status = subprocess.call([sys.executable, "-m", "helpers", "draw", str(path)], cwd=machine.ROOT)
+    if status or os.environ.get("NF4_FORCE"):
+        return status
+    drawn = nbformat.read(NOTEBOOK, as_version=4)
+    for cell, ran in zip(drawn.cells, notebook.cells, strict=True):
+        if cell.cell_type == "code" and cell.id != "install":  # pip's messages are no result
+            cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+    nbformat.write(drawn, NOTEBOOK)
+    return 0
 
 
-def run(argv: list[str] | None = None) -> int:
-    """`python -m helpers run`: execute the notebook with this Python and print its score."""
+def options_of(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options of `run`, checked before anything runs. `path`: of the executed notebook."""
     parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
     parser.add_argument("--quick", action="store_true", help="200 timed rounds per MLP instead of 1000")
-    help = "write outputs into the notebook (not with NF4_FORCE) and a GPU's results into results/"
+    help = "store a GPU's rows in results/ and its outputs in the notebook (not with NF4_FORCE)"
     parser.add_argument("--in-place", action="store_true", help=help)
     parser.add_argument("--out", type=Path, default=machine.ROOT / "build", help="folder for what it writes")
     options = parser.parse_args(argv)
     if options.in_place and not machine.has_gpu():
         parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
-    out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    earlier = result_files(out)
-    os.environ["NF4_BUILD"] = str(out)  # the notebook writes its result file there
+    if options.in_place and (options.quick or os.environ.get("NF4_QUICK")):
+        parser.error("--in-place stores 1000 timed rounds: leave out --quick and NF4_QUICK")
+    try:
+        options.path = options.out.expanduser().resolve() / f"{NOTEBOOK.stem}.executed.ipynb"
+        options.path.parent.mkdir(parents=True, exist_ok=True)
+        options.path.touch()
+    except (OSError, RuntimeError) as error:  # RuntimeError: the home of an unknown user
+        parser.error(f"--out needs a folder that can be written: {error}")
+    return options
+
+
+def run(argv: list[str] | None = None) -> int:
+    """`python -m helpers run`: execute the notebook with this Python and print its score."""
+    options = options_of(argv)
     if options.quick:
         os.environ["NF4_QUICK"] = "1"
-    print(f"executing {NOTEBOOK.name} on {machine.gpu_name() or 'the CPU (Triton’s interpreter)'}")
-    notebook, failure = executed(out)
-    print(f"the executed notebook is in {out}")
+    print(f"executing {NOTEBOOK.name} on {machine.gpu_name() or 'the CPU (Triton interpreter)'}")
+    path = options.path
+    notebook, failure = executed(path)
     if failure:
-        print(f"\n{failure}", file=sys.stderr)
-        return 1
-    if options.in_place and not os.environ.get("NF4_FORCE"):
-        for cell in notebook.cells:
-            if cell.id == "install":
-                cell.outputs = []  # pip's messages are about that machine, and no result
-        nbformat.write(notebook, NOTEBOOK)
-    if options.in_place:
-        draw = [sys.executable, "-m", "helpers", "draw"]
-        new = [str(path) for path, time in result_files(out).items() if earlier.get(path) != time]
-        if new:
-            draw += ["--replace", *new]
-        subprocess.call(draw, cwd=machine.ROOT)
+        print(f"stopped: {failure}; what ran is in {path}", file=sys.stderr)
+        return 130 if failure.startswith("interrupted") else 1
+    print(f"the executed notebook is {path}")
+    if options.in_place and (status := store(notebook, path)):
+        print("not stored: drawing the pages failed, see above", file=sys.stderr)
+        return status
     print(f"\n{score_text(notebook)}")
     return 0
 
 
 def write(argv: list[str] | None = None) -> int:
     """`python -m helpers sync`: write the modules' sections into the notebook's cells."""
+    argparse.ArgumentParser(description="Write the modules' sections into the notebook's cells.").parse_args(
+        argv
+    )
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     print("changed:", ", ".join(sync(notebook)) or "nothing")
     nbformat.write(notebook, NOTEBOOK)

@@ -8,7 +8,6 @@ from helpers.puzzle.layers import DEVICE, LARGE, ON_GPU, quantized_layer
 from nf4_triton.kernel import _your_dequantize_nf4_kernel
 from nf4_triton.launch import launch_ordinary
 from nf4_triton.reference import different
-from nf4_triton.settings import launch_options, settings
 from nf4_triton.state import read_state
 
 # %% Run a cell's function, compare with bitsandbytes id="protocol-attempt" folded=true
@@ -17,13 +16,18 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import math
 import statistics
-import time
+import traceback
 from collections.abc import Callable
+from time import perf_counter  # bound here: replacing time.perf_counter later changes nothing
 from unittest import mock
 
 NEEDS_GPU = "an NVIDIA GPU"
+# Imports that stopped halfway; kept when this cell runs again, since only a restart repairs a library.
+unfinished = globals().get("unfinished", [])
+RESTART = "not measured: the import of a library did not finish; restart the runtime and run all cells"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,14 @@ class Baseline:
     reason: str = ""  # what is missing where fn is None
 
 
+def from_an_import(error):
+    """Return whether an error came out of a module that was being imported."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__spec__"):
+            return True
+    return isinstance(error, ImportError)
+
+
 def load(label, loader):
     """Import a library without its banners; return its Baseline."""
     try:
@@ -43,9 +55,12 @@ def load(label, loader):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return Baseline(label, loader())
     except ModuleNotFoundError as error:
-        return Baseline(label, None, f"{error.name}, which is not installed")
+        return Baseline(label, None, f"{error.name}, which is not installed" if error.name else str(error))
     except Exception as error:  # a broken installation can raise anything
         return Baseline(label, None, f"a working {label}: {type(error).__name__}: {error}")
+    except KeyboardInterrupt as error:
+        unfinished.append(error)
+        raise
 
 
 def own_dequantize_4bit():
@@ -87,6 +102,9 @@ def shown(ratio):
 
 def attempt(check, candidate, needs_gpu=True):
     """Return check(candidate). If something is missing, say so and return None; after an error, False."""
+    if unfinished:
+        print(RESTART)
+        return None
     needs = bitsandbytes_baseline().reason
     if needs_gpu and not ON_GPU:
         needs = NEEDS_GPU
@@ -95,28 +113,30 @@ def attempt(check, candidate, needs_gpu=True):
         return None
     try:
         verdict = check(candidate)
-    except Exception as error:
+    except ModuleNotFoundError as error:
+        print(f"not measured ({error})")
+        return None
+    except (Exception, KeyboardInterrupt) as error:
+        if from_an_import(error):
+            unfinished.append(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
         print(f"{type(error).__name__}: {str(error).strip()[:500]}")
         verdict = False
+    if unfinished:
+        print(RESTART)
+        return None
     if verdict in (True, False):
         print("passed" if verdict else "FAILED")
     return verdict
 
 
-def compare(dequantize, layer=None):
-    """Count the elements that differ in any bit from bitsandbytes' weight; print the time of a call."""
-    layer = layer or quantized_layer(*LARGE, torch.bfloat16)
+def compare(dequantize):
+    """Count the elements of a layer that differ in any bit from bitsandbytes' weight."""
+    layer = quantized_layer(*LARGE, torch.bfloat16)
     weight = dequantize(layer)
     wrong = different(weight, bitsandbytes_baseline().fn(layer))
-    print(f"{wrong:,} of {weight.numel():,} elements differ from bitsandbytes", end="; ")
-    seconds = []
-    for _ in range(20 if ON_GPU else 0):
-        synchronize()
-        start = time.perf_counter()
-        dequantize(layer)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
-    print(f"{1e3 * statistics.median(seconds):.3f} ms" if ON_GPU else f"not timed (needs {NEEDS_GPU})")
+    print(f"{wrong:,} of {weight.numel():,} elements differ from bitsandbytes")
     return wrong == 0
 
 
@@ -134,18 +154,8 @@ def dequantize_in_pytorch(layer):
     return weight.to(state.dtype).view(state.shape)
 
 
-# %% id="one-call" call="call_is_right = attempt(one_call, your_dequantize_nf4, needs_gpu=False)"
-def one_call(your_dequantize_nf4):
-    """Dequantize one layer, compare every bit with bitsandbytes, and time the call."""
-    layer = quantized_layer(*LARGE, torch.bfloat16)
-    W = your_dequantize_nf4(layer)
-    print(f"{tuple(W.shape)}, {W.dtype}, first weights {[round(w, 4) for w in W[0, :4].tolist()]}")
-    return compare(your_dequantize_nf4, layer)
-
-
 # %% The puzzle's layers and MLP id="protocol-names" folded=true
 import collections
-import importlib.metadata
 import os
 import sys
 
@@ -225,23 +235,10 @@ def assert_correct_bnb(layer, dtype):
     assert (state.blocksize, second.blocksize) == (64, 256)
 
 
-def imported_versions():
-    """Import all libraries, print what is missing, and return {package: version that was imported}."""
-    for one in baselines().values():
-        if one.reason:
-            print(f"{one.label}: not measured (needs {one.reason})")
-    versions = {}
-    for name in ("bitsandbytes", "unsloth", "peft", "transformers"):
-        if module := sys.modules.get(name):
-            versions[name] = getattr(module, "__version__", None) or importlib.metadata.version(name)
-    print(", ".join(f"{name} {version}" for name, version in versions.items()))
-    return versions
-
-
-def flip(mlp):
-    """Flip all bits of the last byte of each weight; a second call restores it."""
+def flip(mlp, at=-1):
+    """Flip all bits of one byte of each weight, the one at `at`; a second call restores it."""
     for layer in layers_of(mlp):
-        layer.weight.data.view(-1)[-1] ^= 255
+        layer.weight.data.view(-1)[at] ^= 255
 
 
 def load_unsloth_buffered():  # as Unsloth's training forward calls it: every result in one buffer
@@ -256,24 +253,24 @@ def load_peft():
     return dequantize_module_weight
 
 
+def unsloths_launches():
+    """Return a line on how Unsloth launches: its fallbacks would flatter this kernel."""
+    try:
+        launches, kernel = sys.modules["unsloth.kernels.triton_launch"], sys.modules["unsloth.kernels.nf4"]
+        count = sum(key[0] is kernel._nf4_dequant_kernel for key in launches._CACHE)
+        how = "replays its launches" if launches._ENABLED else "does NOT replay its launches"
+    except (KeyError, AttributeError) as error:
+        return f"Unsloth today: this version does not show how it launches ({type(error).__name__}: {error})"
+    return f"Unsloth today {how}: {count} launches of its kernel _nf4_dequant_kernel are in its cache"
+
+
 def reference(layer):
     """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
     known = baselines()
     return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
 
 
-def assert_fresh(X, mlp, fx, dtype):
-    """Not in the puzzle: flip a byte of each weight; the next results must be right and in new memory."""
-    before = mlp_dequantize(X, mlp, fx)
-    flip(mlp)
-    after = mlp_dequantize(X, mlp, fx)
-    for x, y in zip(after, mlp_dequantize(X, mlp, reference), strict=True):
-        assert_same(x, y, dtype)
-    addresses = {x.data_ptr() for x in (*before, *after)}
-    assert len(addresses) == 6, "two results have the same address"
-
-
-# %% id="protocol-libraries" call="facts['versions'] |= imported_versions()"
+# %% id="protocol-libraries" call="import_libraries()"
 def load_unsloth_today():
     from unsloth.kernels.utils import fast_dequantize
 
@@ -298,7 +295,16 @@ def baselines() -> dict[str, Baseline]:
     }
 
 
+def import_libraries():
+    """Import what the kernel is compared with; print what is missing."""
+    for one in baselines().values():
+        print(f"{one.label}: {f'not measured (needs {one.reason})' if one.reason else 'imported'}")
+
+
 # %% id="protocol-test"
+import secrets
+
+
 def mlp_dequantize(X, mlp, fx):
     """Run one timed round: dequantize and transpose three weights, with a synchronize after each."""
     a = fx(mlp.up_proj).t()
@@ -312,6 +318,7 @@ def mlp_dequantize(X, mlp, fx):
 
 def assert_same(x, y, dtype):
     """Compare the dtype, then values and strides at torch's default tolerances."""
+    assert type(x) is torch.Tensor, f"the result is a {type(x).__name__}, expected a plain tensor"
     assert x.dtype == dtype, f"dtype is {x.dtype}, expected {dtype}"
     torch.testing.assert_close(x, y, check_stride=True)
 
@@ -328,11 +335,19 @@ def test_dequantize(dequantize_fx):
             results, expected = (mlp_dequantize(X, mlp, fx) for fx in (dequantize_fx, reference))
             for x, y in zip(results, expected, strict=True):
                 assert_same(x, y, config.dtype)
-        start = time.perf_counter()
-        for _ in range(ROUNDS):
-            mlp_dequantize(X, mlp, dequantize_fx)
-        elapsed += time.perf_counter() - start
-        assert_fresh(X, mlp, dequantize_fx, config.dtype)
+        chosen = secrets.randbelow(ROUNDS)
+        start = perf_counter()
+        for i in range(ROUNDS):
+            if i == chosen:  # not in the puzzle: a byte of each weight changes, and these results are kept
+                flip(mlp, chosen)
+                changed = mlp_dequantize(X, mlp, dequantize_fx)
+            else:
+                mlp_dequantize(X, mlp, dequantize_fx)
+        elapsed += perf_counter() - start
+        for x, y in zip(changed, mlp_dequantize(X, mlp, reference), strict=True):
+            assert_same(x, y, config.dtype)
+        addresses = {x.data_ptr() for x in (*results, *changed)}
+        assert len(addresses) == 6, "two results have the same address"
     return elapsed
 
 
@@ -356,50 +371,49 @@ def puzzles_line(your_dequantize_nf4):
         if values:
             texts = [shown(value) for value in (statistics.median(values), *sorted(values))]
             print(f"vs Unsloth {version}: median {texts[0]} of {', '.join(texts[1:])}")
+    print(unsloths_launches())
     return ratios
 
 
-# %% How contenders take turns id="protocol-turns" folded=true
-LABELS = {"ours": "this kernel, replayed", "compiled_grid": "this kernel, compiled[grid]"}
-LABELS |= {"ordinary": "this kernel, kernel[grid]", "unsloth_buffered": "Unsloth today, one buffer"}
-LABELS |= {"unsloth_today": "Unsloth today", "unsloth_classic": "Unsloth classic"}
-LABELS |= {"bitsandbytes": "bitsandbytes", "peft": "PEFT"}
+# %% How contenders take turns, and the chart id="protocol-turns" folded=true
+LABELS = {
+    "ours": "this kernel",
+    "unsloth_today": "Unsloth today",
+    "unsloth_buffered": "Unsloth today, one buffer",
+    "ordinary": "this kernel, kernel[grid]",
+    "unsloth_classic": "Unsloth classic",
+    "bitsandbytes": "bitsandbytes",
+    "peft": "PEFT",
+}
 
 
-def launch_ours(layer, form, known):
-    """Allocate and launch the kernel by Triton's kernel[grid] or compiled[grid]; check nothing.
-
-    known: a cache of launches by shape and dtype. compiled[grid] is the form of Triton's softmax tutorial.
-    """
+def by_kernel_grid(layer, known):
+    """Allocate, launch by Triton's kernel[grid], check nothing. known: first launches by shape and dtype."""
     packed = read_state(layer.weight.data, layer.weight.quant_state)
     key = packed.shape, packed.dtype
     if key not in known:
-        first = launch_ordinary(packed)
-        options = launch_options(settings(packed.weight.device))
-        launch = functools.partial(_your_dequantize_nf4_kernel[(first.grid,)], **options)
-        if form == "compiled_grid":
-            launch = first.compiled[(first.grid, 1, 1)]
-        known[key] = launch, first.arguments[6:]
-    launch, rest = known[key]
+        known[key] = launch_ordinary(packed)._replace(result=None, pointers=())  # keeps no tensor
+    first = known[key]
     out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.weight.device)
-    launch(packed.weight, out, packed.absmax, packed.code2, packed.absmax2, packed.offset, *rest)
+    _your_dequantize_nf4_kernel[(first.grid,)](
+        packed.weight,
+        out,
+        packed.absmax,
+        packed.code2,
+        packed.absmax2,
+        packed.offset,
+        packed.absmax,
+        *first.numbers,
+        *first.constexprs,
+        **first.options,
+    )
     return out
 
 
 def launch_forms(candidate) -> dict[str, Callable]:
-    """Return, on a GPU, our kernel under Triton's two public launches, and the candidate as "ours"."""
-    forms = {}
-    for form in ("ordinary", "compiled_grid") if ON_GPU else ():
-        forms[form] = functools.partial(launch_ours, form=form, known={})
-    return forms | {"ours": candidate}
-
-
-def turns_here():
-    """Return how often each contender is timed: 5 times, 3 times on a T4, once without a GPU."""
-    if not ON_GPU:
-        return 1
-    slow = torch.cuda.get_device_capability() <= (7, 5) or os.environ.get("NF4_FORCE") == "t4"
-    return 3 if slow else 5
+    """Return the candidate as "ours" and, on a GPU, our kernel under Triton's kernel[grid]."""
+    ordinary = {"ordinary": functools.partial(by_kernel_grid, known={})} if ON_GPU else {}
+    return {"ours": candidate} | ordinary
 
 
 def assert_weights(mlp, fx, dtype):
@@ -408,58 +422,52 @@ def assert_weights(mlp, fx, dtype):
         assert_same(fx(layer), reference(layer), dtype)
 
 
-def timed(config, mlp, X, fx):
-    """Return the seconds of ROUNDS rounds. Weights are checked before, and with a flipped byte after."""
-    assert_weights(mlp, fx, config.dtype)
-    start = time.perf_counter()
-    for _ in range(ROUNDS):
-        mlp_dequantize(X, mlp, fx)
-    elapsed = time.perf_counter() - start
-    flip(mlp)
-    try:
-        assert_weights(mlp, fx, config.dtype)
-    finally:
-        flip(mlp)
-    return elapsed
-
-
-def in_turns(contenders, turns=None):
+def in_turns(contenders, turns=5):
     """Time contenders, {name: layer -> weight}, on the same three MLPs, one after another in each turn.
 
-    Returns ({name: seconds of each turn}, {name: error}).
+    Returns {name: seconds of each turn}. A contender that fails gets no time.
     """
-    turns = turns or turns_here()
-    seconds, errors = {name: [0.0] * turns for name in contenders}, {}
+    seconds = {name: [0.0] * turns for name in contenders}
     with own_libraries():
         for config in CONFIGS:
             mlp, X = build(config)
-            for turn in range(turns):
-                for name in [name for name in contenders if name not in errors]:
-                    try:
-                        seconds[name][turn] += timed(config, mlp, X, contenders[name])
-                    except Exception as error:  # one that fails gets no time
-                        errors[name] = f"{type(error).__name__}: {str(error).strip()}"
-    return {name: values for name, values in seconds.items() if name not in errors}, errors
+            for name in list(seconds):
+                try:
+                    assert_weights(mlp, contenders[name], config.dtype)
+                except Exception as error:
+                    print(
+                        f"{LABELS[name]}: not measured ({type(error).__name__}: {str(error).strip()[:200]})"
+                    )
+                    del seconds[name]
+            for turn, name in itertools.product(range(turns), seconds):
+                start = perf_counter()
+                for _ in range(ROUNDS):
+                    mlp_dequantize(X, mlp, contenders[name])
+                seconds[name][turn] += perf_counter() - start
+    return seconds
 
 
-def ratio(seconds, baseline, name="ours"):
-    """Return how many times as fast a contender is as a baseline, by their medians; None without either."""
-    if name not in seconds or baseline not in seconds:
-        return None
-    return statistics.median(seconds[baseline]) / statistics.median(seconds[name])
+def draw_seconds(medians):
+    """Draw {contender: seconds} as bars."""
+    import matplotlib.pyplot as plt
+
+    colors = ["#0B63CE" if name == LABELS["ours"] else "#9AA4AF" for name in medians]
+    panel = plt.subplots(figsize=(9, 3), layout="constrained", facecolor="white")[1]
+    bars = panel.barh([*medians], [*medians.values()], color=colors)
+    panel.bar_label(bars, fmt="%.3f s", padding=4)
+    panel.invert_yaxis()
+    panel.margins(x=0.1)
+    panel.set_title("Seconds of the puzzle's test (shorter is better)", loc="left")
+    plt.show()
 
 
 # %% id="turns" call="seconds = attempt(ladder, your_dequantize_nf4) or {}"
 def ladder(candidate):
-    """Time every library and launch form in turns; print seconds and speed relative to Unsloth."""
-    libraries = {name: one.fn for name, one in baselines().items() if one.fn}
-    seconds, errors = in_turns(libraries | launch_forms(candidate))
-    print(f"{'':28}{'median s':>8}   {'range':16}{'vs Unsloth today':>18}{'vs classic':>12}")
-    for name, values in seconds.items():
-        today, classic = (shown(ratio(seconds, who, name)) for who in ("unsloth_today", "unsloth_classic"))
-        spread = f"{min(values):.4f} to {max(values):.4f}"
-        print(f"{LABELS[name]:28}{statistics.median(values):8.4f}   {spread:16}{today:>18}{classic:>12}")
-    errors |= {name: f"needs {one.reason}" for name, one in baselines().items() if one.reason}
-    for name, error in errors.items():
-        print(f"{LABELS[name]:28}not measured ({error[:200]})")
+    """Time every library and launch form in turns; print and draw seconds of the puzzle's test."""
+    contenders = launch_forms(candidate) | {name: one.fn for name, one in baselines().items() if one.fn}
+    seconds = in_turns({name: contenders[name] for name in LABELS if name in contenders})
+    medians = {LABELS[name]: statistics.median(values) for name, values in seconds.items()}
+    for (label, median), values in zip(medians.items(), seconds.values(), strict=True):
+        print(f"{label:28}{median:.4f} s   {min(values):.4f} to {max(values):.4f}")
+    draw_seconds(medians)
     return seconds

@@ -1,22 +1,16 @@
-"""The score from verdicts and times, and the result file."""
+"""The score from verdicts and times, and the line of rows."""
 
 import json
+from pathlib import Path
 
+import nbformat
 import pytest
 
 from helpers.puzzle import marking
-from helpers.results import store
+from helpers.results import executed
 
 ALL = {"one kernel": True, "compile": True, "assembly": True, "eviction": True, "bits": True, "memory": True}
-FACTS = {
-    "card": "Tesla T4",
-    "capability": [7, 5],
-    "driver": "580.65.06",
-    "cuda": "13.0",
-    "versions": {"torch": "2.11.0", "unsloth": None},
-    "date": "2026-11-23T12:00:00+00:00",
-    "forced": None,
-}
+FACTS = {"card": "Tesla T4", "date": "2026-11-23T12:00:00+00:00"}
 SECONDS = {"ours": [1.0, 1.1, 1.2], "unsloth_today": [1.5], "unsloth_classic": [2.2], "bitsandbytes": [3]}
 
 
@@ -46,40 +40,51 @@ def test_what_failed_loses_its_points(criterion, lost):
     assert totals(ALL | {criterion: False}, both(2.0)) == [14 - lost] * 2
 
 
-def test_what_was_not_measured_scores_nothing():
+def test_what_was_not_measured_scores_nothing_and_a_failed_test_is_no_speedup():
     assert totals(dict.fromkeys(ALL), None) == [0, 0]
     assert totals(ALL, None) == [9, 9]
-
-
-def test_a_wrong_weight_in_the_puzzles_test_is_no_speedup():
     assert totals(ALL, False) == [6, 6]
 
 
-def test_the_printed_score(capsys):
+def test_the_printed_score(capsys, monkeypatch):
+    monkeypatch.setattr(marking, "ON_GPU", True)
     marking.print_score(ALL | {"memory": False}, {"today": [1.0968], "classic": [2.0]}, FACTS)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "10 of 14 points on Tesla T4, 2026-11-23"
     (speedup,) = [line.split() for line in lines if line.startswith("Speedup  ")]
     assert speedup[1:3] == ["1.09x", "2.00x"]
     assert "Breaks a rule" in lines[-1]
+    monkeypatch.setattr(marking, "ON_GPU", False)
     marking.print_score(dict.fromkeys(ALL), None, FACTS | {"card": None})
     shown = capsys.readouterr().out
-    assert "0 of 14 points on this CPU" in shown and shown.count("not measured") == 18
+    assert shown.startswith("Nothing but correctness was measured") and shown.count("not measured") == 18
+    assert "0 of 14 points on this CPU" in shown
 
 
-def test_the_result_file_can_be_stored(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(marking, "ON_GPU", True)
-    monkeypatch.setenv("NF4_BUILD", str(tmp_path))
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path / "results"))
-    ratios = {"today": [1.3, 1.2, 1.4], "classic": [2.0]}
+def test_the_line_of_rows_is_what_draw_reads(tmp_path, monkeypatch, capsys):
+    ratios = {"today": [1.3, 1.2, 1.4], "classic": []}
     points = marking.points_of(ALL | {"compile": None}, marking.speeds(ratios))
-    marking.write_result(FACTS, points, ratios, SECONDS, store.hashes())
-    path = tmp_path / "nf4_tesla-t4.json"
-    assert json.loads(path.read_text())["kernel"] == store.hashes()
-    store.file_result(path)
-    rows = store.rows("tesla-t4")
-    assert store.one(rows, "protocol", "puzzle's line", "unsloth_today", "x").values == (1.3, 1.2, 1.4)
-    assert store.one(rows, "protocol", "puzzle's line", "unsloth_classic", "x").values == (2.0,)
-    assert store.one(rows, "protocol", "total", "ours", "s").median == 1.1
-    assert not store.select(rows, "score", "Works under torch.compile")
-    assert "send this file" in capsys.readouterr().out
+    monkeypatch.setattr(marking, "ON_GPU", False)
+    marking.print_rows(FACTS, points, ratios, SECONDS)
+    monkeypatch.setattr(marking, "ON_GPU", True)
+    monkeypatch.setenv("NF4_QUICK", "1")
+    marking.print_rows(FACTS, points, ratios, SECONDS)
+    assert capsys.readouterr().out == "", "nothing without a GPU, nothing of a quick run"
+    monkeypatch.delenv("NF4_QUICK")
+    marking.print_rows(FACTS, points, ratios, SECONDS)
+    text = capsys.readouterr().out
+    assert text.count("\n") == 1 and json.loads(text)["environment"] == FACTS
+    output = nbformat.v4.new_output("stream", text=text)
+    cells = [nbformat.v4.new_code_cell("", id="rows", outputs=[output])]
+    path = Path(tmp_path, "some.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
+    facts, rows = executed.read(path)
+    found = {(row.section, row.case, row.contender): [*row.values] for row in rows}
+    assert found["protocol", "puzzle's line", "unsloth_today"] == [1.3, 1.2, 1.4]
+    assert found["protocol", "total", "ours"] == [1.0, 1.1, 1.2]
+    assert found["score", "Custom assembly works", "classic"] == [3]
+    assert not [
+        key
+        for key in found
+        if key[1] == "Works under torch.compile" or key[2] == "unsloth_classic" and key[1] != "total"
+    ]
