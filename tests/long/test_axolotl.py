@@ -1,4 +1,4 @@
-"""Axolotl's dequantization with the kernel: the same bits, counted. helpers/bench/bench.py times it.
+"""Axolotl's dequantization with the kernel: the same bits, counted.
 
 By hand on a GPU, where its wheel is installed (pip install --no-deps axolotl) or unpacked on PYTHONPATH:
 pytest -m long tests/long/test_axolotl.py
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from helpers.puzzle.layers import quantized_layer
+from nf4_triton.libraries.axolotl import DEQUANT
+from nf4_triton.libraries.switch import use_nf4_kernel
 from nf4_triton.reference import same_bits
-from nf4_triton.sites import AXOLOTL
-from nf4_triton.switch import use_nf4_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
@@ -40,5 +40,5 @@ def test_the_same_bits(axolotl, shape, dtype):
     expected = calls()
     with use_nf4_kernel("axolotl", quiet=True, strict=True) as switch:
         assert all(map(same_bits, calls(), expected))
-        counts = switch.counts()[AXOLOTL]
+        counts = switch.counts()[DEQUANT]
     assert counts["kernel"] == 3 and counts["library"] == 0

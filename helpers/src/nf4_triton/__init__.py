@@ -7,8 +7,9 @@ Train with it: one call after the imports and before training.
     use_nf4_kernel()                           # Unsloth, bitsandbytes, Axolotl: the imported ones
     trainer.train()
 
-PEFT and transformers dequantize through bitsandbytes. It logs which functions it replaced and which it left
-alone. Results stay bit-identical: the same losses, the same adapter. Other ways to switch it on:
+PEFT and transformers dequantize through bitsandbytes. print(use_nf4_kernel()) says which functions it
+replaced and which it left alone. It is on or off for the whole process. Results stay bit-identical: the same
+losses, the same adapter. Other ways to switch it on:
 
     with use_nf4_kernel() as switch: ...           # for a while; switch.counts() says what dequantized
     Trainer(..., callbacks=[NF4KernelCallback()])  # while training runs
@@ -21,11 +22,13 @@ Dequantize by hand:
     weight = dequantize(layer)                     # a Linear4bit: (out, in) in quant_state.dtype
     weight = dequantize(layer, dtype=torch.bfloat16)
     weight = dequantize(packed, quant_state)       # what bitsandbytes.functional.quantize_4bit returned
+    experts = dequantize(packed, quant_state, rows=ids)  # these along the first dimension: (len(ids), ...)
+    vectors = dequantize(embedding, rows=token_ids)      # a slice, a tensor of ids, or a list
 
 Environment variables:
 
     NF4_TRITON=1        as above (or true, on, yes; off with 0, false, off, no, or unset)
-    NF4_BACKEND=auto    what `dequantize` uses: the kernel if it runs and is exact here, else plain PyTorch;
+    NF4_BACKEND=auto    what `dequantize` uses: the kernel on an NVIDIA GPU that can run it, else plain PyTorch;
                         triton or torch: that one
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
     TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
@@ -37,31 +40,32 @@ torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "1.1.0"
+__version__ = "1.2.0"
 __all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "restore", "use_nf4_kernel"]
 # NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 
 if TYPE_CHECKING:
     from .backend import dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
+    from .libraries.site import UnknownInternals
+    from .libraries.switch import Switch, restore, use_nf4_kernel
     from .state import UnsupportedState
-    from .switch import Switch, UnknownInternals, restore, use_nf4_kernel
 else:
     _HOMES = {
         "NF4KernelCallback": "callback.NF4KernelCallback",
-        "Switch": "switch.Switch",
-        "UnknownInternals": "switch.UnknownInternals",
+        "Switch": "libraries.switch.Switch",
+        "UnknownInternals": "libraries.site.UnknownInternals",
         "UnsupportedState": "state.UnsupportedState",
         "dequantize": "backend.dequantize",
-        "restore": "switch.restore",
-        "use_nf4_kernel": "switch.use_nf4_kernel",
+        "restore": "libraries.switch.restore",
+        "use_nf4_kernel": "libraries.switch.use_nf4_kernel",
     }
 
     def __getattr__(name: str):
         """Import a public name when it is asked for: the package alone imports neither torch nor Triton."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, attribute = _HOMES[name].partition(".")
+        module, _, attribute = _HOMES[name].rpartition(".")
         try:
             return getattr(importlib.import_module(f".{module}", __name__), attribute)
         except ModuleNotFoundError as error:

@@ -1,10 +1,13 @@
 """Turn the kernel on during training: `Trainer(..., callbacks=[NF4KernelCallback()])`."""
 
+import contextlib
 import weakref
 
-from .switch import Switch, check_names, say, use_nf4_kernel
+from .autoload import say
+from .libraries.switch import Switch, check_names, use_nf4_kernel
 
 try:
+    from tqdm import tqdm
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError("NF4KernelCallback needs transformers: pip install transformers") from error
@@ -12,11 +15,12 @@ except ImportError as error:
 
 class NF4KernelCallback(TrainerCallback):
     """Switch the kernel on when training begins and off when it ends, for transformers', TRL's and Unsloth's
-    trainers. At the end it logs how many dequantizations the libraries did themselves.
+    trainers. A kernel that was on before stays on. At the end it logs how many dequantizations the libraries
+    did themselves.
 
     Takes the arguments of use_nf4_kernel. Raises ValueError for an unknown name; with strict, on_train_begin
-    raises the same errors as that function. If training is
-    interrupted, the kernel stays on until the callback's next training ends or the callback is deleted.
+    raises the same errors as that function. If training is interrupted, the kernel stays on until the
+    callback's next training ends or the callback is deleted.
     """
 
     def __init__(self, *names: str, quiet: bool = False, strict: bool = False):
@@ -28,16 +32,18 @@ class NF4KernelCallback(TrainerCallback):
         return vars(self) | {"switch": None}
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._off()
+        self._end()
         self.switch = use_nf4_kernel(*self.names, quiet=self.quiet, strict=self.strict)
-        weakref.finalize(self, self.switch.off).atexit = False
+        weakref.finalize(self, self.switch.__exit__).atexit = False
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.switch and not self.quiet:
-            say(self.switch.summary())
-        self._off()
+            # The trainer's progress bar is still open: it is cleared for this line and drawn again below it.
+            with contextlib.suppress(Exception), tqdm.external_write_mode():
+                say(self.switch.summary())
+        self._end()
 
-    def _off(self) -> None:
+    def _end(self) -> None:
         if self.switch:
-            self.switch.off()
+            self.switch.__exit__()
         self.switch = None

@@ -5,10 +5,10 @@ import functools
 import gc
 import importlib
 import importlib.util
-import itertools
 import logging
 import pickle
 import sys
+import threading
 import types
 
 import pytest
@@ -17,77 +17,38 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.autograd import _functions  # noqa: E402
 
-from helpers.puzzle import layers  # noqa: E402
-from nf4_triton import autoload, backend, environment, launch, private, sites, switch  # noqa: E402
-from nf4_triton.sites import DEQUANTIZE, PRODUCT  # noqa: E402
-from nf4_triton.switch import UnknownInternals, restore, use_nf4_kernel  # noqa: E402
+from helpers.puzzle.layers import DEVICE  # noqa: E402
+from nf4_triton import autoload, launch, replay  # noqa: E402
+from nf4_triton.libraries import site, switch  # noqa: E402
+from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, PRODUCT  # noqa: E402
+from nf4_triton.libraries.site import UnknownInternals  # noqa: E402
+from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
 from states import fast_dequantize, oracle  # noqa: E402
-
-BF16, DEVICE = torch.bfloat16, layers.DEVICE
-quietly = functools.partial(use_nf4_kernel, quiet=True)
-
-
-def functions():
-    return bnb.functional.dequantize_4bit, bnb.matmul_4bit, _functions.matmul_4bit
-
-
-ORIGINAL = functions()
-
-
-def forget_self_tests():
-    for library in switch.LIBRARIES.values():
-        for site in library.sites:
-            site.replacement = None
-
-
-@pytest.fixture(autouse=True)
-def restored(own_bitsandbytes, monkeypatch):
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    example()  # now: a switch that is on would count it
-    yield
-    monkeypatch.undo()
-    if functions() != ORIGINAL or any(library.on for library in switch.LIBRARIES.values()):
-        restore()  # which searches all modules: 50 ms
-    assert functions() == ORIGINAL
-
-
-@pytest.fixture
-def fake_module(monkeypatch):
-    """fake_module(name, **contents): an imported module of that name, until the test ends."""
-
-    def make(name, kind=types.ModuleType, **contents):
-        module = kind(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-        return module
-
-    return make
-
-
-@pytest.fixture
-def logged(caplog):
-    """logged(): what the package logged since the last call."""
-
-    def read():
-        text = "".join(f"{message}\n" for message in caplog.messages)
-        caplog.clear()
-        return text
-
-    return read
+from switching import (  # noqa: E402
+    BF16,
+    ORIGINAL,
+    forget_self_tests,
+    functions,
+    quantized,
+    quietly,
+)
 
 
 @functools.cache
 def example():
     """(packed, state, the library's result) of a nested NF4 weight in bf16."""
-    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
-    packed, state = bnb.functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
+    packed, state = quantized((64, 128), BF16, DEVICE)
     return packed, state, ORIGINAL[0](packed, state)
+
+
+@pytest.fixture(autouse=True)
+def made():
+    example()  # now: a switch that is on would count it
 
 
 @pytest.fixture
 def fake_unsloth(fake_module):
     """A module with Unsloth's name and function."""
-    fake_module("unsloth")
     return fake_module("unsloth.kernels.utils", fast_dequantize=fast_dequantize)
 
 
@@ -101,71 +62,65 @@ def by_kernel(on):
     return on.counts()[DEQUANTIZE]["kernel"]
 
 
-# On and off
+# One state: on or off
 
 
 def test_on_for_the_time_of_a_with_block(logged):
     with pytest.raises(KeyError), use_nf4_kernel("bitsandbytes") as on:
         assert not set(functions()) & set(ORIGINAL)
-        assert on.libraries == ("bitsandbytes",)
-        assert repr(on) == "<nf4_triton.Switch of bitsandbytes: on>"
+        assert on.on and repr(on) == "<nf4_triton.Switch: on>"
+        assert on.report[DEQUANTIZE] == on.report[PRODUCT] == "kernel"
         assert logged() == f"{on}\n"
-        assert f"\n  {DEQUANTIZE}\n" in str(on) and f"\n  {PRODUCT}\n" in str(on)
+        assert f"\n  {DEQUANTIZE}\n" in str(on) and str(on).endswith("\nrestore() ends it.")
         raise KeyError
     assert functions() == ORIGINAL
-    assert repr(on) == "<nf4_triton.Switch of bitsandbytes: off>"
+    assert repr(on) == "<nf4_triton.Switch: off>" and str(on) == "The NF4 kernel is not used."
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_overlapping_switches_end_in_any_order(order):
-    switches = [quietly("bitsandbytes"), quietly("peft"), quietly()]
-    replacements = functions()
-    for ended, index in enumerate(order):
-        assert functions() == replacements
-        assert [one.on for one in switches].count(True) == 3 - ended
-        switches[index].off()
-        switches[index].off()
-        assert not switches[index].on
-    assert functions() == ORIGINAL
-    with quietly("bitsandbytes") as last, quietly("peft"):
-        assert functions() == replacements  # so that compiled graphs stay valid
-        restore()
-        assert functions() == ORIGINAL and not last.on
-
-
-def test_a_switch_that_is_off_says_so_and_stays_off():
-    first, second = quietly("bitsandbytes"), quietly("bitsandbytes")
-    with first:
+def test_who_finds_it_on_leaves_it_on(fake_unsloth):
+    with quietly("bitsandbytes") as first:
+        replacements = functions()
         dequantizes()
-    assert str(first).startswith("Switched off, but still on for another switch: ")
-    second.off()
-    assert str(first).startswith("Switched off. It had replaced: ")
-    with pytest.raises(RuntimeError, match="is off, and stays off"), first:
-        pass
-    assert first.summary() == "0 of 1 dequantizations went through the library"
+        with quietly("unsloth", "peft") as second:
+            pass
+        assert functions() == replacements  # so that compiled graphs stay valid
+        assert first.on and second.on and fake_unsloth.fast_dequantize is not fast_dequantize
+        assert by_kernel(first) == by_kernel(second) == 1
+        for end in (second.off, restore):
+            end()
+            assert functions() == ORIGINAL and fake_unsloth.fast_dequantize is fast_dequantize
+            assert not first.on and by_kernel(first) == 1
+            quietly("bitsandbytes")
+            assert functions() == replacements and by_kernel(first) == 0
+            dequantizes()
 
 
 def test_references_in_other_modules(fake_module):
     original = bnb.functional.dequantize_4bit
     theirs = fake_module("unsloth_compiled_module_llama", dequantize=original)
     mine = fake_module("my_script", dequantize=original, half=functools.partial(original, blocksize=64))
-    fake_module("unsloth_zoo.temporary_patches.moe_nf4_grouped", nf4_grouped_mm=len)
+    fake_module("nf4_route", dequant_groups=len)
     late = types.ModuleType("peft.late")
     with quietly("bitsandbytes") as on:
         late.dequantize = theirs.dequantize
         assert late.dequantize is bnb.functional.dequantize_4bit is not original
         assert mine.dequantize is original  # a script may compare with it
-        before = "it was imported before use_nf4_kernel() was called"
-        assert f"Not replaced: my_script.dequantize: {before}" in str(on)
-        assert f"Not replaced: my_script.half: {before}" in str(on)
-        assert "moe_nf4_grouped.nf4_grouped_mm: it has a kernel of its own" in str(on)
-        other = fake_module("peft.other", dequantize=original)  # imported since: the next call finds it
-        with quietly("bitsandbytes"):
-            assert other.dequantize is late.dequantize
+        early = "imported before use_nf4_kernel() was called"
+        assert f"Left to the library: my_script.dequantize: {early}" in str(on)
+        assert f"Left to the library: my_script.half: {early}" in str(on)
+        assert "nf4_route.dequant_groups: it has a kernel of its own" in str(on)
+        other = fake_module("peft.other", dequantize=original)
+        quietly("bitsandbytes")  # adds what was imported since
+        assert other.dequantize is late.dequantize
     assert theirs.dequantize is other.dequantize is original
     counted = by_kernel(on)
     assert dequantizes(late.dequantize)  # cannot be found, and only passes calls on
     assert by_kernel(on) == counted
+
+
+class Stubborn(types.ModuleType):
+    def __setattr__(self, name, value):
+        raise OSError("read only")
 
 
 class Lazy(types.ModuleType):
@@ -175,35 +130,86 @@ class Lazy(types.ModuleType):
         raise OSError("needs a display")
 
 
-def test_what_lies_in_sys_modules_is_not_touched(fake_module):
-    """Also what is no module. `transformers.lazy` would be searched."""
-    for name in ("transformers.lazy", "my.lazy"):
-        fake_module(name)
-        sys.modules[name] = Lazy(name)
-    sys.modules["my.lazy"] = type("Raises", (), {"__getattr__": lambda self, name: 1 / 0})()
-    with quietly("bitsandbytes", strict=True) as on:
-        assert "The NF4 kernel works here" in str(on)
-    assert functions() == ORIGINAL
-
-
-class Stubborn(types.ModuleType):
-    def __setattr__(self, name, value):
-        raise OSError("read only")
-
-
-def test_half_a_switch_is_undone(monkeypatch, fake_unsloth, fake_module):
-    """Also if a library of several fails, and whatever the error is."""
+def test_strange_modules_stand_alone(fake_module, monkeypatch):
+    """Read-only, lazy, no module, without __name__, under a key that is no text, where a kernel could be."""
     fake_module("transformers.stubborn", Stubborn, dequantize=ORIGINAL[0])
-    for error in (OSError, KeyboardInterrupt):
-        original = fake_unsloth.fast_dequantize
-        with pytest.raises(error):
-            quietly("unsloth", "bitsandbytes", strict=True)
-        assert fake_unsloth.fast_dequantize is original and functions() == ORIGINAL
+    raises = type("Raises", (), {"__getattr__": lambda self, name: 1 / 0})()
+    nameless = types.ModuleType("nameless")
+    del nameless.__name__
+    nameless.dequantize = ORIGINAL[0]
+    strange = {
+        "transformers.lazy": Lazy("lazy"), "my.lazy": raises, "axolotl": None, 3: nameless,
+        "peft.nameless": nameless, "my.nameless": nameless, "nf4_route": raises,
+    }  # fmt: skip
+    for name, module in strange.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with quietly(strict=True) as on:
+        assert "The NF4 kernel works here" in str(on) and "transformers.stubborn.dequantize" in str(on)
+        assert nameless.dequantize is bnb.functional.dequantize_4bit
+    assert nameless.dequantize is ORIGINAL[0]
 
-        def interrupted(device):
-            raise KeyboardInterrupt
 
-        monkeypatch.setattr(switch, "cannot_run", interrupted)
+class Slow(types.ModuleType):
+    """A module that something happens to while it is written."""
+
+    happens = None
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if happens := vars(Slow)["happens"]:
+            happens(value)
+
+
+def test_another_thread_restores_before_or_after_a_switch(fake_module, monkeypatch):
+    slow = fake_module("transformers.slow", Slow, dequantize=ORIGINAL[0])
+    thread = threading.Thread(target=restore)
+
+    def restored_meanwhile(value):
+        monkeypatch.setattr(Slow, "happens", None)
+        thread.start()
+        thread.join(0.3)
+        types.ModuleType.__setattr__(slow, "dequantize", value)  # a write that the other thread overtook
+
+    monkeypatch.setattr(Slow, "happens", staticmethod(restored_meanwhile))
+    quietly("bitsandbytes")
+    thread.join()
+    assert slow.dequantize is ORIGINAL[0]
+
+
+def test_calls_count_from_the_first_replaced_function_on(fake_module, monkeypatch):
+    forget_self_tests()  # which count nothing
+    fake_module("transformers.slow", Slow, dequantize=ORIGINAL[0])
+    monkeypatch.setattr(Slow, "happens", staticmethod(dequantizes))
+    with quietly("bitsandbytes") as on:
+        assert by_kernel(on) == 1 and on.counts()[PRODUCT]["kernel"] == 0
+
+
+def test_an_interrupted_switch_is_undone(fake_module, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    fake_module("transformers.slow", Slow, dequantize=ORIGINAL[0])
+    monkeypatch.setattr(Slow, "happens", staticmethod(interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        quietly("bitsandbytes")
+    monkeypatch.setattr(Slow, "happens", None)
+    assert functions() == ORIGINAL and not switch.Switch().on
+
+
+def test_strict_changes_nothing_if_one_of_its_libraries_fails(monkeypatch, fake_module):
+    unsloth = fake_module("unsloth.kernels.utils", fast_dequantize=lambda W: W)
+    for already_on in (False, True):
+        if already_on:
+            quietly("bitsandbytes")
+        before, report = functions(), switch.Switch().report
+        with pytest.raises(UnknownInternals):
+            quietly("bitsandbytes", "unsloth", strict=True)
+        assert functions() == before and switch.Switch().report == report
+        assert switch.Switch().on == already_on
+    assert (
+        quietly("unsloth").report["unsloth.kernels.utils.fast_dequantize"].startswith("unsloth  is unknown")
+    )
+    assert unsloth.fast_dequantize.__name__ == "<lambda>"
 
 
 # What is refused, what is left
@@ -221,13 +227,6 @@ def refuses(*_):
     raise launch.UnsupportedState("it is new")
 
 
-NO_GPU = [
-    (torch.cuda, "is_available", lambda: False),
-    (environment, "DRIVER", "false"),  # the command that asks for it fails
-    (backend, "INTERPRETED", False),
-]
-
-
 def library_has(function):
     return [(bnb.functional, "dequantize_4bit", function)]
 
@@ -236,6 +235,7 @@ def kernel_is(function):
     return [(launch, "_your_dequantize_nf4", function)]
 
 
+NO_GPU = [(switch, "cannot_run", lambda device: "No CUDA GPU: use one")]
 REFUSED = {
     "other parameters": (library_has(lambda A, state: A), UnknownInternals, "takes .'A', 'state'., expected"),
     "one more that is needed": (
@@ -245,7 +245,6 @@ REFUSED = {
     ),
     "missing": (library_has(None), UnknownInternals, "dequantize_4bit is missing"),
     "no GPU": (NO_GPU, RuntimeError, "No CUDA GPU"),
-    "AMD": ([(torch.version, "hip", "6.4")], RuntimeError, "AMD GPU .ROCm 6.4.*NVIDIA"),
     "wrong bits": (kernel_is(wrong_bits), RuntimeError, "torch.float16 bits differ from those of .*4bit$"),
     "full GPU": (kernel_is(full), RuntimeError, "the self-test of .*4bit failed: OutOfMemoryError: CUDA out"),
     "not its state": (kernel_is(refuses), RuntimeError, "the kernel refused the self-test of .*4bit$"),
@@ -263,13 +262,13 @@ def test_refused(monkeypatch, logged, case):
     with pytest.raises(error, match=text) as problem:
         quietly(strict=True)
     assert "\n" not in str(problem.value) and not logged()
-    for names in ((), ("peft",)):
-        with quietly(*names) as on:
-            assert functions() == before and not on.libraries and not on.sites and not on.partial
-        assert str(on).startswith("The NF4 kernel is not used.\n") and f"{problem.value}" in str(on)
+    with quietly("peft") as on:
+        assert functions() == before and not on.on and on.report == {DEQUANTIZE: str(problem.value)}
+        assert str(on) == f"The NF4 kernel is not used.\nLeft to the library: {DEQUANTIZE}: {problem.value}"
         assert on.summary() == "The kernel was not used: the libraries dequantized everything."
-        warned = f"peft runs without the NF4 kernel: {problem.value}\n"
-        assert logged() == (warned if names else "")
+    assert logged() == f"peft runs without the NF4 kernel: {problem.value}\n"
+    quietly()
+    assert not logged()
     monkeypatch.undo()
     with quietly("bitsandbytes", strict=True) as on:  # what failed was the moment's
         assert on.on
@@ -283,23 +282,13 @@ def test_which_libraries(monkeypatch):
         use_nf4_kernel("bnb")
     for name in ("unsloth", "axolotl", "peft"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "unsloth" else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with quietly(strict=True) as on:
-        assert on.libraries == ("bitsandbytes",) and not on.partial
-        assert not on.refused, "what is not used is not worth a word"
+        assert on.on and set(on.report.values()) == {"kernel"}
     with pytest.raises(ImportError, match="peft is not installed: pip install peft"):
         quietly("peft", strict=True)
-
-
-def test_without_bitsandbytes(monkeypatch, fake_module):
     monkeypatch.delitem(sys.modules, "bitsandbytes")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    fake_module("peft")
-    problem = "bitsandbytes is not installed: pip install bitsandbytes"
-    for names in ((), ("peft",)):
-        assert list(quietly(*names).refused.values()) == [problem]
-        with pytest.raises(ImportError, match=problem):
-            quietly(*names, strict=True)
+    assert quietly().report == {DEQUANTIZE: "bitsandbytes is not installed: pip install bitsandbytes"}
 
 
 def another_gradient(A, B, quant_state, out=None, bias=None):
@@ -329,26 +318,22 @@ def test_a_product_that_fails_its_self_test_is_left_and_named(monkeypatch, case)
     """A new release may cost speed, but no bit: its backward still dequantizes with the kernel."""
     function, why = LEFT[case]
     monkeypatch.setattr(_functions, "matmul_4bit", function)
-    with quietly() as on:
+    with quietly(strict=True) as on:
         assert _functions.matmul_4bit is function
-        assert why in on.left[PRODUCT] and f"Left to the library: {PRODUCT}: " in str(on)
-        assert on.partial and str(on).startswith("The NF4 kernel works here in part. It dequantizes in:\n")
-        assert f"\n  {PRODUCT}" not in str(on) and PRODUCT not in on.counts()
+        assert why in on.report[PRODUCT] and f"Left to the library: {PRODUCT}: " in str(on)
+        assert f"\n  {PRODUCT}" not in str(on)
         assert dequantizes() and by_kernel(on) == 1
         assert on.summary() == f"0 of 1 dequantizations went through the library; not counted: {PRODUCT}"
-        with quietly() as second:
-            assert second.left == on.left
 
 
 def test_without_replays_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
     """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
-    forget_self_tests()
-    monkeypatch.setattr(private, "CAN_REPLAY", False)
-    monkeypatch.setattr(sites, "INTERPRETED", False)
+    monkeypatch.setattr(replay, "CAN_REPLAY", False)
+    monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
-        assert on.libraries == ("bitsandbytes",) and dequantizes()
-        assert on.refused["unsloth"].startswith("launches cannot be replayed with torch 2.")
-        assert "Calls take longer: launches cannot be replayed" in str(on)
+        assert fake_unsloth.fast_dequantize is fast_dequantize and dequantizes()
+        assert on.report["unsloth.kernels.utils.fast_dequantize"].startswith("launches cannot be replayed")
+        assert "Calls take longer: launches cannot be replayed with torch 2." in str(on)
 
 
 def test_a_newer_argument_goes_to_the_library(monkeypatch):
@@ -380,26 +365,9 @@ def test_replaced_functions_pickle_as_the_originals():
         assert pickle.loads(expected[0]) is bnb.functional.dequantize_4bit
 
 
-def test_a_wrapper_around_a_replacement():
-    """As Unsloth makes one on import. What is left of it after off() only passes calls on."""
-    on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
-    wrapper = functools.wraps(ours)(lambda *a, **k: ours(*a, **k))
-    try:
-        bnb.functional.dequantize_4bit = wrapper
-        assert dequantizes() and by_kernel(on) == 1
-        assert f"Since then {DEQUANTIZE} was wrapped or replaced by another library." in str(on)
-        restore()
-        assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
-        bnb.functional.dequantize_4bit = ours
-        with quietly("bitsandbytes") as again:
-            assert dequantizes() and by_kernel(again) == 1
-        assert bnb.functional.dequantize_4bit is ORIGINAL[0]
-    finally:
-        bnb.functional.dequantize_4bit = ORIGINAL[0]
-
-
-def test_the_self_test_asks_the_library_behind_a_wrapper(monkeypatch):
-    """A wrapper that another library made while the kernel was on still calls the kernel's replacement."""
+def test_a_wrapper_around_a_replacement(monkeypatch):
+    """As Unsloth makes one on import. What is left of it after off() only passes calls on, and the self-test
+    asks the library behind it."""
     on, ours = quietly("bitsandbytes"), bnb.functional.dequantize_4bit
 
     def wrapper(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
@@ -407,29 +375,101 @@ def test_the_self_test_asks_the_library_behind_a_wrapper(monkeypatch):
 
     try:
         bnb.functional.dequantize_4bit = wrapper
-        on.off()
+        assert dequantizes() and by_kernel(on) == 1
+        assert f"{DEQUANTIZE}: it was wrapped or replaced by another library since" in str(on)
+        restore()
+        assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
         right = launch._your_dequantize_nf4
         monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda *arguments: right(*arguments) + 1)
-        assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").refused["bitsandbytes"]
+        assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").report[DEQUANTIZE]
+        bnb.functional.dequantize_4bit = ours
+        restore()
+        assert bnb.functional.dequantize_4bit is ORIGINAL[0]
     finally:
         bnb.functional.dequantize_4bit = ORIGINAL[0]
         forget_self_tests()
 
 
+MOMENTS = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "meta": lambda: torch.device("meta")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_self_test_is_of_no_moment(monkeypatch, moment):
+    """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
+    forget_self_tests()
+    linspace = torch.linspace
+    monkeypatch.setattr(
+        torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how)
+    )
+    with MOMENTS[moment](), quietly(strict=True) as on:
+        assert set(on.report.values()) == {"kernel"}
+
+
+def test_each_rank_tests_on_its_own_gpu(monkeypatch):
+    """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    for rank, index in (("1", 1), ("0", 0), ("5", 0), ("", 0), ("-1", 0), ("x", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert site.self_test_device() == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert site.self_test_device() == torch.device("cuda", 3)
+
+
 # What is logged
 
 
-def test_one_process_of_a_host_logs_as_the_user_wants(monkeypatch, logged):
-    for rank, speaks in (("0", True), ("", True), ("-1", True), ("1", False)):
+def test_one_process_of_a_host_logs(monkeypatch, logged):
+    for rank, speaks in (("0", True), ("", True), ("-1", True), ("x", True), ("1", False)):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        use_nf4_kernel("bitsandbytes").off()
+        use_nf4_kernel("bitsandbytes")
         assert ("The NF4 kernel works here" in logged()) == speaks
-    monkeypatch.delenv("LOCAL_RANK")
-    log = logging.getLogger("nf4_triton")
-    log.setLevel(logging.WARNING)
-    use_nf4_kernel("bitsandbytes").off()
-    log.setLevel(logging.INFO)
-    assert not logged()
+
+
+class Closed:
+    """A stderr whose reader is gone."""
+
+    def write(self, text):
+        raise ValueError("I/O operation on closed file")
+
+    flush = write
+
+
+@pytest.fixture
+def unconfigured(monkeypatch):
+    """unconfigured(): take pytest's handlers off, which it adds after the fixtures, as in a plain script."""
+    yield lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    logging.getLogger().setLevel(logging.WARNING)
+    logging.getLogger("nf4_triton").setLevel(logging.NOTSET)
+
+
+def test_without_configured_logging_lines_have_a_name(unconfigured, monkeypatch, capsys):
+    unconfigured()
+    use_nf4_kernel("bitsandbytes")
+    autoload.say("it falls back", logging.WARNING)
+    printed = capsys.readouterr().err
+    assert printed.startswith("nf4_triton: The NF4 kernel works here")
+    assert printed.endswith("\nnf4_triton: it falls back\n")
+    monkeypatch.setattr(sys, "stderr", Closed())
+    assert use_nf4_kernel("bitsandbytes").on
+    logging.basicConfig()
+    autoload.say("it falls back", logging.WARNING)
+
+
+@pytest.mark.parametrize("logger", ["", "nf4_triton"])
+def test_a_level_of_warning_silences_what_is_no_warning(unconfigured, capsys, logger):
+    unconfigured()
+    if not logger:
+        logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger(logger).setLevel(logging.WARNING)
+    use_nf4_kernel("bitsandbytes")
+    autoload.say("it falls back", logging.WARNING)
+    assert capsys.readouterr().err == "nf4_triton: it falls back\n"
+
+
+def test_a_model_without_4_bit_layers():
+    with quietly("bitsandbytes") as on:
+        assert on.summary().startswith("No call came: is the model loaded in 4 bits?")
 
 
 # NF4_TRITON=1
@@ -475,28 +515,6 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     assert functions() == ORIGINAL and not logged()
 
 
-def test_the_self_test_names_its_device(monkeypatch):
-    """After transformers' from_pretrained torch.linspace ignores `with torch.device(...)`."""
-    forget_self_tests()
-    linspace = torch.linspace
-    monkeypatch.setattr(
-        torch, "linspace", lambda *a, device="meta", **how: linspace(*a, device=device, **how)
-    )
-    with torch.device("meta"), quietly(strict=True) as on:
-        assert on.on and not on.left
-
-
-def test_each_rank_tests_on_its_own_gpu(monkeypatch):
-    """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
-    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for rank, index in (("1", 1), ("0", 0), ("5", 0), ("", 0), ("-1", 0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert sites.self_test_device() == torch.device("cuda", index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert sites.self_test_device() == torch.device("cuda", 3)
-
-
 @pytest.mark.parametrize("value", [None, "", "0", "off", " False "])
 def test_without_the_variable_nothing_happens(variable, value):
     variable.delenv("NF4_TRITON") if value is None else variable.setenv("NF4_TRITON", value)
@@ -507,17 +525,12 @@ def test_without_the_variable_nothing_happens(variable, value):
 
 @pytest.mark.parametrize("ends", [restore, lambda: quietly("bitsandbytes").off()], ids=["restore", "a call"])
 def test_a_call_of_ones_own_ends_the_waiting(variable, logged, ends):
+    """Also one that imports bitsandbytes, whose entry point loads during that import."""
+    variable.setattr(switch, "_import", lambda name: autoload.load())
     autoload.load()
     ends()
     a_layer()
     assert functions() == ORIGINAL and not logged()
-
-
-def test_a_call_that_imports_bitsandbytes_ends_the_waiting(variable, monkeypatch):
-    """Its entry point loads during that import."""
-    monkeypatch.setattr(switch, "require_version", lambda name: autoload.load())
-    with quietly("bitsandbytes"):
-        assert not autoload.waiting
 
 
 def test_the_variable_fails_no_import_and_no_layer(variable, logged):
@@ -543,12 +556,9 @@ def callback():
     return NF4KernelCallback
 
 
-def test_the_callback_checks_names_when_it_is_made(callback):
+def test_the_callback(callback, logged):
     with pytest.raises(ValueError, match="'bnb' is an unknown library, expected one of unsloth"):
         callback("bnb")
-
-
-def test_the_callback(callback, logged):
     one = pickle.loads(pickle.dumps(callback("bitsandbytes", strict=True)))
     one.on_train_end(None, None, None)  # before it began
     for _ in range(2):
@@ -560,13 +570,28 @@ def test_the_callback(callback, logged):
         assert printed.startswith("The NF4 kernel works here")
         assert printed.endswith("\n0 of 1 dequantizations went through the library\n")
         assert functions() == ORIGINAL
+    quietly("bitsandbytes")
+    one.on_train_begin(None, None, None)
+    one.on_train_end(None, None, None)
+    assert functions() != ORIGINAL  # it found the kernel on
 
 
-def test_the_callback_where_the_kernel_cannot_run(callback, monkeypatch):
-    for change in NO_GPU:
-        monkeypatch.setattr(*change)
-    with pytest.raises(RuntimeError, match="No CUDA GPU"):
-        callback(strict=True).on_train_begin(None, None, None)
+def test_the_callbacks_last_line_stands_alone(callback, unconfigured, monkeypatch, capsys):
+    from tqdm.auto import tqdm
+
+    unconfigured()
+    one = callback("bitsandbytes")
+    with tqdm(total=2) as bar:
+        one.on_train_begin(None, None, None)
+        bar.update()
+        capsys.readouterr()
+        one.on_train_end(None, None, None)
+        lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert any(line.startswith("nf4_triton: No call came") for line in lines)
+    one.on_train_begin(None, None, None)
+    monkeypatch.setattr(sys, "stderr", Closed())
+    one.on_train_end(None, None, None)
+    assert functions() == ORIGINAL
 
 
 @pytest.mark.parametrize("then", ["the next training ends", "it is deleted"])

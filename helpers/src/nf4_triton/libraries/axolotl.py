@@ -1,0 +1,50 @@
+"""Axolotl: its LoRA kernels' dequantization, and the experts that ScatterMoE selects."""
+
+import math
+
+import torch
+
+from .. import launch
+from ..state import Packed, UnsupportedState
+from .site import Site, dequantize_rows, small_stack
+
+DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
+EXPERTS = "axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant._selective_dequant_bnb4"
+
+
+def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
+    """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
+    packed = Packed(
+        weight=W, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset, shape=tuple(shape), dtype=dtype,
+        quant_type="nf4", blocksize=blocksize, blocksize2=blocksize2, nested=True,
+    )  # fmt: skip
+    return site.dequantize(launch.dequantize_packed, packed)
+
+
+def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
+    """Answer for the experts that a batch is routed to."""
+    return site.dequantize(selected_experts, raw_param, quant_state, active_experts, expert_shape)
+
+
+def selected_experts(raw_param, quant_state, active_experts, expert_shape):
+    if raw_param.dtype != torch.uint8:
+        raise UnsupportedState("Axolotl selects experts by bytes, and this stack is not stored in uint8")
+    experts = math.prod(quant_state.shape) // max(1, math.prod(expert_shape))
+    return dequantize_rows(raw_param, quant_state, (experts, *expert_shape), active_experts)
+
+
+def dequantized_from_parts(function, packed, quant_state):
+    second = quant_state.state2
+    parts = second.code, second.absmax, quant_state.offset, quant_state.blocksize, second.blocksize
+    return [function(packed, quant_state.absmax, *parts, quant_state.shape, quant_state.dtype)]
+
+
+def selected(function, packed, quant_state):
+    ids, (_, *expert_shape) = small_stack(packed, quant_state)
+    return [function(packed, quant_state, ids, tuple(expert_shape))]
+
+
+SITES = (
+    Site(DEQUANT, ctypes_nf4_dequant, dequantized_from_parts),
+    Site(EXPERTS, selective_dequant_bnb4, selected),
+)

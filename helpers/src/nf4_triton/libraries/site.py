@@ -1,0 +1,252 @@
+"""A library function that dequantizes, what answers its calls, and the test that both give the same bits."""
+
+import collections
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import logging
+import math
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+
+from .. import launch, private, replay
+from ..autoload import local_rank, say
+from ..kernel import INTERPRETED, TRITON
+from ..reference import same_bits
+from ..state import UnsupportedState, read_state
+
+# bitsandbytes makes these tables at their first use, in torch's default dtype of that moment.
+TABLES = ("bitsandbytes.functional.name2qmap", "bitsandbytes.backends.utils._code_4bit_cache")
+# Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
+CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
+MOST_FAILURES = 3  # each may have compiled for seconds
+OFF = "switched off"
+KINDS = ("kernel", "library", "fused")  # dequantized by the kernel, by the library; multiplied without
+ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
+
+
+class UnknownInternals(RuntimeError):
+    """A function of a library is missing or takes other arguments, so the library was left unchanged."""
+
+
+def dequantized(function: Callable, packed: torch.Tensor, quant_state) -> Iterable:
+    """Return what the self-test compares for functions that take (packed, quant_state)."""
+    return function(packed, quant_state), function(packed.t(), quant_state)
+
+
+@dataclass(eq=False)
+class Site:
+    """A function of a library that dequantizes, and what answers its calls.
+
+    Calls in compiled code are not counted; concurrent threads may miss a few.
+    """
+
+    name: str
+    answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
+    results: Callable = dequantized  # results(function, packed, quant_state): what the self-test compares
+    replays: bool = False  # whether the original launches faster than Triton's ordinary path
+    original: Any = None
+    replacement: Any = None  # None: no self-test has passed
+    why_not: str = OFF  # why it does not answer; empty while it does
+    failures: int = 0
+    counts: collections.Counter = field(default_factory=collections.Counter)  # of calls, by KINDS
+    reasons: collections.Counter = field(default_factory=collections.Counter)  # why the library dequantized
+
+    def dequantize(self, kernel: Callable, *arguments):
+        """Return kernel(*arguments), counted, or None if the library has to dequantize."""
+        try:
+            result = kernel(*arguments)
+        except UnsupportedState as error:
+            self.count("library", str(error).split(":")[0])
+            return None
+        except CANNOT_LAUNCH as error:
+            self.count("library", self.fail(error))
+            return None
+        self.count("kernel")
+        return result
+
+    def count(self, kind: str, reason: str = "") -> None:
+        if not private.is_compiling():
+            self.counts[kind] += 1
+            if reason:
+                self.reasons[reason] += 1
+
+    def fail(self, error: Exception) -> str:
+        """Note a launch that failed, and return why. The first is logged; the last stops this site."""
+        why = f"the kernel could not be launched ({type(error).__name__}: {error})"
+        self.failures += 1
+        if self.failures == 1:
+            say(f"{self.name} falls back to the library: {why}", logging.WARNING)
+        if self.failures == MOST_FAILURES:
+            self.why_not = why
+        return why
+
+    def exists(self) -> bool:
+        """Return whether the library was imported as far as this function's package, and has its module."""
+        module = self.name.rpartition(".")[0]
+        package = module.rpartition(".")[0]
+        return module in sys.modules or (package in sys.modules and bool(importlib.util.find_spec(module)))
+
+    def prepare(self) -> None:
+        """Make the replacement and test it, unless it was tested before.
+
+        Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
+        """
+        self.failures = 0
+        if self.replays and (why := cannot_replay()):
+            raise RuntimeError(f"{why}, and this function launches faster than Triton's ordinary path")
+        if self.replacement and current(self.name) in (self.original, self.replacement):
+            return
+        importlib.import_module(self.name.rpartition(".")[0])
+        self.replacement, self.original = None, current(self.name)
+        replacement = self.make_replacement(self.original)
+        before = self.why_not
+        try:
+            self_test(self, replacement)
+        finally:
+            self.why_not = before
+        self.replacement = replacement
+        ORIGINALS[replacement] = self.original
+
+    def make_replacement(self, original: Callable) -> Callable:
+        """Return a function that answers calls with known arguments and passes on the others."""
+        answer = inspect.getfullargspec(self.answer)
+        parameters = answer.args[1:]
+        names = parameters + answer.kwonlyargs
+        require_parameters(self.name, original, parameters)
+
+        @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
+        def replacement(*arguments, **named):
+            known = not self.why_not and len(arguments) <= len(parameters)
+            for name in named:
+                known = known and name in names
+            if known:
+                result = self.answer(self, *arguments, **named)
+                if result is not None:
+                    return result
+            return original(*arguments, **named)
+
+        return replacement
+
+
+def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
+    """Return these rows, ids or a slice, of a stack of this shape. Raises UnsupportedState."""
+    packed = read_state(weight.reshape(-1, 1), quant_state)
+    if len(shape) != 3 or math.prod(shape) != math.prod(packed.shape):
+        raise UnsupportedState(
+            f"a state of shape {tuple(packed.shape)} is not that of the stack {tuple(shape)}"
+        )
+    return launch.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
+
+
+def cannot_replay() -> str | None:
+    """Return why launches are not replayed here, None if they are, or if the interpreter runs them."""
+    if replay.CAN_REPLAY or INTERPRETED:
+        return None
+    versions = f"torch {torch.__version__} and Triton {'.'.join(map(str, TRITON))}"
+    return f"launches cannot be replayed with {versions}"
+
+
+def contents(module) -> dict[str, Any]:
+    """Return the names in a module; none of what is no module. Asking it for one may import a lazy module."""
+    if issubclass(type(module), types.ModuleType):
+        return types.ModuleType.__getattribute__(module, "__dict__")
+    return {}
+
+
+def current(name: str) -> Any:
+    """Return what a module refers to by the last part of `name` now, None without the module or the name."""
+    module, _, attribute = name.rpartition(".")
+    return contents(sys.modules.get(module)).get(attribute)
+
+
+def require_parameters(name: str, function: Any, parameters: list[str]) -> None:
+    """Raise UnknownInternals unless a function takes these parameters first and needs no others."""
+    problem = "is missing"
+    if inspect.isfunction(function):
+        have = inspect.signature(function).parameters
+        more = list(have.values())[len(parameters) :]
+        optional = all(parameter.default is not parameter.empty for parameter in more)
+        if optional and list(have)[: len(parameters)] == parameters:
+            return
+        problem = f"takes {tuple(have)}, expected {tuple(parameters)}"
+    library = name.partition(".")[0]
+    version = current(f"{library}.__version__") or ""
+    raise UnknownInternals(f"{library} {version} is unknown and was left unchanged: {name} {problem}")
+
+
+# The self-test: what a function, the library's or its replacement, returns for a small layer
+
+
+def self_test(site: Site, replacement: Callable) -> None:
+    """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
+    before = site.counts["kernel"]
+    with without_trace(self_test_device()) as device:
+        for dtype in (torch.float16, torch.bfloat16):
+            try:
+                layer = small_layer(dtype, device)
+                site.why_not = "its self-test runs"  # the original may wrap an earlier replacement
+                expected = site.results(site.original, *layer)
+                site.why_not = ""
+                same = all(map(same_bits, site.results(replacement, *layer), expected))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise RuntimeError(f"the self-test of {site.name} failed: {problem}") from error
+            if not same:
+                raise RuntimeError(f"the kernel's {dtype} bits differ from those of {site.name}")
+    if site.counts["kernel"] == before:
+        raise RuntimeError(f"the kernel refused the self-test of {site.name}")
+
+
+def self_test_device() -> torch.device:
+    """Return the current GPU, or that of LOCAL_RANK if the process has not chosen one yet: a test on GPU 0
+    would open a context there for every rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    rank = local_rank()
+    chosen = torch.cuda.current_device()
+    return torch.device("cuda", chosen or (rank if rank < torch.cuda.device_count() else 0))
+
+
+@contextlib.contextmanager
+def without_trace(device: torch.device) -> Iterator[torch.device]:
+    """Run on a device, in float32, outside inference mode, and put bitsandbytes' tables back as they were.
+
+    Models are often created on "meta", with another default dtype, or in inference mode.
+    """
+    tables = [table for table in map(current, TABLES) if isinstance(table, dict)]
+    copies = [table.copy() for table in tables]
+    dtype = torch.get_default_dtype()
+    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    try:
+        torch.set_default_dtype(torch.float32)
+        with guard, device, torch.inference_mode(False), torch.enable_grad():
+            yield device
+    finally:
+        torch.set_default_dtype(dtype)
+        for table, copy in zip(tables, copies, strict=True):
+            table.clear()
+            table.update(copy)
+
+
+def small_layer(dtype: torch.dtype, device: torch.device) -> tuple:
+    """Return (packed, quant_state) of 128 x 192 nested NF4 weights: every code, two second-level blocks."""
+    # With the device named: transformers' from_pretrained makes torch.linspace ignore `with device`.
+    values = torch.linspace(-1, 1, 128 * 192, dtype=torch.float32, device=device)
+    values *= torch.sin(values * 2**16)
+    quantize = importlib.import_module("bitsandbytes.functional").quantize_4bit
+    return quantize(values.view(128, 192).to(dtype), quant_type="nf4", compress_statistics=True)
+
+
+def small_stack(packed: torch.Tensor, quant_state) -> tuple:
+    """Return (ids, shape) for the small layer as 8 experts of 16 x 192: repeated, not sorted."""
+    return torch.tensor([5, 0, 7, 5], device=packed.device), (8, 16, 192)

@@ -1,0 +1,78 @@
+"""Unsloth: fast_dequantize for layers, and its zoo's functions for stacks of experts."""
+
+import importlib
+
+import torch
+
+from .. import launch
+from ..state import UnsupportedState, read_state
+from .site import Site, dequantize_rows, small_stack
+
+FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"
+EXPERT_STACK = "unsloth_zoo.temporary_patches.moe_triton_kernels.nf4_dequant_triton"
+EXPERTS = "unsloth_zoo.temporary_patches.moe_utils._dequantize_bnb4bit_experts"
+# The zoo runs copies of that file from its compiled cache, under these names.
+COPIES = ("unsloth_cached_moe_utils", "moe_utils")
+
+
+def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False, *, dtype=None):
+    """Answer for layers. The result is a new tensor, as `use_global_buffer` permits; `dtype` is for other
+    formats (8 bit, NVFP4, MXFP4), which have other state types."""
+    if type(quant_state).__name__ != "QuantState":
+        return None
+    return site.dequantize(launch._your_dequantize_nf4, W, quant_state, out)
+
+
+def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
+    """Answer for whole stacks of experts, in batches that use most of them. They are never transposed."""
+    return site.dequantize(expert_stack, packed, quant_state, out_shape, out)
+
+
+def expert_stack(weight, quant_state, out_shape, out):
+    require_unrounded(quant_state)
+    packed = read_state(weight.reshape(-1, 1), quant_state)
+    if out_shape is not None:
+        packed = packed._replace(shape=tuple(out_shape))
+    return launch.dequantize_packed(packed, out)
+
+
+def dequantize_experts(site, param, experts, target_dtype=None):
+    """Answer for the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
+    while hasattr(param, "base_layer"):  # PEFT's wrappers
+        param = param.base_layer
+    result = site.dequantize(selected_experts, param, experts)
+    return result if result is None or target_dtype is None else result.to(target_dtype)
+
+
+def selected_experts(param, experts):
+    quant_state = getattr(param, "quant_state", None)
+    require_unrounded(quant_state)
+    shape = getattr(param, "_original_shape", None) or quant_state.shape
+    return dequantize_rows(param.data, quant_state, shape, experts)
+
+
+def require_unrounded(quant_state) -> None:
+    """Raise UnsupportedState for fp16: Unsloth's own tests allow its experts one unit in the last place."""
+    if getattr(quant_state, "dtype", None) is torch.float16:
+        raise UnsupportedState("Unsloth rounds some fp16 experts differently from bitsandbytes")
+
+
+def stacked(function, packed, quant_state):
+    """As 2 experts of 64 x 192."""
+    return [function(packed, quant_state, (2, 64, 192))]
+
+
+def selected(function, packed, quant_state):
+    ids, shape = small_stack(packed, quant_state)
+    quant_state.shape = torch.Size(shape)
+    nn = importlib.import_module("bitsandbytes.nn")
+    param = nn.Params4bit(packed, requires_grad=False, quant_state=quant_state, bnb_quantized=True)
+    return [function(param, ids, torch.float32), function(param, slice(1, 4))]
+
+
+SITES = (
+    Site(FAST_DEQUANTIZE, fast_dequantize, replays=True),
+    Site(EXPERT_STACK, nf4_dequant_triton, stacked),
+    Site(EXPERTS, dequantize_experts, selected),
+    *(Site(f"{copy}._dequantize_bnb4bit_experts", dequantize_experts, selected) for copy in COPIES),
+)

@@ -1,0 +1,90 @@
+"""What the tests of the switch share: small weights, and a call compared with the kernel and without."""
+
+import functools
+import sys
+import warnings
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.autograd import _functions
+
+from nf4_triton import reference
+from nf4_triton.libraries import switch
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+quietly = functools.partial(switch.use_nf4_kernel, quiet=True)
+
+
+def functions():
+    return bnb.functional.dequantize_4bit, bnb.matmul_4bit, _functions.matmul_4bit
+
+
+ORIGINAL = functions()
+
+
+def sites():
+    return [site for sites in switch.LIBRARIES.values() for site in sites]
+
+
+def forget_self_tests():
+    for site in sites():
+        site.replacement = None
+
+
+def on(*names):
+    return quietly(*(names or ["bitsandbytes"]), strict=True)
+
+
+def inputs(device, *shape, dtype=BF16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+def quantized(shape, dtype=BF16, device="cpu", **options):
+    """(packed, state) of a random weight; nf4 and nested unless `options` say otherwise."""
+    options = {"quant_type": "nf4", "compress_statistics": True} | options
+    return bnb.functional.quantize_4bit(inputs(device, *shape, dtype=dtype), **options)
+
+
+def outcome(call):
+    """Return what a call returns, or its error as a text."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error)} {error}"
+
+
+def same(a, b):
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, str) or isinstance(b, str):
+        return a == b
+    return a.stride() == b.stride() and reference.same_bits(a, b)
+
+
+def compare(call, *names):
+    """Check that a call returns the same with and without the kernel. Return what was counted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = outcome(call)
+        with on(*names) as switched:
+            found = outcome(call)
+    assert same(found, expected), (found, expected)
+    return switched.counts()
+
+
+def compared(call, name, *libraries):
+    """Return how many calls of a function the kernel and the library answered, after the same comparison."""
+    counts = compare(call, *libraries)[name]
+    return counts["kernel"], counts["library"]
+
+
+def through(layer, x):
+    """Return result and input gradient of a layer."""
+    x = x.detach().clone().requires_grad_()
+    y = layer(x)
+    y.backward(y.detach() + 1)
+    return y.detach(), x.grad
+
+
+def module_of(name):
+    return sys.modules[name.rpartition(".")[0]]
