@@ -43,7 +43,7 @@ def changed_kernel(tmp_path):
         for part in ("kernel", "settings", "private", "state", "replay", "launch"):
             file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
             text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
-        text = text.replace('else "nf4_triton"', f'else "{name}"')
+        text = text.replace('"nf4_triton::dequantize"', f'"{name}::dequantize"')
         assert old in text
         path = tmp_path / f"{name}.py"
         path.write_text(text.replace(old, new), encoding="utf-8")

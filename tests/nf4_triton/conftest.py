@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from nf4_triton import private, replay
+from nf4_triton import replay
 from states import exact
 
 
@@ -51,12 +51,11 @@ def watch(device, monkeypatch):
     with contextlib.ExitStack() as after:
 
         def start(module):
-            if device == "cuda" and not private.CAN_REPLAY:
+            if device == "cuda" and not replay.CAN_REPLAY:
                 pytest.skip("this Triton launches the ordinary way: nothing is replayed")
             place = module if hasattr(module, "CachedLaunch") else replay
-            for kept in (place.cached, place.cached_out):
-                kept.clear()
-                after.callback(kept.clear)
+            place.cached.clear()
+            after.callback(place.cached.clear)
             if device == "cpu":
                 interpret(module, monkeypatch)
             return Watched(module, monkeypatch)
@@ -88,9 +87,9 @@ class Interpreted:
 
     function = packed_metadata = None
 
-    def __init__(self, kernel, arguments):
+    def __init__(self, kernel, pointers):
         self.kernel = kernel
-        self.like = [(tensor.dtype, tensor.numel()) for tensor in arguments[:6]]
+        self.like = [(tensor.dtype, tensor.numel()) for tensor in pointers]
 
     def run(self, grid, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
         tensors = []
@@ -98,19 +97,19 @@ class Interpreted:
             content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
             tensors.append(torch.frombuffer(content, dtype=dtype))
         with ONE_AT_A_TIME:
-            self.kernel[(grid,)](*tensors, *arguments[6:], num_warps=4)
+            self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
 
 
 def interpret(module, monkeypatch):
     """Give the interpreter what a replay takes from CUDA: an allocator, a stream, a compiled kernel."""
     launch_ordinary = module.launch_ordinary
 
-    def launch_and_compile(packed, out=None):
+    def launch_and_compile(packed, out=None, selection=None):
         with ONE_AT_A_TIME:
-            launched = launch_ordinary(packed, out)
+            launched = launch_ordinary(packed, out, selection)
         if not launched.grid:
             return launched
-        compiled = Interpreted(module._your_dequantize_nf4_kernel, launched.arguments)
+        compiled = Interpreted(module._your_dequantize_nf4_kernel, launched.pointers)
         return launched._replace(compiled=compiled)
 
     def empty(shape, stride, dtype):
@@ -118,8 +117,9 @@ def interpret(module, monkeypatch):
 
     place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
     monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(place, "empty_cuda", empty)
-    monkeypatch.setattr(place, "current_stream", lambda index: 0)
-    monkeypatch.setattr(place, "current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(place, "CAN_REPLAY", True)
+    for one in {module, place}:
+        monkeypatch.setattr(one, "empty_cuda", empty)
+        monkeypatch.setattr(one, "current_stream", lambda index: 0)
+        monkeypatch.setattr(one, "current_device", lambda: -1)  # of a tensor on the CPU
+        monkeypatch.setattr(one, "CAN_REPLAY", True)
     monkeypatch.setattr(place, "SKIP_PYTHON_LAUNCHER", False)

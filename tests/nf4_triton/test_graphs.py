@@ -33,8 +33,8 @@ def written(layout, forced):
     packed = read_state(*random_state(**layout))
     out = torch.empty(packed.shape, dtype=packed.dtype)
     with settings.force(**forced):
-        _, arguments, _ = launch.kernel_arguments(packed, check(packed, any_device=True), out, True, True)
-    named = dict(zip(_your_dequantize_nf4_kernel.arg_names, arguments, strict=True))
+        ready = launch.prepare(packed, check(packed), out, None, 0, 0)
+    named = dict(zip(_your_dequantize_nf4_kernel.arg_names, ready.arguments, strict=True))
     assert type(named["n"]) is int
     analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
     if analyze:

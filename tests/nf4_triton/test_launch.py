@@ -238,7 +238,7 @@ class Wrapper(torch.Tensor):
 
 def test_a_tensor_that_only_wraps_others_is_refused(case):
     watched, weight, state = case
-    with pytest.raises(launch.UnsupportedState, match="full_tensor.. of a DTensor"):
+    with pytest.raises(launch.UnsupportedState, match="has no memory"):
         watched(Wrapper(weight), state)
 
 
@@ -442,21 +442,6 @@ def test_forced_settings_are_honored_at_once(warm):
         watched(weight, state)
 
 
-def test_a_cell_that_runs_again_alone_takes_effect(watch, changed_kernel, layer):
-    """A reader changes the kernel or the settings in their cells, and runs nothing else again."""
-    module = changed_kernel("alone")
-    watched = watch(module)
-    weight, state = watched.warm(layer)
-    wrong = changed_kernel("wrong", "& 15", "& 7")
-    module._your_dequantize_nf4_kernel = wrong._your_dequantize_nf4_kernel
-    result, replayed = watched(weight, state)
-    assert not replayed and not exact(result, weight, state)
-    assert watched(weight, state)[1]
-    cell = Path(settings.__file__).read_text().split("\n# %% ", 2)[2]
-    exec(compile("# " + cell, settings.__file__, "exec"), vars(module))
-    assert not watched(weight, state)[1] and watched(weight, state)[1]
-
-
 PRIVATE = re.findall(r' private\(\s*([\w.]+), "([\w.]+)"', Path(private.__file__).read_text())
 
 
@@ -464,7 +449,7 @@ PRIVATE = re.findall(r' private\(\s*([\w.]+), "([\w.]+)"', Path(private.__file__
 def test_without_a_private_name(watch, changed_kernel, layer, monkeypatch, path):
     assert len(PRIVATE) >= 8
     first, *parents, name = path.split(".")
-    holder = {"torch": torch, "triton": triton}[first]
+    holder = {"torch": torch}[first]
     for parent in parents:
         holder = getattr(holder, parent)
     with monkeypatch.context() as patched:

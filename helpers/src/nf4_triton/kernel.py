@@ -78,18 +78,24 @@ def _codebook(code, QUANT_TYPE: tl.constexpr):
 
 
 @triton.jit
-def _place(rows_ptr, n, first, slices, SELECT: tl.constexpr, TILE: tl.constexpr):
-    """Return where this program's tile begins in its slice, in the weight, and in the result, and
-    whether the slice exists: slice 0 stands in for an id out of range."""
+def _place(n, SELECT: tl.constexpr, TILE: tl.constexpr):
+    """Return the slice of the result that this program writes, and where its tile begins in it."""
     tile = tl.program_id(0).to(tl.int64)
     if SELECT:
-        tiles = (n + TILE - 1) // TILE  # of a slice
-        which = tile // tiles
-        start = (tile - which * tiles) * TILE
+        tiles = (n + TILE - 1) // TILE
+        return tile // tiles, (tile % tiles) * TILE
+    return tile * 0, tile * TILE
+
+
+@triton.jit
+def _find(rows_ptr, which, n, first, slices, SELECT: tl.constexpr):
+    """Return where a slice begins in the weight, and whether it exists: slice 0 stands in for an id
+    out of range. Apart from _place: torch.compile takes what leads to a store for written."""
+    if SELECT:
         id = tl.load(rows_ptr + which).to(tl.int64)
         exists = (id >= 0) & (id < slices)
-        return start, tl.where(exists, id, 0) * n + start, which * n + start, exists
-    return tile * TILE, tile * TILE + first, tile * TILE, tile >= 0
+        return tl.where(exists, id, 0) * n, exists
+    return which + first, which == 0
 
 
 @triton.jit
@@ -128,7 +134,8 @@ def _your_dequantize_nf4_kernel(
     SELECT: tl.constexpr,  # dequantize slices by their ids
     BYTES: tl.constexpr,  # load single bytes: an address is not 16-byte aligned, or n % 8 != 0
     LOG2_ROW: tl.constexpr,  # a row of 64 elements or fewer lies in one block
-    UNIT: tl.constexpr,  # masks are constant over UNIT elements: a row, 8, or 1
+    UNIT: tl.constexpr,  # divides n: masks are constant over UNIT elements, a row or fewer
+    ALIGNED: tl.constexpr,  # the result's address is a multiple of 16
     ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no bf16
@@ -139,7 +146,9 @@ def _your_dequantize_nf4_kernel(
     ROW: tl.constexpr = 1 << LOG2_ROW
     TILE: tl.constexpr = ROWS * 64
     n = tl.cast(n, tl.int64)  # torch.compile may pass a Python int
-    start, source, to, exists = _place(rows_ptr, n, first, slices, SELECT, TILE)
+    which, start = _place(n, SELECT, TILE)
+    source, exists = _find(rows_ptr, which, n, first, slices, SELECT)
+    source += start
     left = tl.minimum(n - start, TILE).to(tl.int32)
     left = tl.multiple_of(left, UNIT)  # wide accesses need masks that are constant over them
     row = tl.arange(0, TILE // ROW)
@@ -177,8 +186,13 @@ def _your_dequantize_nf4_kernel(
         result = _bf16_sm75(value, scale[:, None], ASM)
     else:
         result = _multiply(value, scale[:, None]).to(out_ptr.dtype.element_ty)
-    out_ptr += to
-    if UNIT > 1:
-        out_ptr = tl.multiple_of(out_ptr, 16)
+    out_ptr += which * n + start
     element = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    if ALIGNED:
+        out_ptr = tl.multiple_of(out_ptr, 16)
+        if UNIT < 8:  # the last elements one by one: all others stay 128 bits wide
+            wide = tl.multiple_of(left // 8 * 8, 8)
+            if wide < left:
+                tl.store(out_ptr + element, result, mask=(element >= wide) & (element < left))
+            left = wide
     tl.store(out_ptr + element, result, mask=element < left, cache_modifier=STORE_HINT)

@@ -4,24 +4,23 @@ No address of a layer's tensors is kept. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-from . import settings as card
 from .kernel import INTERPRETED, _your_dequantize_nf4_kernel
 from .private import (
     current_device, current_stream, dynamo_callback, empty_cuda, in_transform, is_compiling,
     is_fake, is_traced, plain_tensors,
 )
-from .settings import launch_options, settings
+from .settings import forced, launch_options, settings
 from .state import (
     Packed, Selection, UnsupportedState, check, check_ids, check_memory, check_out, extent, make_packed, read_fields, read_rows, read_state, result_shape,
     slice_elements,
 )
 
 try:
-    from .replay import CAN_REPLAY, find, is_observed, keep, replay_other
+    from .replay import CAN_REPLAY, can_write, find, is_observed, keep, replay_selected
 except ModuleNotFoundError:  # every call is then an ordinary launch
     CAN_REPLAY = False
 
-    def replay_other(tensors, spec, out=None, selection=None):
+    def replay_selected(tensors, spec, selection, out):
         return None
 
     def keep(packed, out, selection, ordinary, result):
@@ -51,37 +50,41 @@ def _your_dequantize_nf4(weight, quant_state, out=None):
     weight.shape[0] is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on bad input.
     """
     tensors, spec = read_fields(weight, quant_state)
-    result = replay(tensors, spec) if out is None else replay_other(tensors, spec, out)
+    result = replay(tensors, spec, out)
     return check_and_launch(make_packed(tensors, spec), out) if result is None else result
 
 
-def replay(tensors, spec):
+def replay(tensors, spec, out=None):
     """Launch again on tensors of a cached layout. Return the result, None if no launch fits."""
     if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
         return None  # torch.compile must see the operator
     with plain_tensors():
-        for launch in find(spec):  # shape, dtype, quant_type, blocksizes
-            if not launch.guards(*tensors) or is_observed():
+        guarded = tensors if out is None else (*tensors, out)
+        for launch in find(spec if out is None else (spec, "out")):
+            if not launch.guards(*guarded) or is_observed():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if launch.device != current_device():
                 with torch.cuda.device(launch.device):
-                    return replay(tensors, spec)
+                    return replay(tensors, spec, out)
             weight, absmax, *second = tensors
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or (address % 16 == 0) is not launch.aligned:
                 continue
+            if out is not None and not can_write(out, tensors, launch):
+                continue
+            result = empty_cuda(*launch.layout) if out is None else out
             code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
-            result = empty_cuda(*launch.layout)
             launch.run(launch.grid, 1, 1, current_stream(launch.device), *launch.before, address,
                        result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
                        offset.data_ptr(), absmax.data_ptr(), *launch.numbers, *launch.constexprs)
-            return result
+            return result if out is None else maybe_transpose(out, weight)
     return None
 
 
 # %% Launch the ordinary way id="launch-plain" part="launch" folded=true tags=["launch"]
 import contextlib
+import math
 import typing
 
 import torch
@@ -165,7 +168,6 @@ def kernel_constexprs(packed, sizes, aligned, out_aligned, s, selection=None):
         n = slice_elements(packed)
         while n % (1 << log2_row):
             log2_row -= 1
-    unit = 1 << log2_row if n % (1 << log2_row) == 0 else 8 if n % 8 == 0 else 1
     return dict(
         NESTED=packed.nested,
         QUANT_TYPE=packed.quant_type,
@@ -174,7 +176,8 @@ def kernel_constexprs(packed, sizes, aligned, out_aligned, s, selection=None):
         SELECT=select,
         BYTES=not aligned or n % (32 if select else 8) != 0,
         LOG2_ROW=log2_row,
-        UNIT=unit if out_aligned else 1,
+        UNIT=math.gcd(n, 1 << log2_row),
+        ALIGNED=out_aligned,
         ROWS=s.rows,
         ASM=s.asm,
         SM75=s.int_bf16,
@@ -213,8 +216,8 @@ def call_operator(packed, out, selection=None):
         if not (is_compiling() or in_transform() or is_fake(weight) or is_fake(out)):
             check_memory(packed, out)
     selected = {} if selection is None else selection._asdict()
-    if card.forced:  # so that code compiled under other settings is not taken for this
-        selected["forced"] = card.forced
+    if forced():  # so that code compiled under other settings is not taken for this
+        selected["forced"] = forced()
     result = dequantize_operator(
         weight.detach(), p.absmax, p.code2, p.absmax2, p.offset, list(p.shape), p.dtype,
         p.quant_type, p.blocksize, p.blocksize2, p.nested, **selected)
@@ -282,8 +285,8 @@ def dequantize_packed(packed, out=None, rows=None):
     *packed.shape[1:]), never transposed. An id on a GPU that is out of range gives a slice of NaN.
     """
     selection = None if rows is None else read_rows(rows, packed)
-    if out is None and selection is None:
-        result = replay(packed.tensors, packed.spec)
+    if selection is None:
+        result = replay(packed.tensors, packed.spec, out)
     else:
-        result = replay_other(packed.tensors, packed.spec, out, selection)
+        result = replay_selected(packed.tensors, packed.spec, selection, out)
     return check_and_launch(packed, out, selection) if result is None else result

@@ -3,6 +3,7 @@
 Times were measured on a slow host of an H200, where a call takes 15 us. Triton's are in replay.py.
 """
 # ruff: noqa: E402, I001
+# %% tags=["module-only"]
 # %% Private names of torch id="private" part="private" folded=true tags=["launch"]
 import contextlib
 import operator

@@ -1,7 +1,7 @@
 """Cached launches: checked and compiled once, replayed on other tensors of the same layout.
 
-`keep` takes an ordinary launch. launch.py replays the plain call; `replay_other` those with `out` or
-`rows`. Without this file every call is an ordinary launch: the same results, slower. `# %%`: cells.
+`keep` takes an ordinary launch; launch.py replays it, and `replay_selected` that of selected slices.
+Without this file every call is an ordinary launch: the same results, slower. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -11,7 +11,7 @@ from .private import (
     empty_cuda, is_compiling, plain_tensors,
 )
 from .settings import cached
-from .state import extent, is_freed, overlaps
+from .state import extent
 
 # %% Keep a launch, and replay it id="replay" part="replay" folded=true tags=["launch"]
 import dataclasses
@@ -53,19 +53,11 @@ def is_observed():
 
 
 def find(key):
-    """Return the launches kept under a key: a spec, or that of `other_key`."""
+    """Return the launches kept under a key: a spec, or one with what else the call has."""
     try:
         return cached.get(key, ())
     except TypeError:  # a list among the fields is no key, nor is it a valid state
         return ()
-
-
-def other_key(tensors, spec, out, selection):
-    """Return the key of a call with `out` or a selection, and the tensors that its guards compare."""
-    ids = selection.ids if selection else None
-    guarded = [*tensors, *(tensor for tensor in (out, ids) if tensor is not None)]
-    kind = "ids" if ids is not None else "range" if selection else "whole"
-    return (spec, out is not None, kind), guarded
 
 
 def keep(packed, out, selection, ordinary, result):
@@ -78,14 +70,13 @@ def keep(packed, out, selection, ordinary, result):
         run = run.launch
         before = (0, 0, None, None, *before)  # no cooperative or dependent launch, no scratch
     key, guarded = packed.spec, packed.tensors
-    if out is not None or selection is not None:
-        key, guarded = other_key(guarded, key, out, selection)
-    # How many slices are selected changes from call to call: no guard on the sizes of `ids` and `out`.
-    free = () if selection is None else (out, selection.ids)
-    sizes = [[None if any(t is one for one in free) and i == 0 else size
-              for i, size in enumerate(t.shape)] for t in guarded]
-    guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes,
-                          dynamic_dims_strides=[list(t.stride()) for t in guarded])
+    sizes = [list(tensor.shape) for tensor in guarded]
+    if selection is not None:
+        key, guarded, sizes = selected_key(key, guarded, sizes, selection, out)
+    elif out is not None:
+        key, guarded, sizes = (key, "out"), (*guarded, out), [*sizes, list(out.shape)]
+    strides = [list(tensor.stride()) for tensor in guarded]
+    guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if not guards.check(*guarded):  # one tensor given twice
         return
     launch = CachedLaunch(
@@ -107,50 +98,69 @@ def keep(packed, out, selection, ordinary, result):
     cached[key] = [launch, *cached.get(key, ())][:32]
 
 
-def replay_other(tensors, spec, out=None, selection=None):
-    """Replay a call with `out`, a selection, or both. Return the result, None if no launch fits."""
+def can_write(out, tensors, launch):
+    """Return whether `out` has memory of its own, aligned as it was for the launch. If so, tell
+    autograd that it changes."""
+    start, size = out.data_ptr(), out.nbytes
+    freed = start == out.storage_offset() * out.itemsize
+    if freed or (start % 16 == 0) is not launch.out_aligned:
+        return False
+    for tensor in tensors:
+        first = tensor.data_ptr()
+        if start < first + tensor.nbytes and first < start + size:
+            return False
+    torch.autograd.graph.increment_version(out)
+    return True
+
+
+# %% Replay a launch of selected slices id="replay-selected" part="replay" folded=true tags=["launch"]
+def selected_key(spec, tensors, sizes, selection, out):
+    """Return (key, tensors that the guards compare, their sizes): None for a number of slices, which
+    changes from call to call."""
+    key = spec, selection.ids is None, out is None
+    for tensor in (selection.ids, out):
+        if tensor is not None:
+            tensors, sizes = (*tensors, tensor), [*sizes, [None, *tensor.shape[1:]]]
+    return key, tensors, sizes
+
+
+def replay_selected(tensors, spec, selection, out=None):
+    """Launch again on slices of a weight of a cached layout. Return the result, None if none fits."""
     if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
         return None
+    ids, _, count = selection
+    whole, *_ = spec  # the weight's shape
+    guarded = tensors if ids is None else (*tensors, ids)
+    guarded = guarded if out is None else (*guarded, out)
     with plain_tensors():
-        key, guarded = other_key(tensors, spec, out, selection)
-        for launch in find(key):
+        for launch in find((spec, ids is None, out is None)):
             if not launch.guards(*guarded) or is_observed():
                 continue
             if launch.device != current_device():
                 with torch.cuda.device(launch.device):
-                    return replay_other(tensors, spec, out, selection)
+                    return replay_selected(tensors, spec, selection, out)
             weight, absmax, *second = tensors
             shape, strides, dtype = launch.layout
-            numbers, grid = launch.numbers, launch.grid
-            if selection is not None:
-                shape = (selection.count, *shape[1:])
-                numbers, grid = extent(spec[0], selection, launch.tile)
-            address = weight.data_ptr() + numbers[1] // 2
-            if is_freed(weight) or (address % 16 == 0) is not launch.aligned:
+            if ids is None:
+                (n, first, slices), grid = extent(whole, selection, launch.tile)
+            else:
+                n, first, slices = launch.numbers
+                grid = count * -(-n // launch.tile)
+            address = weight.data_ptr()
+            freed = address == weight.storage_offset() * weight.itemsize
+            if freed or ((address + first // 2) % 16 == 0) is not launch.aligned:
                 continue
             if out is None:
-                result = empty_cuda(shape, strides, dtype)
-            elif can_write(out, tensors, launch, shape):
-                torch.autograd.graph.increment_version(out)
+                result = empty_cuda((count, *shape[1:]), strides, dtype)
+            elif len(out) == count and can_write(out, tensors, launch):
                 result = out
             else:
                 continue
             code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
-            ids = absmax if selection is None or selection.ids is None else selection.ids
+            rows = absmax if ids is None else ids
             if grid:
-                launch.run(
-                    grid, 1, 1, current_stream(launch.device), *launch.before, weight.data_ptr(),
-                    result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
-                    offset.data_ptr(), ids.data_ptr(), *numbers, *launch.constexprs)
-            transposed = out is not None and selection is None and weight.shape[0] == 1
-            return result.t() if transposed else result
+                launch.run(grid, 1, 1, current_stream(launch.device), *launch.before, address,
+                           result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
+                           offset.data_ptr(), rows.data_ptr(), n, first, slices, *launch.constexprs)
+            return result
     return None
-
-
-def can_write(out, tensors, launch, shape):
-    """Return whether `out` has the shape and memory of its own, aligned as it was for the launch."""
-    if out.shape != shape and out.t().shape != shape:
-        return False
-    if is_freed(out) or (out.data_ptr() % 16 == 0) is not launch.out_aligned:
-        return False
-    return not any(overlaps(out, tensor) for tensor in tensors)

@@ -36,7 +36,7 @@ class Settings:
 
 T4 = dict(int_bf16=True, rows=128, num_warps=4, capability=(7, 5), reason="T4 settings forced")
 _forced: dict = {}
-forced = ""  # the fields that force() changed, as text: compiled code is cached by it
+_forced_text = ""
 
 
 @functools.cache
@@ -76,8 +76,8 @@ def force(card=None, **overrides):
         raise TypeError(f"unknown settings {sorted(unknown)}, expected fields of Settings")
 
     def apply(fields):
-        global _forced, forced
-        _forced, forced = fields, repr(sorted(fields.items())) if fields else ""
+        global _forced, _forced_text
+        _forced, _forced_text = fields, repr(sorted(fields.items())) if fields else ""
         cached.clear()
 
     @contextlib.contextmanager
@@ -89,6 +89,11 @@ def force(card=None, **overrides):
 
     apply(chosen)
     return restore()
+
+
+def forced():
+    """Return what force() changed as text, "" for nothing: compiled code is cached by it."""
+    return _forced_text
 
 
 if os.environ.get("NF4_FORCE"):

@@ -301,6 +301,8 @@ def check_ids(packed, ids):
         raise UnsupportedState(
             f"rows is {ids.dtype} of shape {tuple(ids.shape)}, expected contiguous int32 or int64 "
             "ids in one dimension: use mask.nonzero().view(-1) for a mask")
+    if not packed.shape[0] and ids.numel():
+        raise IndexError("rows has ids, expected none: the weight has no slices")
     if ids.device != packed.weight.device:
         raise UnsupportedState(
             f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is")
@@ -312,6 +314,8 @@ def read_rows(rows, packed):
 
     Ids on a CPU are checked, which raises IndexError, and copied to the weight's device.
     """
+    if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
+        return Selection(rows, 0, rows.numel())
     size = packed.shape[0] if len(packed.shape) else 0
     if isinstance(rows, slice):
         first, stop, step = rows.indices(size)
@@ -327,10 +331,9 @@ def read_rows(rows, packed):
         raise UnsupportedState(
             f"rows is {type(rows).__name__}, expected a slice, a list of ints, or a tensor of int32 "
             "or int64 ids")
-    known = rows.device.type == "cpu" and not (is_compiling() or is_fake(rows))
-    on_device = rows.to(packed.weight.device) if rows.device.type == "cpu" else rows
-    check_ids(packed, on_device)
-    outside = rows[(rows < 0) | (rows >= size)] if known else rows if size == 0 else ()
-    if len(outside):
-        raise IndexError(f"rows has {outside[0]}, expected ids below {size}")
-    return Selection(on_device, 0, rows.shape[0])
+    check_ids(packed, rows.to(packed.weight.device))
+    if not (is_compiling() or is_fake(rows)):
+        outside = rows[(rows < 0) | (rows >= size)]
+        if len(outside):
+            raise IndexError(f"rows has {outside[0]}, expected ids from 0 to {size - 1}")
+    return Selection(rows.to(packed.weight.device), 0, rows.numel())

@@ -1,0 +1,226 @@
+"""Selected slices of a weight: the bits of the whole weight's slices, in one launch, and nothing else written."""
+
+import math
+
+import pytest
+import torch
+
+from nf4_triton import dequantize, launch, reference, replay
+from nf4_triton.reference import same_bits
+from nf4_triton.state import Selection, UnsupportedState, read_state
+from states import DTYPES, oracle, random_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
+GUARD = 64
+SHAPES = [(9, 8), (40, 24), (40, 96), (12, 4096), (7, 5, 64), (5, 1000)]
+ON_A_GPU = pytest.mark.gpu
+
+
+def expected_rows(weight, state, rows):
+    """Return the slices of the whole weight from plain PyTorch."""
+    whole = oracle(weight.reshape(-1, 1), state)
+    if isinstance(rows, slice):
+        return whole[rows]
+    ids = torch.as_tensor(rows, dtype=torch.int64, device=whole.device)
+    return whole[ids]
+
+
+def check_rows(weight, state, rows, skip=0):
+    """Compare a call that allocates and one with `out` between guards, `skip` elements from an aligned address."""
+    expected = expected_rows(weight, state, rows)
+    memory = torch.full(
+        (GUARD + skip + expected.numel() + GUARD,), math.nan, dtype=state.dtype, device=weight.device
+    )
+    out = memory[GUARD + skip :][: expected.numel()].view(expected.shape)
+    for _ in range(2 if weight.is_cuda else 1):  # the second call is replayed
+        assert same_bits(dequantize(weight, state, rows=rows), expected)
+        out.fill_(math.nan)
+        assert dequantize(weight, state, out=out, rows=rows).data_ptr() == out.data_ptr()
+        assert same_bits(out, expected)
+    assert memory[: GUARD + skip].isnan().all()
+    assert memory[GUARD + skip + expected.numel() :].isnan().all(), "written outside"
+
+
+def some_rows(count, device):
+    """Yield selections of a weight of `count` slices."""
+    yield slice(1, count - 1)
+    yield slice(3, 3)
+    yield [count - 1, 0, 2, 2]
+    yield torch.tensor([3, 1, count - 1], dtype=torch.int32, device=device)
+
+
+@pytest.mark.parametrize("blocksize", [8, 64, 4096])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slices_of_every_size(device, shape, blocksize):
+    dtype = DTYPES[len(shape) - 1]
+    weight, state = random_state(shape, dtype, blocksize=blocksize)
+    for rows in some_rows(shape[0], device):
+        check_rows(weight, state, rows)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kind_of_state(device, dtype, nested, quant_type):
+    weight, state = random_state((6, 192), dtype, nested, quant_type)
+    for rows in (slice(1, 4), [5, 0]):
+        check_rows(weight, state, rows)
+
+
+@pytest.mark.parametrize("step", [200, pytest.param(1, marks=ON_A_GPU)])
+def test_every_first_block_in_a_group_of_256(device, step):
+    """absmax2 holds one value for 256 blocks: a slice that begins in their middle must read the right one."""
+    weight, state = random_state((520, 64), torch.bfloat16)
+    for first in range(0, 512, step):
+        check_rows(weight, state, slice(first, first + 5))
+    check_rows(weight, state, list(range(7, 520, step)))
+
+
+def test_misaligned_memory_and_other_storages(device):
+    weight, state = random_state((8, 320), torch.float16)
+    odd = torch.cat([weight[:3], weight])[3:]
+    for given in (odd, weight.view(-1).view(torch.bfloat16), weight.t()):
+        for rows in (slice(2, 6), [7, 1]):
+            check_rows(given, state, rows, skip=3 if given is odd else 0)
+
+
+def test_ids_out_of_range(device):
+    """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
+    weight, state = random_state((4, 320), torch.bfloat16)
+    for bad in ([4], [0, -1], torch.tensor([2, 9]), torch.tensor([-5], dtype=torch.int32)):
+        with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 3"):
+            dequantize(weight, state, rows=bad)
+    ids = torch.tensor([-1, 2, 4, -(2**40), 2**40], device=device)
+    selection = Selection(ids, 0, len(ids))
+    expected = reference.dequantize(read_state(weight, state), selection=selection)
+    assert expected[[0, 2, 3, 4]].isnan().all() and same_bits(expected[1], oracle(weight, state)[2])
+    assert same_bits(launch.launch_ordinary(read_state(weight, state), None, selection).result, expected)
+    empty, its_state = random_state((0, 320), torch.bfloat16)
+    assert dequantize(empty, its_state, rows=[]).shape == (0, 320)
+    with pytest.raises(IndexError, match="the weight has no slices"):
+        launch.launch_ordinary(read_state(empty, its_state), None, selection)
+
+
+BAD = [
+    ((4, 320), torch.tensor([True, False, True, True]), "mask.nonzero"),
+    ((4, 320), torch.tensor([0.0]), "rows is torch.float32"),
+    ((4, 320), torch.tensor([[1]]), r"rows is torch.int64 of shape \(1, 1\)"),
+    ((4, 320), torch.tensor([1], dtype=torch.uint8), "rows is torch.uint8"),
+    ((4, 320), slice(0, 4, 2), "expected step 1"),
+    ((4, 320), "all", "rows is str"),
+    ((4, 320), [1.5], "rows is not a list of ints"),
+    ((4, 12), [1], "a slice of .* has 12 elements, expected a multiple of 8"),
+]
+
+
+@pytest.mark.parametrize("shape, rows, text", BAD, ids=lambda x: str(x))
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_what_is_refused(monkeypatch, device, shape, rows, text, backend):
+    monkeypatch.setenv("NF4_BACKEND", backend)
+    rows = rows.to(device) if isinstance(rows, torch.Tensor) else rows
+    weight, state = random_state(shape, torch.float16)
+    with pytest.raises(UnsupportedState, match=text):
+        dequantize(weight, state, rows=rows)
+
+
+def test_an_out_that_does_not_fit(device):
+    weight, state = random_state((4, 320), torch.float16)
+    for shape in ((4, 320), (3, 320), (640,)):
+        with pytest.raises(UnsupportedState, match="out has"):
+            dequantize(weight, state, out=torch.empty(shape, dtype=torch.float16, device=device), rows=[0, 1])
+    memory = torch.zeros(1280, dtype=torch.uint8, device=device)
+    inside = memory[: weight.numel()].view(weight.shape).copy_(weight)
+    with pytest.raises(UnsupportedState, match="out shares memory with"):
+        dequantize(inside, state, out=memory.view(torch.float16)[:640].view(2, 320), rows=[0, 1])
+    assert torch.equal(inside, weight)
+
+
+def test_any_number_of_slices_replays_one_launch(watched, device):
+    """Its guards do not depend on how many slices are selected, or on where a range begins."""
+    packed = read_state(*random_state((16, 64), torch.bfloat16))
+    for kind in ("ids", "range"):
+        for count in (3, 5, 0, 8, 1):
+            ids = torch.arange(count, device=device) * 2 % 16
+            selection = Selection(ids, 0, count) if kind == "ids" else Selection(None, count, count)
+            before = watched.checked
+            result = replay.replay_selected(packed.tensors, packed.spec, selection)
+            if result is None:
+                result = watched.module.check_and_launch(packed, None, selection)
+            assert (watched.checked == before) == (count != 3), (kind, count)
+            assert same_bits(result, reference.dequantize(packed, selection=selection))
+    assert [len(kept) for kept in replay.cached.values()] == [1, 1]
+
+
+COMPILERS = [
+    pytest.param({"backend": "aot_eager"}, id="aot_eager"),
+    pytest.param({}, id="inductor", marks=ON_A_GPU),
+    pytest.param({"mode": "reduce-overhead"}, id="reduce-overhead", marks=ON_A_GPU),
+]
+
+
+@pytest.mark.parametrize("options", COMPILERS)
+def test_compiled_with_a_dynamic_number_of_ids(device, options):
+    weight, state = random_state((16, 320), torch.float16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda ids: dequantize(weight, state, rows=ids) + 0, fullgraph=True, **options)
+    ids = torch.tensor([5, 0, 11, 5], device=device)
+    torch._dynamo.mark_dynamic(ids, 0)
+    for given in (ids, ids[:2], torch.arange(9, device=device)):
+        assert same_bits(compiled(given), expected_rows(weight, state, given))
+    for _ in range(3):  # the ids change where they are
+        ids.add_(1)
+        assert same_bits(compiled(ids), expected_rows(weight, state, ids))
+    torch._dynamo.reset()
+
+
+def test_exported_and_fake(device):
+    weight, state = random_state((16, 64), torch.float16)
+
+    class Experts(torch.nn.Module):
+        def forward(self, ids):
+            return dequantize(weight, state, rows=ids), dequantize(weight, state, rows=slice(2, 5))
+
+    count = torch.export.Dim("count", min=2, max=64)
+    ids = torch.tensor([5, 0, 11], device=device)
+    exported = torch.export.export(Experts(), (ids,), dynamic_shapes=({0: count},)).module()
+    for given in (ids, torch.tensor([1, 1, 2, 3, 5], device=device)):
+        selected, part = exported(given)
+        assert same_bits(selected, expected_rows(weight, state, given))
+        assert same_bits(part, expected_rows(weight, state, slice(2, 5)))
+
+
+def test_a_stack_made_by_a_parametrization(device):
+    """As transformers and PEFT hold experts: (module, "name") names one, and the error says so."""
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    module = torch.nn.Module()
+    module.experts = torch.nn.Parameter(torch.randn(4, 32, 64, dtype=torch.float16, device=device))
+    parametrize.replace_parameter_4bit(module, "experts", compress_statistics=True, quant_type="nf4")
+    wrapper = torch.nn.Module()
+    wrapper.base_layer = module
+    with torch.no_grad():
+        whole = module.experts
+    for holder in (module, wrapper):
+        assert same_bits(dequantize((holder, "experts")), whole)
+        assert same_bits(dequantize((holder, "experts"), rows=[3, 1]), whole[[3, 1]])
+    with pytest.raises(UnsupportedState, match=r"pass \(module, 'experts'\)"):
+        dequantize(module)
+    with pytest.raises(UnsupportedState, match="'gate' of .*Module is not quantized by a parametrization"):
+        dequantize((module, "gate"))
+
+
+@ON_A_GPU
+def test_beyond_2_to_the_31_elements():
+    shape = (2**19 + 3, 4096)
+    if torch.cuda.mem_get_info()[0] < 4 * 2**30:
+        pytest.skip("needs 4 GiB of free GPU memory")
+    weight, state = random_state(shape, torch.bfloat16)
+    ids = torch.tensor([0, shape[0] - 1, 2**19, 2**18, 2**18 - 1, shape[0]], device="cuda")
+    result = dequantize(weight, state, rows=ids)
+    assert result[-1].isnan().all()
+    for i, row in enumerate(ids.tolist()[:-1]):
+        part = random_state((1, 4096), torch.bfloat16)[1]
+        part.absmax, part.offset = state.absmax[row * 64 :][:64], state.offset
+        group = row * 64 // 256
+        part.state2 = type(part.state2)(**vars(state.state2) | {"absmax": state.state2.absmax[group:][:1]})
+        assert same_bits(result[i : i + 1], oracle(weight[row * 2048 :][:2048], part)), row
+        assert same_bits(dequantize(weight, state, rows=slice(row, row + 1)), result[i : i + 1]), row
