@@ -8,6 +8,7 @@ draw      fill README and docs from the results; store those of an executed note
 sync      write the modules' sections into the notebook's cells
 """
 
+import argparse
 import importlib
 import sys
 
@@ -19,11 +20,11 @@ COMMANDS = {  # module and function
     "draw": ("results.pages", "main"),
     "sync": ("puzzle.notebook", "write"),
 }
-WITHOUT_OPTIONS = ("doctor", "sync")
 
 
 def doctor(argv: list[str]) -> int:
     """Run the package's doctor, told about the checkout."""
+    argparse.ArgumentParser(description="Check this machine, and say what to do.").parse_args(argv)
     from nf4_triton.__main__ import doctor
 
     return doctor("Next: bash colab_setup.sh run")
@@ -40,9 +41,6 @@ def main(argv: list[str]) -> int:
     if command not in COMMANDS:
         print(f"unknown command: {command}\n{__doc__.strip()}", file=sys.stderr)
         return 2
-    if rest and command in WITHOUT_OPTIONS:
-        print(f"usage: python -m helpers {command}, without options")
-        return 0 if rest[0] in ("-h", "--help") else 2
     from helpers import machine
 
     module, function = COMMANDS[command]
