@@ -77,4 +77,4 @@ def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Ro
     rows = [Row(*fields) for fields in sent["rows"]]
     check_rows(rows)
     version = {"commit": commit, "kernel": f"of {commit}"} if commit else {}
-    return sent["environment"] | version, {name: select(rows, name) for name in ("protocol", "score")}
+    return sent["environment"] | version, {row.section: select(rows, row.section) for row in rows}

@@ -128,56 +128,43 @@ def claim(stored: dict) -> str:
     return frame.rename_axis("speedup").to_markdown(disable_numparse=True)
 
 
-def body(name: str, stored: dict, page: Path, images: dict) -> str:
-    """Return what a block of a page holds. Raises KeyError for a block of unknown name."""
-    if name == "claim":
-        return claim(stored)
-    if not name.startswith("figure "):
-        return table(stored, name, SECTIONS[name])
-    name = name.removeprefix("figure ")
-    png, alt = images[name]
-    link = os.path.relpath(FIGURES / f"{name}.png", page.parent)
-    if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook
-        link = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return f"![{alt}]({link})"
+def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
+    """Return the text of a page or a notebook with every block filled in.
 
+    images: {name: PNG}. Raises KeyError for a block of unknown name.
+    """
 
-def filled(page: Path, stored: dict, images: dict) -> str:
-    """Return the text of a page or a notebook with every block filled in."""
-
-    def render(text: str) -> str:
-        return BLOCK.sub(
-            lambda block: (
-                f"<!-- {block[1]} -->\n{body(block[1], stored, page, images)}\n<!-- /{block[1]} -->"
-            ),
-            text,
-        )
+    def fill(block: re.Match) -> str:
+        name = block["name"]
+        figure = name.removeprefix("figure ")
+        if name == "claim":
+            body = claim(stored)
+        elif name == figure:
+            body = table(stored, name, SECTIONS[name])
+        else:
+            link = os.path.relpath(FIGURES / f"{figure}.png", page.parent)
+            if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook
+                link = f"data:image/png;base64,{base64.b64encode(images[figure]).decode()}"
+            body = f"![{plots.TEXTS[figure]}]({link})"
+        return f"<!-- {name} -->\n{body}\n<!-- /{name} -->"
 
     text = page.read_text(encoding="utf-8")
     if page.suffix != ".ipynb":
-        return render(text)
+        return BLOCK.sub(fill, text)
     notebook = nbformat.reads(text, as_version=4)
     for markdown in notebook.cells:
         if markdown.cell_type == "markdown":
-            markdown.source = render(markdown.source)
+            markdown.source = BLOCK.sub(fill, markdown.source)
     return nbformat.writes(notebook) + "\n"
-
-
-def pictures(stored: dict) -> dict[str, tuple[bytes, str]]:
-    """Return {name: (PNG, alternative text)} of all pictures; idea.svg is drawn by hand."""
-    found = {"idea": ((FIGURES / "idea.png").read_bytes(), plots.IDEA)}
-    for name, picture in plots.PICTURES.items():
-        figure, alt = picture(stored)
-        found[name] = plots.png(figure), alt
-    return found
 
 
 def draw(stored: dict) -> dict[Path, bytes]:
     """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
-    images = pictures(stored)
+    images = {name: plots.png(picture(stored)) for name, picture in plots.PICTURES.items()}
+    images["idea"] = (FIGURES / "idea.png").read_bytes()  # rendered by hand from idea.svg
     pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK)
     files = {page: filled(page, stored, images).encode() for page in pages}
-    return files | {FIGURES / f"{name}.png": png for name, (png, _) in images.items()}
+    return files | {FIGURES / f"{name}.png": png for name, png in images.items()}
 
 
 def main(argv: list[str] | None = None) -> int:

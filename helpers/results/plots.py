@@ -1,6 +1,6 @@
 """Draw the pictures of README, docs and the notebook from stored rows.
 
-Each function of PICTURES takes {card: its rows} and returns a figure and its alternative text.
+Each function of PICTURES takes {card: its rows}. Its docstring is the picture's alternative text.
 """
 
 import io
@@ -40,12 +40,6 @@ COLORS = {  # one per contender in all pictures, on white paper so that they rea
     "unsloth_buffered": "#B0417E",
     "ours": "#0B63CE",
 }
-IDEA = (  # the alternative text of idea.svg, which is drawn by hand
-    "How the kernel dequantizes. 1: a row of 64 codes lies in one block, so it has one scale, code2[absmax] "
-    "times absmax2 plus offset, rounded twice. 2: a 32-bit word holds 8 codes, high nibble first. "
-    "3: tl.gather puts the 16 values into shared memory, in 16 different banks: lookups never conflict. "
-    "4: libdevice.mul_rn multiplies by the scale; pairs are rounded and packed into one register."
-)
 matplotlib.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -62,24 +56,22 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def protocol(stored: dict) -> tuple[Figure, str]:
-    """Draw the seconds of the puzzle's test, contenders in turns."""
+def protocol(stored: dict) -> Figure:
+    """Bars: seconds of the puzzle's test on an NVIDIA H200, by contender; the table of that test has them."""
     figure, panel = panel_of("The puzzle's test on an NVIDIA H200", 3.6)
-    facts = []
     for name, label in NAMES.items():
         for row in select(stored[H200], "protocol", "total", name):
             bar = panel.barh(label, row.median, color=COLORS[name])
             panel.bar_label(bar, [f"{row.median:.3f} s"], padding=4)
-            facts.append(f"{label} {row.median:.3f}")
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("seconds for 9,000 calls, each with a synchronize (shorter is better)")
-    return figure, f"Seconds of the puzzle's test on an NVIDIA H200: {', '.join(facts)}."
+    return figure
 
 
-def where_time_goes(stored: dict) -> tuple[Figure, str]:
-    """Draw an average call of the puzzle's test: GPU kernels, and the rest."""
-    rows, facts = stored[H200], []
+def where_time_goes(stored: dict) -> Figure:
+    """Bars: time of an average call of the puzzle's test on an NVIDIA H200, GPU kernels and launch path."""
+    rows = stored[H200]
     figure, panel = panel_of("An average call of the puzzle's test on an NVIDIA H200", 3.0)
     for name in ("bitsandbytes", "unsloth_classic", "unsloth_today", "ours"):
         label, color = NAMES[name], COLORS[name]
@@ -91,17 +83,16 @@ def where_time_goes(stored: dict) -> tuple[Figure, str]:
         panel.bar_label(dark, [f"{kernels:.1f}"], label_type="center", color="white")
         panel.bar_label(light, [f"{rest:.1f}"], label_type="center")
         panel.bar_label(light, [f"{whole:.1f} us"], padding=4)
-        facts.append(f"{label} {kernels:.1f} + {rest:.1f} = {whole:.1f}")
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("dark: GPU kernels; light: launch path, with allocation and synchronize")
-    return figure, f"An average call on an NVIDIA H200, us, GPU kernels + launch path: {', '.join(facts)}."
+    return figure
 
 
-def speed_by_size(stored: dict) -> tuple[Figure, str]:
-    """Draw the bytes that each kernel moves per second, by size."""
+def speed_by_size(stored: dict) -> Figure:
+    """Lines: memory traffic by size of the weight on an NVIDIA H200, below its specified 4.8 TB/s."""
     figure, panel = panel_of("Memory traffic of the kernels on an NVIDIA H200, bf16", 4.4)
-    facts, top = [], BANDWIDTH + 0.1
+    top = BANDWIDTH + 0.1  # above the line
     for name in ("ours", "unsloth_today", "unsloth_b200", "unsloth_classic"):
         speeds = {}
         for row in select(stored[H200], "gpu_time", contender=name):
@@ -111,7 +102,6 @@ def speed_by_size(stored: dict) -> tuple[Figure, str]:
         if speeds:
             panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
             panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
-            facts.append(f"{NAMES[name]} up to {max(speeds.values()):.2f}")
     panel.axhline(BANDWIDTH, color="black", linestyle="--")
     panel.text(2**16, top, f"specified: {BANDWIDTH} TB/s")
     for size, shape in SHAPES.items():
@@ -121,7 +111,14 @@ def speed_by_size(stored: dict) -> tuple[Figure, str]:
     panel.set(xlabel="millions of elements (dotted: the puzzle's shapes)", ylabel="TB/s", ylim=(0, 5.3))
     panel.set_yticks(range(5))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    return figure, f"Memory traffic on an NVIDIA H200, specified {BANDWIDTH} TB/s: {', '.join(facts)}."
+    return figure
 
 
 PICTURES = {picture.__name__: picture for picture in (protocol, where_time_goes, speed_by_size)}
+TEXTS = {name: picture.__doc__ for name, picture in PICTURES.items()}  # alternative texts
+TEXTS["idea"] = (
+    "How the kernel dequantizes. 1: a row of 64 codes lies in one block, so it has one scale, code2[absmax] "
+    "times absmax2 plus offset, rounded twice. 2: a 32-bit word holds 8 codes, high nibble first. "
+    "3: tl.gather puts the 16 values into shared memory, in 16 different banks: lookups never conflict. "
+    "4: libdevice.mul_rn multiplies by the scale; pairs are rounded and packed into one register."
+)

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 
 from helpers import __main__ as commands
-from helpers.results import pages, store
+from helpers.results import pages, plots, store
 from helpers.results.plots import H200
 from helpers.results.store import Row
 
@@ -20,14 +20,9 @@ def cells(text):
     return [lines[0], *lines[2:]]
 
 
-@pytest.fixture(scope="module")
-def images(stored):
-    return {name: (b"", alt) for name, (_, alt) in pages.pictures(stored).items()}
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_page_is_up_to_date(path, stored, images):
-    drawn = pages.filled(path, stored, images)
+def test_page_is_up_to_date(path, stored):
+    drawn = pages.filled(path, stored, dict.fromkeys(plots.TEXTS, b""))
     now, then = (re.sub("base64,[^)]*", "", text) for text in (drawn, path.read_text(encoding="utf-8")))
     assert now == then, "run `python -m helpers draw`"
 
@@ -56,14 +51,13 @@ def test_a_page_and_a_notebook_are_filled(stored, tmp_path):
     page, book = tmp_path / "page.md", tmp_path / "book.ipynb"
     page.write_text(f"Before.\n{block}\nAfter.\n")
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(block)]), book)
-    images = {"protocol": (b"png", "Seconds.")}
-    text = pages.filled(page, stored, images)
+    text = pages.filled(page, stored, {})
     assert text.startswith("Before.\n<!-- claim -->\n| speedup ") and "old" not in text
-    assert re.search(r"!\[Seconds.]\(.*/protocol.png\)\n<!-- /figure protocol -->\nAfter.\n$", text)
-    assert "![Seconds.](data:image/png;base64,cG5n)" in pages.filled(book, stored, images)
+    assert re.search(r"!\[Bars: .*]\(.*/protocol.png\)\n<!-- /figure protocol -->\nAfter.\n$", text)
+    assert "](data:image/png;base64,cG5n)" in pages.filled(book, stored, {"protocol": b"png"})
     page.write_text(block.replace("claim", "no such block"))
     with pytest.raises(KeyError, match="no such block"):
-        pages.filled(page, stored, images)
+        pages.filled(page, stored, {})
 
 
 @pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
