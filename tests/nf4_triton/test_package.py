@@ -142,9 +142,9 @@ def test_the_doctor_refuses_an_unknown_backend(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("speedups", "text"),
     [
-        ((1.8, 1.4), "use_nf4_kernel() before training. It is faster than bnb (1.80x) and Unsloth (1.40x)."),
-        ((1.8, 1.02), '("bnb") before training. It is faster than bnb (1.80x), and no faster than Unsloth'),
-        ((0.8, 1.0), "Do: leave it. On this machine the kernel is no faster than bnb (0.80x) and Unsloth"),
+        ((1.8, 1.4), "use_nf4_kernel() before training. The kernel is 1.80x as fast as bnb and 1.40x"),
+        ((1.8, 1.02), 'Do: use it, use_nf4_kernel("bnb") before training.'),
+        ((0.8, 1.0), "Do: leave it. On this machine the kernel is 0.80x as fast as bnb"),
     ],
 )
 def test_the_verdict_goes_by_the_time(speedups, text):

@@ -51,8 +51,8 @@ def versions(packages):
 
 def cpu_name() -> str | None:
     """Return the model name of the host's CPU, None where Linux does not tell it."""
-    lines = CPU.read_text(encoding="utf-8", errors="replace").splitlines() if CPU.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    lines = CPU.read_text(errors="replace").splitlines() if CPU.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     return names[0] if names else None
 
 
@@ -119,14 +119,10 @@ def newer_than_tested(device=None) -> str | None:
     """Return what is newer here than all that the kernel was tested with, None if nothing is."""
     import torch
 
-    version = triton_version()
-    if version and version > NEWEST_TRITON:
-        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)."
-    if not torch.cuda.is_available() or torch.version.hip:
-        return None
-    major, minor = torch.cuda.get_device_capability(device)
-    if major > NEWEST_MAJOR:
-        return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) is newer than the tested cards."
+    if (triton_version() or (0,)) > NEWEST_TRITON:
+        return f"Triton {'.'.join(map(str, triton_version()))} is newer than the tested ones (up to 3.9)."
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] > NEWEST_MAJOR:
+        return f"{torch.cuda.get_device_name(device)} is newer than the tested cards."
     return None
 
 

@@ -60,12 +60,9 @@ def compare(
 
 def verdict(speedups: dict[str, float]) -> str:
     """Return what to do: use the kernel where it is faster, and leave the other libraries as they are."""
-    shown = {name: f"{name} ({speedup:.2f}x)" for name, speedup in speedups.items()}
-    faster = [name for name, speedup in speedups.items() if speedup >= LEAST]
-    others = " and ".join(text for name, text in shown.items() if name not in faster)
+    texts = " and ".join(f"{speedup:.2f}x as fast as {name}" for name, speedup in speedups.items())
+    faster = [name.lower() for name, speedup in speedups.items() if speedup >= LEAST]
     if not faster:
-        return f"Do: leave it. On this machine the kernel is no faster than {others}."
-    named = ", ".join(f'"{name.lower()}"' for name in faster) if others else ""
-    text = f"Do: use it, use_nf4_kernel({named}) before training. "
-    text += f"It is faster than {' and '.join(shown[name] for name in faster)}"
-    return f"{text}, and no faster than {others}." if others else f"{text}."
+        return f"Do: leave it. On this machine the kernel is {texts}."
+    names = ", ".join(f'"{name}"' for name in faster) if len(faster) < len(speedups) else ""
+    return f"Do: use it, use_nf4_kernel({names}) before training. The kernel is {texts}."
