@@ -1,15 +1,11 @@
 """Compiled, exported, and operator calls: exact, and one kernel each."""
 
-import shutil
-
 import pytest
 import torch
-from packaging import version
 
 from helpers import machine
-from helpers.puzzle import layers
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import launch
+from nf4_triton import launch, settings
 from nf4_triton.reference import same_bits
 from states import exact, noise, odd_states, random_state, replace, right
 
@@ -60,6 +56,17 @@ def test_one_kernel_per_dequantization(make_layer, nested):
     names = [name for name, _ in gpu_events(compiled, count=3)]
     assert len(names) == 6 and all("dequantize_nf4" in name for name in names), names
     assert all(map(right, compiled(), layers))
+
+
+class Module(torch.nn.Module):
+    """A function as a module, for export."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments):
+        return self.function(*arguments)
 
 
 @ON_GPU
@@ -283,35 +290,49 @@ def test_opcheck(make_layer, nested):
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 
-class Projection(torch.nn.Module):
-    """A Linear4bit, or its packed codes in a plain buffer as for a deployment."""
+def test_forced_settings_are_part_of_the_graph(layer):
+    """Code compiled under other settings, in this process or an earlier one, is then not taken for this."""
+    weight, state, seen = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state, []
 
-    def __init__(self, device, plain):
-        super().__init__()
-        layer = layers.quantized_layer(64, 96, torch.float16, device=device)
-        self.state = layer.weight.quant_state
-        self.register_buffer("codes", layer.weight.data.as_subclass(torch.Tensor).clone())
-        self.layer = None if plain else layer
+    def keep_graph(graph, inputs):
+        seen.append(graph.print_readable(print_output=False))
+        return graph
 
-    def forward(self, x):
-        weight = self.codes if self.layer is None else self.layer.weight
-        return x @ call(weight, self.state).t()
+    compiled = torch.compile(lambda w: call(w, state), backend=keep_graph, fullgraph=True)
+    compiled(weight)
+    with settings.force(rows=64):
+        assert exact(compiled(weight), weight, state)
+        exported = torch.export.export(Module(lambda w: call(w, state)), (weight,))
+    compiled(weight)
+    assert len(seen) == 2 and "forced" not in seen[0] and "('rows', 64)" in seen[1]
+    assert exact(exported.module()(weight), weight, state)
 
 
-@pytest.mark.long  # a C++ compiler runs for a minute
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "Params4bit"])
-def test_aot_inductor(device, tmp_path, plain):
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("needs a C++ compiler")
-    installed = version.parse(torch.__version__)
-    if device == "cuda" and installed.release[:2] == (2, 11):
-        pytest.skip("known to fail with torch 2.11 on a GPU; others were not tried there (2026-11-23)")
-    if not plain and installed < version.parse("2.13"):
-        pytest.skip("before torch 2.13 AOTInductor refuses Params4bit")
-    module, x = Projection(device, plain), torch.ones(4, 64, dtype=torch.float16, device=device)
-    with torch.no_grad():
-        exported = torch.export.export(module, (x,), strict=True)
-        path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "p.pt2"))
-        loaded = torch._inductor.aoti_load_package(path)
-        for _ in range(2):
-            torch.testing.assert_close(loaded(x), module(x))
+@ON_GPU
+def test_a_second_process_with_other_settings_shares_the_cache(tmp_path):
+    code = """
+import torch
+from helpers.puzzle.checks import gpu_events
+from nf4_triton import launch, kernel
+import sys; sys.path.append("tests/nf4_triton")
+import states
+weight, state = states.random_state((1024, 4096), torch.float16)
+compiled = torch.compile(lambda w: launch._your_dequantize_nf4(w, state), fullgraph=True)
+print(states.exact(compiled(weight), weight, state))
+from torch.profiler import profile
+with profile() as p:
+    compiled(weight)
+    torch.cuda.synchronize()
+import json
+p.export_chrome_trace(sys.argv[1])
+print(*{str(e["args"]["grid"]) for e in json.load(open(sys.argv[1]))["traceEvents"]
+        if "your_dequantize" in e.get("name", "") and "grid" in e.get("args", {})})
+"""
+    grids = []
+    for force in (None, "t4"):
+        variables = {"NF4_FORCE": force, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+        done = machine.python(["-c", code, tmp_path / "trace.json"], variables=variables)
+        right, grid = done.out.splitlines()[-2:]
+        assert right == "True"
+        grids.append(grid)
+    assert grids == ["[2048, 1, 1]", "[512, 1, 1]"]

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from nf4_triton import launch, private, replay, settings
 from nf4_triton.reference import same_bits
@@ -282,6 +283,35 @@ def test_an_out_without_memory_of_its_own(case, out):
         with pytest.raises(launch.UnsupportedState, match=text):
             watched(given, state, bad)
     assert torch.equal(inside, weight)
+
+
+def test_an_out_over_the_weight_under_a_dispatch_mode(case, out):
+    """The operator copies its result into `out`: no address is compared on that way but here."""
+    watched, weight, state = case
+    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
+    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
+    with FlopCounterMode(display=False):
+        with pytest.raises(launch.UnsupportedState, match="out shares memory with"):
+            watched(inside, state, memory.view(out.dtype).view(out.shape))
+        watched(weight, state, out)
+    assert torch.equal(inside, weight) and exact(out, weight, state)
+
+
+def test_a_packed_whose_shape_is_a_list(watched, layer):
+    packed = launch.read_state(layer.weight, layer.weight.quant_state)
+    packed = packed._replace(shape=list(packed.shape))
+    for _ in range(2):
+        assert right(watched.module.dequantize_packed(packed), layer)
+
+
+class DTensor(torch.Tensor):
+    """Told by its name: torch.distributed.tensor may be missing."""
+
+
+def test_a_dtensor_is_asked_for_its_whole(case):
+    watched, weight, state = case
+    with pytest.raises(launch.UnsupportedState, match="weight is a DTensor.*full_tensor"):
+        watched(weight.as_subclass(DTensor), state)
 
 
 def test_a_replayed_out(case, out):

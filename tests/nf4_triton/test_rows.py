@@ -1,4 +1,4 @@
-"""Selected slices of a weight: the bits of the whole weight's slices, in one launch, and nothing else written."""
+"""Selected slices: the bits of the whole weight's slices, in one launch, and nothing else written."""
 
 import math
 
@@ -26,7 +26,7 @@ def expected_rows(weight, state, rows):
 
 
 def check_rows(weight, state, rows, skip=0):
-    """Compare a call that allocates and one with `out` between guards, `skip` elements from an aligned address."""
+    """Compare a call that allocates, and one with `out` between guards, `skip` elements off alignment."""
     expected = expected_rows(weight, state, rows)
     memory = torch.full(
         (GUARD + skip + expected.numel() + GUARD,), math.nan, dtype=state.dtype, device=weight.device

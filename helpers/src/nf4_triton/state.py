@@ -168,7 +168,7 @@ def check_weight(weight, n, shape, device):
     if type(weight).__name__ == "DTensor":
         raise UnsupportedState(
             "the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
-    if weight.is_meta:
+    if weight.device.type == "meta":
         raise UnsupportedState(
             "the weight is on meta, expected its values: the layer is offloaded, so call inside "
             "`with accelerate.utils.align_module_device(layer, device):`")
