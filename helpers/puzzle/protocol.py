@@ -18,6 +18,7 @@ import inspect
 import io
 import itertools
 import math
+import secrets
 import statistics
 import traceback
 from collections.abc import Callable
@@ -270,7 +271,7 @@ def reference(layer):
     return (known["unsloth_today"].fn or known["bitsandbytes"].fn)(layer)
 
 
-# %% id="protocol-libraries" call="import_libraries()"
+# %% The libraries it is compared with id="protocol-libraries" folded=true call="import_libraries()"
 def load_unsloth_today():
     from unsloth.kernels.utils import fast_dequantize
 
@@ -302,9 +303,6 @@ def import_libraries():
 
 
 # %% id="protocol-test"
-import secrets
-
-
 def mlp_dequantize(X, mlp, fx):
     """Run one timed round: dequantize and transpose three weights, with a synchronize after each."""
     a = fx(mlp.up_proj).t()

@@ -63,7 +63,10 @@ def kept_result(layer, kept={}):  # noqa: B006
     ],
 )
 def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
-    for name in CHECKS.keys() - {"compile"} if protocol.ON_GPU else WITHOUT_GPU:
+    names = CHECKS.keys() - {"compile"} if protocol.ON_GPU else WITHOUT_GPU & fails
+    if not names:
+        pytest.skip("on a CPU it fails in nothing that has a verdict there")
+    for name in names:
         verdict = protocol.attempt(CHECKS[name], wrong, needs_gpu=name not in WITHOUT_GPU)
         assert verdict is (name not in fails), name
 

@@ -1,7 +1,6 @@
 """The notebook: cells in step with the modules, execution, and the file alone as the submission."""
 
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from helpers import machine
 from helpers.puzzle import notebook as book
-from helpers.results import store
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 MODULE = '''"""What the module is for."""
@@ -55,16 +53,6 @@ def test_the_notebook_has_the_modules_sections(notebook):
     assert book.sync(notebook) == [], "python -m helpers sync"
 
 
-def test_the_cells_that_ran_have_the_modules_hashes(notebook):
-    """In a notebook `In` has the text of every cell that ran, one that ran twice too."""
-    ran = [one.source for one in notebook.cells if one.cell_type == "code"]
-    assert store.hashes_of(["", *ran, *ran]) == store.hashes()
-    edited = [source.replace("0x7fff", "0x7ffe") for source in ran]
-    for cells in (edited, ran + edited):
-        found = store.hashes_of(cells)
-        assert found["kernel"] != store.hashes()["kernel"] and found["launch"] == store.hashes()["launch"]
-
-
 # --- sync ---
 
 
@@ -90,9 +78,7 @@ def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
 
 # --- run ---
 
-FACTS = (
-    "import os, pathlib, sys\nprint(sys.executable, pathlib.Path.home(), os.environ['NF4_BUILD'], sep='|')"
-)
+FACTS = "import pathlib, sys\nprint(sys.executable, pathlib.Path.home(), sep='|')"
 SCORE = "print('sum 14')"
 
 
@@ -100,7 +86,7 @@ SCORE = "print('sum 14')"
 def execute(tmp_path, monkeypatch):
     """execute({id: source}, *options) -> (exit status, executed copy, the notebook's path)."""
     monkeypatch.setattr(book.subprocess, "call", lambda command, **_: print(*command[1:]))
-    for name in ("NF4_BUILD", "NF4_QUICK", "NF4_FORCE"):  # run() sets some: undone after each test
+    for name in ("NF4_QUICK", "NF4_FORCE"):  # run() sets one: undone after each test
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -124,42 +110,82 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     shown = capsys.readouterr().out
     assert shown.endswith("sum 14\n") and "s  facts" in shown
     text = printed(copy, "facts")
-    assert str(Path.home()) not in text and sys.prefix not in text and text.endswith("|out\n")
+    assert str(Path.home()) not in text and sys.prefix not in text
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    (tmp_path / "out" / "nf4_another.json").write_text("of last week")
-    kept = "import os, pathlib\npathlib.Path(os.environ['NF4_BUILD'], 'nf4_card.json').write_text('{}')"
-    status, copy, path = execute({"kept": kept, "score": SCORE}, "--in-place")
+    status, copy, path = execute({"install": SCORE, "score": SCORE}, "--in-place")
     written = nbformat.read(path, 4)
     assert status == 0 and written.cells[1].outputs == copy.cells[1].outputs != []
+    assert not written.cells[0].outputs, "pip's messages are no result"
     assert written.metadata.kernelspec.name == "not-registered"
-    assert f"-m helpers draw --replace {tmp_path / 'out' / 'nf4_card.json'}\n" in capsys.readouterr().out
-    assert (tmp_path / "out" / "nf4_another.json").read_text() == "of last week"
+    assert f"-m helpers draw {tmp_path / 'out' / 'some.executed.ipynb'}\n" in capsys.readouterr().out
 
 
-def test_a_failing_cell_or_no_score_fails_the_command(execute, capsys, monkeypatch):
+def test_nothing_is_stored_if_drawing_fails(execute, capsys, monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    status, copy, path = execute({"a": "1 + 1", "b": "1 / 0", "score": SCORE}, "--in-place")
+    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: 3)
+    status, copy, path = execute({"score": SCORE}, "--in-place")
+    assert status == 3 and copy.cells[0].outputs and not nbformat.read(path, 4).cells[0].outputs
+    assert "not stored: drawing the pages failed" in capsys.readouterr().err
+
+
+INTERRUPT = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nimport time; time.sleep(60)"
+KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    "bad, expected, message",
+    [
+        ("1 / 0", 1, "cell b failed: ZeroDivisionError: division by zero"),
+        ("import time; time.sleep(60)", 1, "cell b took more than 3 s"),
+        (KILL, 1, "the kernel was killed in cell b"),
+        (INTERRUPT, 130, "interrupted in cell b"),
+    ],
+)
+def test_what_ran_is_kept_and_one_line_says_why_it_stopped(
+    bad, expected, message, execute, capsys, monkeypatch
+):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setattr(book, "LIMIT", 3)
+    status, copy, path = execute({"a": "1 + 1", "b": bad, "score": SCORE}, "--in-place")
     shown = capsys.readouterr()
-    assert status == 1 and "ZeroDivisionError" in shown.err and "helpers draw" not in shown.out
+    assert status == expected and message in shown.err and shown.err.count("\n") == 1
     assert copy.cells[0].outputs and not copy.cells[2].outputs
-    assert not nbformat.read(path, 4).cells[0].outputs
+    assert "helpers draw" not in shown.out and not nbformat.read(path, 4).cells[0].outputs
+
+
+def test_no_score_fails_the_command(execute, capsys):
     assert execute({"a": "1", "score": "x = 1"})[0] == 1
     assert "no score" in capsys.readouterr().err
 
 
-def test_outputs_of_a_gpu_are_kept_without_one_and_with_forced_settings(execute, monkeypatch, capsys):
+def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(book, "execute", None)
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    with pytest.raises(SystemExit):
-        execute({"score": SCORE}, "--in-place")
+    for options in (["--out"], ["--out", str(file / "x")], ["--out", "~nobody_has_this/x"], ["--in-place"]):
+        with pytest.raises(SystemExit):
+            book.run(options)
     assert "--in-place stores what a GPU measured" in capsys.readouterr().err
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    with pytest.raises(SystemExit):
+        book.run(["--in-place", "--quick"])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert book.options_of(["--out", "~/x"]).path.parent == tmp_path / "x"
+    for options in (["--help"], ["bogus"]):
+        with pytest.raises(SystemExit):
+            book.write(options)
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_outputs_of_forced_settings_are_not_stored_in_the_notebook(execute, monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     status, copy, path = execute({"score": SCORE}, "--in-place")
-    (stored,) = nbformat.read(path, 4).cells
-    assert status == 0 and not stored.outputs
-    assert "prepare()" in copy.cells[0].source
+    (stored,), (ran,) = nbformat.read(path, 4).cells, copy.cells
+    assert status == 0 and not stored.outputs and ran.outputs
 
 
 # --- alone ---
@@ -180,8 +206,7 @@ def alone(monkeypatch, tmp_path):
             "import importlib.util, os\nassert importlib.util.find_spec('helpers') is None, os.listdir('.')"
         )
         notebook.cells.insert(0, nbformat.v4.new_code_cell(check, id="check"))
-        book.execute(notebook, tmp_path)
-        return list(tmp_path.glob("nf4_*.json"))
+        assert book.execute(notebook, tmp_path) == ""
 
     return run
 
@@ -191,13 +216,29 @@ def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone,
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     new, names = nbformat.v4.new_code_cell, [one.id for one in notebook.cells]
     notebook.cells.insert(names.index("machine") + 1, new(STAND_IN.read_text(), id="stand-in"))
-    assert alone(notebook) == []
+    alone(notebook)
     assert printed(notebook, "ratio") == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
     for name in ("format", "one-call", "exact"):
         assert printed(notebook, name).endswith("passed\n")
-    needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory", "result")
+    needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory")
     assert {printed(notebook, name) for name in needing} == {"not measured (needs an NVIDIA GPU)\n"}
-    assert "1 of 14 points on this CPU (Triton's interpreter)" in book.score_text(notebook)
+    assert printed(notebook, "rows") == ""
+    score = book.score_text(notebook)
+    assert score.startswith("Nothing but correctness was measured")
+    assert "1 of 14 points on this CPU (Triton's interpreter)" in score
+
+
+def test_any_cell_runs_again_unedited_and_takes_no_points(notebook, alone, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = [one for one in notebook.cells if one.cell_type == "code" and one.id != "install"]
+    again = [nbformat.v4.new_code_cell(one.source, id=f"{one.id}-2") for one in code]
+    notebook.cells = [one for pair in zip(code, again, strict=True) for one in pair]
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("import importlib.metadata, os, subprocess"))
+    tools = cell(notebook, "checks-tools").source
+    notebook.cells.insert(-4, nbformat.v4.new_code_cell(tools, id="tools-3"))  # before the score
+    alone(notebook)
+    assert printed(notebook, "exact-2").endswith("passed\n")
+    assert "1 of 14 points" in printed(notebook, "score-2")
 
 
 ABSENT = """
@@ -236,11 +277,10 @@ def test_without_bitsandbytes_and_network_every_cell_says_so(notebook, alone, mo
 
 @pytest.mark.gpu
 @pytest.mark.long
-def test_a_gpu_run_alone_leaves_its_result_file(notebook, alone):
-    (path,) = alone(notebook)
-    content = json.loads(path.read_text())
-    assert content["environment"]["card"] and content["kernel"] == store.hashes()
-    assert {row[0] for row in content["rows"]} == {"protocol", "score"}
+def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
+    alone(notebook)
+    assert printed(notebook, "rows") == "", "nothing of a quick run"
+    assert "14 of 14 points" in book.score_text(notebook)
 
 
 # --- the install cell, with a stand-in for pip ---
