@@ -120,9 +120,9 @@ def claim(stored: dict) -> str:
             lines[name] = [number(points, "points"), *(number(x, "x") for x in (*ratios, theirs / ours))]
     if T4 not in stored:  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
-        points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
-        ratios = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in UNSLOTH]
-        lines["Tesla T4, predicted"] = [*map(cell, (points, *ratios)), "-"]
+        best = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
+        speedups = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in UNSLOTH]
+        lines["Tesla T4, predicted"] = [*map(cell, (best, *speedups)), "-"]
     columns = ["points of 14", "over Unsloth today", "over Unsloth classic", "over bitsandbytes"]
     frame = pandas.DataFrame.from_dict(lines, orient="index", columns=columns)
     return frame.rename_axis("speedup").to_markdown(disable_numparse=True)
@@ -139,8 +139,11 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
         figure = name.removeprefix("figure ")
         if name == "claim":
             body = claim(stored)
-        elif name == figure:
+        elif name in SECTIONS:
             body = table(stored, name, SECTIONS[name])
+        elif figure not in images:
+            known = ", ".join(["claim", *SECTIONS, *(f"figure {one}" for one in plots.TEXTS)])
+            raise KeyError(f"{page.name} has a block {name!r}, expected one of {known}: rename or remove it")
         else:
             link = os.path.relpath(FIGURES / f"{figure}.png", page.parent)
             if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook

@@ -66,7 +66,10 @@ def rows(card: str) -> list[Row]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         lines = list(csv.reader(file))[1:]
-    return [Row(*texts, values.split()) for *texts, values in lines]
+    return [
+        Row(section, case, contender, unit, tuple(map(float, values.split())))
+        for section, case, contender, unit, values in lines
+    ]
 
 
 def meta(card: str) -> dict:

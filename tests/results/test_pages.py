@@ -51,13 +51,14 @@ def test_a_page_and_a_notebook_are_filled(stored, tmp_path):
     page, book = tmp_path / "page.md", tmp_path / "book.ipynb"
     page.write_text(f"Before.\n{block}\nAfter.\n")
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(block)]), book)
-    text = pages.filled(page, stored, {})
+    images = {"protocol": b"png"}
+    text = pages.filled(page, stored, images)
     assert text.startswith("Before.\n<!-- claim -->\n| speedup ") and "old" not in text
     assert re.search(r"!\[Bars: .*]\(.*/protocol.png\)\n<!-- /figure protocol -->\nAfter.\n$", text)
-    assert "](data:image/png;base64,cG5n)" in pages.filled(book, stored, {"protocol": b"png"})
+    assert "](data:image/png;base64,cG5n)" in pages.filled(book, stored, images)
     page.write_text(block.replace("claim", "no such block"))
     with pytest.raises(KeyError, match="no such block"):
-        pages.filled(page, stored, {})
+        pages.filled(page, stored, images)
 
 
 @pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
