@@ -1,27 +1,24 @@
-"""Compile the kernel for GPUs that need not be here, with the settings it gets there. Nothing is launched.
+"""Compile the kernel for GPUs that need not be here, with the settings it gets there. Nothing is launched."""
 
-A process with TRITON_INTERPRET=1 cannot compile, so `build` starts another: `python -m helpers.cross.compile`
-reads and writes JSON.
-"""
-
-import json
+import multiprocessing
+import os
 import re
 import subprocess
-import sys
 import tempfile
 import types
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
 import torch
 
-from helpers import machine
-from nf4_triton import kernel, settings
+from helpers.puzzle.layers import quantized_layer
+from nf4_triton import kernel, launch, settings
+from nf4_triton.state import check, read_state
 
-CACHE = machine.ROOT / "build" / "triton-cache"
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-NUMEL = 2048 * 8192  # elements that it is compiled for: one of the official sizes
+POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}
 
 
 @dataclass(frozen=True)
@@ -52,19 +49,31 @@ def settings_of(arch: int):
         return settings.default_settings.__wrapped__(0)
 
 
-def compile_for(arch: int, kernel, arguments, named):
-    """Return Triton's CompiledKernel of kernel[grid](*arguments, **named) for a GPU of sm_`arch`."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
+def prepare(arch: int, dtype: torch.dtype) -> launch.Ordinary:
+    """Return the launch of an aligned layer of a few elements on a GPU of sm_`arch`. n is no constexpr."""
+    layer = quantized_layer(64, 64, dtype, device="cpu")
+    packed = read_state(layer.weight.data, layer.weight.quant_state)
+    out = torch.empty(packed.shape, dtype=dtype)
+    with settings.force(**asdict(settings_of(arch))):
+        return launch.prepare(packed, check(packed), out, None, 0, 0)
 
-    card = types.SimpleNamespace(
-        get_current_device=lambda: f"sm_{arch}",  # Triton keeps a cache of kernels per device
-        get_current_stream=lambda device: 0,
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-    )
-    active = "_active" if hasattr(driver, "_active") else "active"  # the latter in Triton 3.4
-    with mock.patch.object(driver, active, card):
-        return kernel.warmup(*arguments, grid=(1,), **named)
+
+def compile_for(arch: int, ready: launch.Ordinary):
+    """Return Triton's CompiledKernel of a launch for a GPU of sm_`arch`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function, signature, constexprs = kernel._your_dequantize_nf4_kernel, {}, {}
+    for parameter, value in zip(function.params, ready.arguments, strict=True):
+        if parameter.is_constexpr:
+            constexprs[parameter.name], signature[parameter.name] = value, "constexpr"
+        elif isinstance(value, int):
+            signature[parameter.name] = "i64"
+        else:
+            signature[parameter.name] = POINTERS[value.dtype]
+    source = ASTSource(function, signature, constexprs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ready.options)
 
 
 def disassemble(cubin: bytes) -> tuple[str, int]:
@@ -75,42 +84,27 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.check_output([tool, "-sass", "-res-usage", file.name], text=True)
+        command = [tool, "-sass", "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     sass = "\n".join(line.rstrip() for line in text.splitlines() if "/*" in line)
     return sass, int(re.search(r" REG:(\d+)", text)[1])
 
 
 def compiled(arch: int, dtype: str) -> Code:
-    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype."""
+    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter."""
     import triton
 
-    chosen = settings_of(arch)
-    packed = types.SimpleNamespace(nested=True, quant_type="nf4")
-    constexprs = settings.kernel_constexprs(packed, (NUMEL, 6, 8), True, True, chosen)
-    options = settings.launch_options(chosen)
-    # Dtypes stand for the tensors: weight, out, absmax, code2, absmax2, offset.
-    arguments = (torch.uint8, DTYPES[dtype], torch.uint8, *[torch.float32] * 3, NUMEL)
-    found = compile_for(arch, kernel._your_dequantize_nf4_kernel, arguments, constexprs | options)
+    ready = prepare(arch, DTYPES[dtype])
+    found = compile_for(arch, ready)
     sass, registers = disassemble(found.asm["cubin"])
-    elements = 2 * constexprs["ROWS"] // options["num_warps"]
+    elements = ready.tile // (32 * ready.options["num_warps"])
     return Code(arch, dtype, sass, registers, elements, found.asm["ptx"], triton.__version__)
 
 
 def build(wanted: list[tuple[int, str]]) -> list[Code]:
-    """Compile for each (arch, dtype). Raises machine.ChildFailed, which names it, if one does not compile."""
-    variables = {"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": str(CACHE)}
-    done = machine.python(["-m", "helpers.cross.compile"], variables=variables, stdin=json.dumps(wanted))
-    return [Code(**fields) for fields in json.loads(done.out.splitlines()[-1])]
-
-
-def main() -> None:
-    """Print what `build` reads."""
-    codes = []
-    for arch, dtype in json.load(sys.stdin):
-        print(f"compiling sm_{arch} {dtype}", file=sys.stderr)
-        codes.append(asdict(compiled(arch, dtype)))
-    print(json.dumps(codes))
-
-
-if __name__ == "__main__":
-    main()
+    """Compile for each (arch, dtype), in a new process: one with TRITON_INTERPRET=1 cannot compile."""
+    spawn = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            return list(pool.map(compiled, *zip(*wanted, strict=True)))
