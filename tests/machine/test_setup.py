@@ -31,19 +31,15 @@ esac
 TOOLS = "bash env dirname grep mkdir cp touch sed head cat uname".split()
 
 
-def requirements():
-    """Return {group: {name: Requirement}} of requirements.txt; the plain lines' group is ""."""
-    groups = {}
-    for line in machine.ROOT.joinpath("requirements.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            text, _, group = line.partition(" ; extra == ")
-            need = Requirement(text)
-            groups.setdefault(group.strip('"'), {})[need.name] = need
-    return groups
+def requirements(group):
+    """Return the set of a group's requirements; the plain lines' group is ""."""
+    text = machine.ROOT.joinpath("requirements.txt").read_text()
+    lines = re.findall(r'^([a-z].*?)(?: ; extra == "(.*)")?$', text, re.M)
+    return {Requirement(line) for line, extra in lines if extra == group}
 
 
 def test_requirements_fit_colab():
-    required = {name: need for group in requirements().values() for name, need in group.items()}
+    required = {need.name: need for group in ("", "gpu", "test") for need in requirements(group)}
     for name, version in (one.split("==") for one in COLAB.split()):
         assert required[name].specifier.contains(version), name
 
@@ -54,9 +50,8 @@ def test_the_install_cell_asks_for_what_requirements_ask_for():
     (source,) = ("".join(cell["source"]) for cell in cells if cell.get("id") == "install")
     lists = dict(re.findall(r"^(NEEDED|FOR_UNSLOTH|UNSLOTH) = (\[.*?\])$", source, re.M | re.S))
     asked = {name: set(map(Requirement, ast.literal_eval(text))) for name, text in lists.items()}
-    required = {group: set(needs.values()) for group, needs in requirements().items()}
-    assert asked["NEEDED"] <= required[""]
-    assert (asked["FOR_UNSLOTH"], asked["UNSLOTH"]) == (required["gpu"], required["unsloth"])
+    assert asked["NEEDED"] <= requirements("")
+    assert (asked["FOR_UNSLOTH"], asked["UNSLOTH"]) == (requirements("gpu"), requirements("unsloth"))
 
 
 def script(path, text):
@@ -78,9 +73,7 @@ def setup(tmp_path):
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
 
-    def run(*arguments, gpu="", cwd=folder, **variables):
-        if gpu:
-            script(tools / "nvidia-smi", f"#!/bin/sh\nprintf '{gpu}'\n")
+    def run(*arguments, cwd=folder, **variables):
         log.write_text("")
         given = {"PATH": str(tools), "CALLS": str(log), "REAL_PYTHON": sys.executable, "HOME": str(tmp_path)}
         done = subprocess.run(
@@ -126,8 +119,10 @@ def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup):
 def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
     done, calls = setup("run", COLAB_GPU="1")
     assert done.returncode == 1 and "Runtime > Change runtime type > T4 GPU" in done.stderr and not calls
-    two = "GPU 0: Tesla T4\\nGPU 1: Tesla T4\\n"  # as Kaggle has
-    done, calls = setup("test", "-k", "a b", gpu=two, KAGGLE_KERNEL_RUN_TYPE="Interactive")
+    script(
+        setup.tools / "nvidia-smi", "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n"
+    )  # as in Kaggle
+    done, calls = setup("test", "-k", "a b", KAGGLE_KERNEL_RUN_TYPE="Interactive")
     assert done.returncode == 0 and not setup.folder.joinpath(".venv").exists(), done.stderr
     kept = calls.index("kept: torch==2.11.0+cu128")
     assert calls[kept + 1] == "triton==3.6.0" and "jupyter" not in calls[kept - 1]
