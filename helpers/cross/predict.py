@@ -1,7 +1,7 @@
 """Predict the official protocol on a T4: simulated kernels plus launch overhead from a published T4 run.
 
 Nothing was measured on a T4. results/tesla-t4-simulated/inputs.json holds every input with its source; they
-are stored as rows beside the prediction.
+are stored as rows beside the prediction. Shares of launch overhead are stored rows of an H200 at 8a9dd5e.
 """
 
 import json
@@ -12,7 +12,6 @@ from helpers.results import store
 from helpers.results.store import Row, one
 
 CARD = "tesla-t4-simulated"
-HOST = "nvidia-h200"
 INPUTS = store.ROOT / "results" / CARD / "inputs.json"
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 layers, 3 weights
 # Of its three weight sizes, each called 3000 times: (size simulated, factor to the size called).
@@ -22,7 +21,7 @@ SIZES = {
     # With this calibration Unsloth's large kernel was simulated in bf16 alone.
     ", turnaround": (("4194304 bf16", 1.0), ("16777216 bf16", 1.0), ("16777216 bf16", LARGE)),
 }
-OFFICIAL = ("4194304 bf16", "16777216 fp16", "58720256 bf16")  # elements of its weights
+SHARES = "launch overhead, kernel[grid] = 1"
 POINTS = {1.05: 1, 1.10: 2, 1.15: 2}  # the puzzle's lines for the speedup; everything else gives 9
 
 
@@ -40,30 +39,13 @@ def input_rows(inputs: dict) -> list[Row]:
     return rows
 
 
-def overhead_shares(rows: list[Row]) -> dict[str, tuple[float, float]]:
+def overhead_shares() -> dict[str, tuple[float, float]]:
     """Return {contender: its overhead over that of this kernel launched by kernel[grid]}, measured two ways
     with an H200: the time until a call returns, and the official protocol less the kernels' time.
 
     "public_launcher" is this kernel, replayed as under Triton 3.7, by Triton's Python launcher.
     """
-
-    def until_return(who):
-        return one(rows, "host_time", "until_return", who).median
-
-    def in_protocol(who):
-        kernel = "ours" if who == "ordinary" else who
-        kernels = [one(rows, "gpu_time", size, kernel).median for size in OFFICIAL]
-        total = one(rows, "protocol", "total", who).median
-        return total * 1e6 / CALLS - statistics.mean(kernels)
-
-    shares = {
-        who: (until_return(who) / until_return("ordinary"), in_protocol(who) / in_protocol("ordinary"))
-        for who in ("ours", "unsloth_today", "unsloth_classic")
-    }
-    launchers = [one(rows, "launcher", "until_return", who).median for who in ("ours", "public_launcher")]
-    slower = launchers[1] / launchers[0]
-    shares["public_launcher"] = shares["ours"][0] * slower, shares["ours"][1] * slower
-    return shares
+    return {row.contender: row.values for row in store.select(store.rows(CARD), "t4_inputs", SHARES)}
 
 
 def kernel_seconds(rows: list[Row], who: str, model: str = "") -> float:
@@ -124,15 +106,18 @@ def points(speedup: float) -> int:
 def write() -> None:
     """Store the inputs and the prediction under results/tesla-t4-simulated/."""
     inputs = json.loads(INPUTS.read_text(encoding="utf-8"))
-    rows = input_rows(inputs)
+    rows, shares = input_rows(inputs), overhead_shares()
     here = {"card": "Tesla T4 (simulated)", "date": inputs["date"], "versions": inputs["versions"]}
-    here["kernel"] = inputs["kernel"]  # that was simulated; the code here may be newer
-    nobody = {**here, "kernel": {"kernel": None, "launch": None, "commit": None}, "versions": {}}
+    here |= {"kernel": inputs["kernel"]["kernel"], "commit": None}  # that was simulated
+    nobody = here | {"kernel": None, "versions": {}}
     simulated = f"{inputs['simulator']}; nothing was measured on a T4"
-    shares = overhead_shares(store.rows(HOST))
     for who, pair in shares.items():
-        rows.append(Row("t4_inputs", "launch overhead, kernel[grid] = 1", who, "x", pair))
+        rows.append(Row("t4_inputs", SHARES, who, "x", pair))
     for section in ("simulated", "t4_inputs"):
         store.write(section, store.select(rows, section), CARD, simulated, here)
     store.write("published", store.select(rows, "published"), CARD, "by others, on a T4 in Colab", nobody)
     store.write("t4_prediction", predict(rows, shares), CARD, simulated, here)
+
+
+if __name__ == "__main__":
+    write()

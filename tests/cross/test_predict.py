@@ -1,5 +1,7 @@
 """The prediction for a T4 from simulated kernels, published totals and what was measured on an H200."""
 
+import shutil
+
 import pytest
 
 from helpers.cross import predict
@@ -40,26 +42,11 @@ def test_the_sum_by_hand():
     assert values("points, Triton 3.6", "unsloth_classic") == (14, 14)
 
 
-def test_the_share_of_overhead_is_measured_and_stored(monkeypatch, tmp_path):
-    """Until a call returns 10 us against 40; the official protocol less kernels of 10 us: 20 against 50."""
+def test_the_stored_prediction_is_what_the_stored_inputs_give(monkeypatch, tmp_path):
+    shutil.copytree(store.ROOT / "results" / predict.CARD, tmp_path / predict.CARD)
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    rows = []
-    timed = {"ours": (10, 0.27), "ordinary": (40, 0.54), "unsloth_today": (30, 0.45)}
-    timed["unsloth_classic"] = timed["unsloth_today"]
-    for who, (until_return, seconds) in timed.items():
-        rows.append(Row("host_time", "until_return", who, "us", [until_return]))
-        rows.append(Row("protocol", "total", who, "s", [seconds]))
-        rows += [Row("gpu_time", size, who, "us", [10]) for size in predict.OFFICIAL]
-    rows.append(Row("launcher", "until_return", "ours", "us", [10]))
-    rows.append(Row("launcher", "until_return", "public_launcher", "us", [12]))
-    store.save(predict.HOST, rows, {})
+    before = {(row.case, row.contender, row.unit): row.values for row in store.rows(predict.CARD)}
     predict.write()
-    kept = store.rows(predict.CARD)
-    share = one(kept, "t4_inputs", "launch overhead, kernel[grid] = 1", "ours")
-    assert share.values == pytest.approx((0.25, 0.4))
-    share = one(kept, "t4_inputs", "launch overhead, kernel[grid] = 1", "public_launcher")
-    assert share.values == pytest.approx((0.3, 0.48))
-    for who in WHO[1:]:
-        low, high = one(kept, "t4_prediction", "speedup, Triton 3.6", who).values
-        assert 1 < low < high
-    assert "nothing was measured" in store.meta(predict.CARD)["sections"]["t4_prediction"]["note"]
+    for row in store.rows(predict.CARD):
+        assert row.values == pytest.approx(before.pop((row.case, row.contender, row.unit)))
+    assert not before
