@@ -57,7 +57,7 @@ def png(figure: Figure) -> bytes:
 
 
 def protocol(stored: dict) -> Figure:
-    """Bars: seconds of the puzzle's test on an NVIDIA H200, by contender; the table of that test has them."""
+    """Bars: seconds of the puzzle's test on an NVIDIA H200, one for each contender."""
     figure, panel = panel_of("The puzzle's test on an NVIDIA H200", 3.6)
     for name, label in NAMES.items():
         for row in select(stored[H200], "protocol", "total", name):
