@@ -15,7 +15,7 @@ from helpers.puzzle.protocol import (
     synchronize,
 )
 from nf4_triton.launch import launch_ordinary
-from nf4_triton.reference import dequantize, different
+from nf4_triton.reference import different
 from nf4_triton.replay import CAN_REPLAY
 from nf4_triton.settings import cached, force, settings
 from nf4_triton.state import read_state
@@ -81,19 +81,17 @@ def gpu_us(function, layers):
 # %% GPU time at three sizes id="device" folded=true call="attempt(device, your_dequantize_nf4)"
 def device(candidate):
     """Print the GPU time of a call at the three sizes of the puzzle's test."""
-    known, title = baselines(), "GPU time of a call, us"
+    known, layers = baselines(), {}
+    for hidden, intermediate, dtype in sorted((c.hidden, c.intermediate, c.dtype) for c in CONFIGS):
+        count = 1 + 48 * 2**20 // (hidden * intermediate)  # more than an L2 cache holds
+        shape = f"{intermediate}x{hidden} {SHORT[dtype]}"
+        layers[shape] = [quantized_layer(hidden, intermediate, dtype) for _ in range(count)]
     contenders = {"copy": move_bytes, "this kernel": candidate, "Unsloth today": known["unsloth_today"].fn}
     contenders |= {"bitsandbytes": known["bitsandbytes"].fn, "plain PyTorch": dequantize_in_pytorch}
-    lines = {name: [] for name in (title, *contenders) if name == title or contenders[name]}
-    for config in sorted(CONFIGS, key=lambda config: config.hidden):
-        hidden, intermediate, dtype = config.hidden, config.intermediate, config.dtype
-        count = 1 + 48 * 2**20 // (hidden * intermediate)  # more than an L2 cache holds
-        layers = [quantized_layer(hidden, intermediate, dtype) for _ in range(count)]
-        for name, texts in lines.items():
-            shape = f"{intermediate}x{hidden} {SHORT[dtype]}"
-            texts.append(shape if name == title else f"{gpu_us(contenders[name], layers):.1f}")
-    for name, texts in lines.items():
-        print(f"{name:24}", *(f"{text:>18}" for text in texts))
+    print(f"{'GPU time of a call, us':24}", *(f"{shape:>18}" for shape in layers))
+    for name, function in contenders.items():
+        if function:
+            print(f"{name:24}", *(f"{gpu_us(function, group):18.1f}" for group in layers.values()))
 
 
 # %% What the cells below share id="checks-tools" folded=true
@@ -112,14 +110,9 @@ def by_bitsandbytes(layer):
     return bitsandbytes_baseline().fn(layer)
 
 
-def by_pytorch(layer):
-    """Return the weight by the reference in plain PyTorch."""
-    return dequantize(read_state(layer.weight, layer.weight.quant_state))
-
-
-def wrong_elements(function, layer, reference=by_bitsandbytes):
-    """Count the elements whose bits differ from the reference's."""
-    expected = reference(layer)
+def wrong_elements(function, layer):
+    """Count the elements whose bits differ from bitsandbytes'."""
+    expected = by_bitsandbytes(layer)
     torch.full_like(expected, math.nan)  # freed at once, so the result is likely to get this memory
     return different(function(layer), expected)
 
@@ -224,16 +217,14 @@ def single_kernel(candidate):
 
 # %% id="exact" call="passed['bits'] = attempt(exact, your_dequantize_nf4, needs_gpu=False)"
 def exact(candidate):
-    """Count the elements that differ in any bit from plain PyTorch and from bitsandbytes."""
-    columns = ("fp16: PyTorch", "bitsandbytes", "bf16: PyTorch", "bitsandbytes", "of")
-    print(f"{'elements that differ from':28}", *(f"{column:>13}" for column in columns))
+    """Count the elements that differ in any bit from bitsandbytes."""
     right = True
+    print(f"{'elements that differ':28}{'fp16':>12}{'bf16':>12}{'of':>12}")
     for description, make in some_layers():
-        counts = []
-        for layer in map(make, HALF):
-            counts += [wrong_elements(candidate, layer, fx) for fx in (by_pytorch, by_bitsandbytes)]
-        size = layer.weight.quant_state.shape.numel()
-        print(f"{description:28}", *(f"{count:13,}" for count in (*counts, size)))
+        layers = [make(dtype) for dtype in HALF]
+        counts = [wrong_elements(candidate, layer) for layer in layers]
+        size = layers[0].weight.quant_state.shape.numel()
+        print(f"{description:28}{counts[0]:12,}{counts[1]:12,}{size:12,}")
         right = right and not any(counts)
     return changes_show(candidate) and right
 

@@ -78,13 +78,12 @@ def sync(notebook, root: Path = machine.ROOT) -> list[str]:
     return [*changed, *made]
 
 
-def without_folders(outputs: list, out: Path) -> list:
+def without_folders(outputs: list) -> list:
     """Return a cell's outputs with a name in place of each of this machine's folders."""
-    names = {str(out): out.name, str(machine.ROOT): ".", sys.prefix: "python", str(Path.home()): "~"}
     text = json.dumps(outputs)
-    for folder in sorted(names, key=len, reverse=True):
+    for folder, name in ((sys.prefix, "python"), (str(machine.ROOT), "."), (str(Path.home()), "~")):
         if len(folder) > 4:  # not / and not /usr
-            text = text.replace(folder, names[folder])
+            text = text.replace(folder, name)
     return nbformat.from_dict(json.loads(text))
 
 
@@ -101,11 +100,14 @@ def execute(notebook, folder: Path) -> str:
     start, code = time.monotonic(), [cell for cell in notebook.cells if cell.cell_type == "code"]
     for cell in code:
         cell.outputs, cell.execution_count = [], None
+    first_lines = []
+    if os.environ.get("NF4_FORCE"):  # torch must report no native bf16, as on a T4
+        first_lines = ["--IPKernelApp.exec_lines=from helpers import machine; machine.prepare()"]
     this_python = KernelSpecManager(kernel_dirs=[])  # ignores kernels registered on the machine
     client = NotebookClient(
         notebook,
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=this_python),
-        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        extra_arguments=["--IPKernelApp.log_level=ERROR", *first_lines],
         timeout=LIMIT,
         record_timing=False,
         coalesce_streams=True,  # keeps only the last state of a progress bar
@@ -137,17 +139,12 @@ def score_text(notebook) -> str:
 def executed(path: Path) -> tuple:
     """Execute a copy of the notebook and write it to `path`. Return (notebook, why it failed or "")."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    cells = list(notebook.cells)
-    if os.environ.get("NF4_FORCE"):  # torch must report no native bf16, as on a T4
-        source = "from helpers import machine\n\nmachine.prepare()"
-        notebook.cells.insert(0, nbformat.v4.new_code_cell(source, id="forced-card"))
     failure = execute(notebook, NOTEBOOK.parent)
-    notebook.cells = cells  # without the one that forces a card
     if not failure and not score_text(notebook):
         failure = "the notebook printed no score"
-    for cell in cells:
+    for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = without_folders(cell.outputs, path.parent)
+            cell.outputs = without_folders(cell.outputs)
     nbformat.write(notebook, path)
     return notebook, failure
 

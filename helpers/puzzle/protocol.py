@@ -449,13 +449,12 @@ def draw_seconds(medians):
     """Draw {contender: seconds} as bars."""
     import matplotlib.pyplot as plt
 
-    colors = ["#0B63CE" if name == LABELS["ours"] else "#9AA4AF" for name in medians]
-    panel = plt.subplots(figsize=(9, 3), layout="constrained", facecolor="white")[1]
-    bars = panel.barh([*medians], [*medians.values()], color=colors)
-    panel.bar_label(bars, fmt="%.3f s", padding=4)
-    panel.invert_yaxis()
-    panel.margins(x=0.1)
-    panel.set_title("Seconds of the puzzle's test (shorter is better)", loc="left")
+    plt.figure(figsize=(9, 3), layout="constrained", facecolor="white")
+    bars = plt.barh([*medians], [*medians.values()], color="#0B63CE")
+    plt.bar_label(bars, fmt="%.3f s", padding=4)
+    plt.gca().invert_yaxis()
+    plt.margins(x=0.1)
+    plt.title("Seconds of the puzzle's test (shorter is better)", loc="left")
     plt.show()
 
 

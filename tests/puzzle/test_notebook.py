@@ -153,11 +153,6 @@ def test_what_ran_is_kept_and_one_line_says_why_it_stopped(
     assert "helpers draw" not in shown.out and not nbformat.read(path, 4).cells[0].outputs
 
 
-def test_no_score_fails_the_command(execute, capsys):
-    assert execute({"a": "1", "score": "x = 1"})[0] == 1
-    assert "no score" in capsys.readouterr().err
-
-
 def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
@@ -230,10 +225,9 @@ def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone,
 
 def test_any_cell_runs_again_unedited_and_takes_no_points(notebook, alone, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    code = [one for one in notebook.cells if one.cell_type == "code" and one.id != "install"]
+    code = [one for one in notebook.cells if one.cell_type == "code"]
     again = [nbformat.v4.new_code_cell(one.source, id=f"{one.id}-2") for one in code]
     notebook.cells = [one for pair in zip(code, again, strict=True) for one in pair]
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("import importlib.metadata, os, subprocess"))
     tools = cell(notebook, "checks-tools").source
     notebook.cells.insert(-4, nbformat.v4.new_code_cell(tools, id="tools-3"))  # before the score
     alone(notebook)
@@ -285,59 +279,41 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
 
 # --- the install cell, with a stand-in for pip ---
 
-VERSIONS = {"bitsandbytes": "0.50.2", "transformers": "5.17.0", "peft": "0.21.2", "datasets": "4.0.0"}
-VERSIONS |= {
-    "trl": "1.15.0",
-    "unsloth": "2026.10.9",
-    "unsloth_zoo": "2026.10.9",
-    "cut_cross_entropy": "25.1.1",
-}
 
+@pytest.mark.parametrize("gpu, status", [(True, 0), (True, 1), (False, 0)])
+def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(
+    gpu, status, notebook, monkeypatch, capsys
+):
+    commands, installed = [], {"torch": "2.11", "triton": "3.6", "peft": "0.17.0", "transformers": "5.17.0"}
 
-@pytest.fixture
-def install(monkeypatch, notebook):
-    """install(absent, gpu, status, **versions) -> its pip commands, each with the file of kept versions."""
+    def run(command, **options):
+        if command[0] != "nvidia-smi":
+            commands.append([*command, Path(command[command.index("-c") + 1]).read_text()])
+        failed = command[0] != "nvidia-smi" and status
+        return SimpleNamespace(returncode=failed, stderr="WARNING: Retrying\nERROR: no network\n")
 
-    def run(absent=(), gpu=True, status=0, **versions):
-        commands = []
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
 
-        def answer(command, **options):
-            if command[0] == "nvidia-smi":
-                return SimpleNamespace(returncode=0)
-            commands.append((command, open(command[command.index("-c") + 1]).read()))
-            errors = "WARNING: Retrying (Retry(total=4))\nERROR: no network\n"
-            return SimpleNamespace(returncode=status, stderr=errors)
-
-        def version(name):
-            if name in absent:
-                raise importlib.metadata.PackageNotFoundError(name)
-            return versions.get(name, VERSIONS.get(name, "9"))
-
-        monkeypatch.setattr(subprocess, "run", answer)
-        monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
-        monkeypatch.setattr(importlib.metadata, "version", version)
-        names = {"__name__": "__main__"}
-        exec(compile(cell(notebook, "install").source, "install", "exec"), names)
-        monkeypatch.undo()
-        return commands
-
-    return run
-
-
-def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(install, capsys):
-    assert install() == install(gpu=False) == []
-    absent = ("bitsandbytes", "trl", "unsloth", "unsloth_zoo", "cut_cross_entropy")
-    plain, for_unsloth, unsloth = install(absent)
-    for command, kept in (plain, for_unsloth, unsloth):
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: map(named, installed))
+    exec(compile(cell(notebook, "install").source, "install", "exec"), {"__name__": "__main__"})
+    monkeypatch.undo()
+    assert len(commands) == (3 if gpu else 1)
+    for command in commands:
         assert command[:4] == [sys.executable, "-m", "pip", "install"]
-        assert "torch==" in kept and "triton==" in kept and "bitsandbytes" not in kept
-    assert plain[0][-1].startswith("bitsandbytes>=") and "--no-deps" not in plain[0] + for_unsloth[0]
-    assert for_unsloth[0][-1].startswith("trl>=")
-    assert "--no-deps" in unsloth[0] and [text.split(">")[0] for text in unsloth[0][-3:]] == list(absent[2:])
-    assert [command[-1].split(">")[0] for command, _ in install(absent, gpu=False)] == ["bitsandbytes"]
-    ((command, kept),) = install(bitsandbytes="0.45.5", peft="0.17.0")  # too old
-    assert [text.split(">")[0] for text in command[-2:]] == ["bitsandbytes", "peft"] and "peft" not in kept
-    capsys.readouterr()
-    assert len(install(absent, status=1)) == 3
+        assert command[-1].splitlines()[-2:] == ["transformers==5.17.0", "triton==3.6"]
+        assert "torch==2.11" in command[-1]
+    assert [text.split(">")[0] for text in commands[0][-3:-1]] == ["bitsandbytes", "peft"], "one is too old"
+    if gpu:
+        assert "--no-deps" in commands[2] and commands[2][-4].startswith("unsloth>=")
     shown = capsys.readouterr().out
-    assert shown.count("ERROR: no network") == 3 and "WARNING" not in shown and "run this cell again" in shown
+    assert shown.count("ERROR: no network") == 3 * status and "WARNING" not in shown
+
+
+def named(name):
+    return SimpleNamespace(name=name)
