@@ -64,7 +64,8 @@ second = Namespace(absmax=torch.ones(1), code=torch.linspace(-1, 1, 256), blocks
 state = Namespace(shape=(8, 64), dtype=torch.bfloat16, quant_type="nf4", blocksize=64, nested=True,
                   absmax=torch.arange(8).byte(), state2=second, offset=torch.tensor(0.5))
 weight = torch.arange(256).byte().view(-1, 1)
-print(dequantize(weight, state).shape, dequantize(weight, state, rows=[1]).shape, "nf4_triton.kernel" in sys.modules)
+whole, part = dequantize(weight, state), dequantize(weight, state, rows=[1])
+print(whole.shape, part.shape, "nf4_triton.kernel" in sys.modules)
 """
     said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
     assert said.endswith("torch.Size([8, 64]) torch.Size([1, 64]) False\n"), said

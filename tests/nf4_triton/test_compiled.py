@@ -113,6 +113,8 @@ def test_a_weight_that_is_misaligned_after_compilation(layer, options):
     """Inductor copies it, but for parameters, whose addresses it takes for fixed."""
     compiled, state = torch.compile(call, **options), layer.weight.quant_state
     weight = layer.weight.data.as_subclass(torch.Tensor)
+    if weight.is_cuda and "backend" in options:
+        pytest.skip("aot_eager copies no input")
     for given in (weight, misaligned(weight), weight):
         assert exact(compiled(given, state), weight, state)
 
@@ -167,12 +169,17 @@ def test_views_made_in_the_graph(layer, options):
                 assert exact(compiled(weight, state), view(weight), state), name
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
-def test_a_single_byte(shape, options):
-    """Its weight of shape (1, 1) counts as transposed, once."""
-    weight, state = random_state(shape, torch.float16)
-    result = torch.compile(call, **options)(weight, state)
-    assert result.shape == shape[::-1] and exact(result, weight, state)
+@pytest.mark.parametrize("before", [None, (320, 64), (0, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)], ids=str)
+def test_a_single_byte(shape, before, options):
+    """Its weight of shape (1, 1) counts as transposed, once; alone, or after another graph."""
+    compiled = torch.compile(call, **options)
+    for size in (before, shape, before):
+        if size:
+            weight, state = random_state(size, torch.float16)
+            result = compiled(weight, state)
+            assert exact(result, weight, state)
+            assert result.shape == (shape[::-1] if size == shape else size)
 
 
 def test_a_weight_of_a_dynamic_length(layer, options):
@@ -264,6 +271,7 @@ import states
 print(launch.settings().reason)
 for dtype in (torch.float16, torch.bfloat16):
     weight, state = states.random_state((64, 64), dtype)
+    torch._dynamo.reset()  # recompiling for bf16, torch 2.11 raises what it else skips
     compiled = torch.compile(lambda w: launch._your_dequantize_nf4(w, state))
     print([states.exact(compiled(weight), weight, state) for _ in range(2)])
 """

@@ -11,8 +11,9 @@ import torch
 
 from nf4_triton import launch, settings
 from nf4_triton.kernel import _your_dequantize_nf4_kernel
-from nf4_triton.state import check, read_state
-from states import random_state, right
+from nf4_triton.reference import same_bits
+from nf4_triton.state import Selection, check, read_state
+from states import oracle, random_state
 
 # Options of random_state, and of settings.force.
 VARIANTS = {
@@ -22,10 +23,15 @@ VARIANTS = {
     "asm": ({}, {"asm": True}),
     "flat asm": ({"nested": False}, {"asm": True}),
     "T4": ({"quant_type": "fp4"}, {"card": "t4", "asm": True}),
+    "ids": ({}, {"asm": True}),
+    "range": ({}, {"asm": False}),
 }
 
 
-def written(layout, forced):
+SELECTIONS = {"ids": Selection(torch.tensor([3, 1]), 0, 2), "range": Selection(None, 1, 2)}
+
+
+def written(layout, forced, selection):
     """Return the tensors that torch.compile takes the kernel to write."""
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -33,7 +39,7 @@ def written(layout, forced):
     packed = read_state(*random_state(**layout))
     out = torch.empty(packed.shape, dtype=packed.dtype)
     with settings.force(**forced):
-        ready = launch.prepare(packed, check(packed), out, None, 0, 0)
+        ready = launch.prepare(packed, check(packed), out, selection, 0, 0)
     named = dict(zip(_your_dequantize_nf4_kernel.arg_names, ready.arguments, strict=True))
     assert type(named["n"]) is int
     analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
@@ -52,7 +58,7 @@ def main():
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(driver)
-    print(json.dumps({name: written(*variant) for name, variant in VARIANTS.items()}))
+    print(json.dumps({name: written(*variant, SELECTIONS.get(name)) for name, variant in VARIANTS.items()}))
 
 
 def test_only_the_result_is_written():
@@ -83,12 +89,13 @@ def test_export_saved_and_loaded(make_layer, device, tmp_path, strict):
     """The graph holds an operator for each layer; neither layer gets the other's code."""
     module, x = Both(make_layer), torch.ones(2, device=device)
     path = tmp_path / "both.pt2"
+    expected = [oracle(one.weight, one.weight.quant_state) for one in module.layers]
     exported = torch.export.export(module, (x,), strict=strict)
     assert sum("nf4_triton" in str(node.target) for node in exported.graph.nodes) == 2
-    torch.export.save(exported, path)
+    torch.export.save(exported, path)  # moves the layers' states to the CPU
     with torch.no_grad():
         results = torch.export.load(path).module()(x)
-    assert all(map(right, results[1:], module.layers))
+    assert all(map(same_bits, results[1:], expected))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def dequantize(
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         packed = packed._replace(dtype=dtype)
-    if choose(getattr(weight, "device", None)) == "torch":
+    if choose(weight.device if isinstance(weight, torch.Tensor) else None) == "torch":
         return dequantize_in_torch(packed, out, rows)
     from . import launch  # needs Triton
 
@@ -81,8 +81,8 @@ def parametrized(module, name) -> tuple:
     chain = getattr(module, "parametrizations", {})
     if name not in chain or not hasattr(chain[name][0], "quant_state"):
         raise UnsupportedState(
-            f"{name!r} of {type(module).__name__} is not quantized by a parametrization, expected a parameter "
-            "that bitsandbytes' replace_parameter_4bit made: pass packed codes and their quant_state"
+            f"{name!r} of {type(module).__name__} is not quantized by a parametrization, expected a parameter"
+            " that bitsandbytes' replace_parameter_4bit made: pass packed codes and their quant_state"
         )
     return chain[name].original, chain[name][0].quant_state
 

@@ -187,8 +187,9 @@ def kernel_constexprs(packed, sizes, aligned, out_aligned, s, selection=None):
 
 
 def maybe_transpose(result, weight):
-    """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do."""
-    return result.t() if weight.shape[0] == 1 else result
+    """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do. A (1, 1)
+    is its own transpose, and Inductor of torch 2.11 fails on it in a second graph (KeyError: op2)."""
+    return result.t() if weight.shape[0] == 1 and result.shape != (1, 1) else result
 
 
 def check_and_launch(packed, out, selection=None):

@@ -46,7 +46,7 @@ GUARDED = None not in (dispatch_modes, transforms, is_fake, dynamo_callback)
 if is_fake is None:  # the operator must know tracers' tensors all the same
 
     def is_fake(tensor):
-        return torch.compiler.is_compiling()
+        return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
 
 is_compiling = torch.compiler.is_dynamo_compiling  # public

@@ -20,7 +20,7 @@ FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbyte
 
 
 def dequantize(packed, flush_subnormal=None, selection=None):
-    """Return the dequantized weight, or a Selection of its slices, bit-identical to bitsandbytes, on the device of the weight.
+    """Return the dequantized weight, or a Selection of its slices, bit-identical to bitsandbytes.
 
         scale[k] = fp32(code2[absmax[k]] * absmax2[k // blocksize2]) + offset    nested: rounded twice, no FMA
         out[i]   = dtype(fp32(table[code[i]] * scale[i // blocksize]))           flat: scale is absmax

@@ -76,13 +76,14 @@ def read_fields(weight, quant_state):
         repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
         tensors = weight, q.absmax
         spec = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
+        if not repacked:
+            return tensors, spec
+        problem = ("bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
+                   "expected the usual layout: reload the layer, and dequantize it before its first "
+                   "forward pass")
     except (AttributeError, TypeError) as error:
-        raise UnsupportedState(missing_field(quant_state, error)) from error
-    if repacked:
-        raise UnsupportedState(
-            "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, expected "
-            "the usual layout: reload the layer, and dequantize it before its first forward pass")
-    return tensors, spec
+        problem = missing_field(quant_state, error)
+    raise UnsupportedState(problem)  # here: torch 2.11 cannot trace `raise ... from error`
 
 
 def make_packed(tensors, spec):
