@@ -119,8 +119,9 @@ def newer_than_tested(device=None) -> str | None:
     """Return what is newer here than all that the kernel was tested with, None if nothing is."""
     import torch
 
-    if (triton_version() or (0,)) > NEWEST_TRITON:
-        return f"Triton {'.'.join(map(str, triton_version()))} is newer than the tested ones (up to 3.9)."
+    version = triton_version()
+    if version and version > NEWEST_TRITON:
+        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)."
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] > NEWEST_MAJOR:
         return f"{torch.cuda.get_device_name(device)} is newer than the tested cards."
     return None
