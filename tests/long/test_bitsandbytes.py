@@ -94,7 +94,7 @@ def run(folder, who, report):
 
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_nothing_fails_only_with_this_kernel(tmp_path, count):
+def test_nothing_fails_only_with_this_kernel(tmp_path):
     if "NF4_BITSANDBYTES" not in os.environ:
         pytest.skip("needs NF4_BITSANDBYTES, a clone of bitsandbytes at the installed version")
     folder = Path(os.environ["NF4_BITSANDBYTES"])
@@ -106,8 +106,4 @@ def test_nothing_fails_only_with_this_kernel(tmp_path, count):
         theirs, ours = both.map(outcome, ("bitsandbytes", "ours"))
     assert ours[1] <= theirs[1], f"failed only with this kernel: {ours[1] - theirs[1]}"
     assert ours[0] > 0 and ours[2] > 0
-    numbers = {}
-    for who, (passed, failed, _) in (("bitsandbytes", theirs), ("ours", ours)):
-        numbers["passed", who] = passed
-        numbers["failed", who] = len(failed)
-    count("bitsandbytes_tests", numbers)
+    print(f"passed {ours[0]}, failed {len(ours[1])}; with bitsandbytes' kernel {theirs[0]}, {len(theirs[1])}")

@@ -16,7 +16,7 @@ import torch
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import launch, settings
 from nf4_triton.reference import different
-from nf4_triton.state import STORAGES
+from nf4_triton.state import STORAGES, read_state
 from states import DTYPES, SPECIAL, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -112,6 +112,15 @@ def random_layer(source, kind, shape):
     return weight.view((1, -1) if transposed else (-1, 1)), state
 
 
+def wrong_slices(source, weight, state, expected):
+    """Return how many elements of up to 4 slices are wrong; 0 where the kernel cannot select."""
+    if not expected.numel() or weight.shape[0] == 1 or expected[0].numel() % 8:
+        return 0
+    ids = torch.tensor(source.choices(range(len(expected)), k=source.randint(0, 4)), device=weight.device)
+    found = launch.dequantize_packed(read_state(weight, state), rows=ids.long())
+    return different(found, expected[ids.long()])
+
+
 def check_case(kind, seed, largest):
     """Compare one random case with the oracle; return its number of elements."""
     source = random.Random(seed)
@@ -125,6 +134,7 @@ def check_case(kind, seed, largest):
         if skip is None:
             wrong = different(call(weight, state), expected)
             wrong += different(call(weight, state), expected)  # on a GPU: the launch replayed
+            wrong += wrong_slices(source, weight, state, expected)
         else:
             first = GUARD + skip
             memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
@@ -156,9 +166,8 @@ def test_random_cases_of_every_way(way):
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_very_many_random_cases(shard, count):
+def test_very_many_random_cases(shard):
     """112 kinds of all ways, in eight parts."""
     chosen = kinds(WAYS, flat=48, nested=64)[shard::SHARDS]
     sizes = check_cases(chosen, CASES // SHARDS, largest=40_000)
-    numbers = {("layers", "ours"): len(sizes), ("elements", "ours"): sum(sizes), ("wrong", "ours"): 0}
-    count("fuzz", numbers, SHARDS)
+    print(f"{len(sizes):,} layers of {sum(sizes):,} elements, none wrong")

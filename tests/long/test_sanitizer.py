@@ -82,7 +82,7 @@ def main():
 @pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_no_errors(tool, count):
+def test_no_errors(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("needs compute-sanitizer on PATH: pip install nvidia-cuda-sanitizer-api")
@@ -93,7 +93,6 @@ def test_no_errors(tool, count):
     found = re.findall(r"SUMMARY: (\d+) (?:error|hazard)", done.stdout)
     assert done.returncode == 0 and "0 wrong launches" in done.stdout, done.stdout[-3000:] + done.stderr
     assert found == ["0"], done.stdout[-3000:]
-    count("sanitizer", {(tool, "ours"): 0}, len(TOOLS))
 
 
 if __name__ == "__main__":

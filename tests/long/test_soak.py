@@ -41,7 +41,7 @@ def resident_bytes():
 @pytest.mark.gpu
 @pytest.mark.long
 @pytest.mark.timeout(0)
-def test_nothing_grows(count):
+def test_nothing_grows():
     """Call 64 layers in rotation and replace one every 2000 launches. The lowest time and memory of the
     first and of the last third are compared: other programs only raise them."""
     call = launch._your_dequantize_nf4
@@ -67,5 +67,3 @@ def test_nothing_grows(count):
     assert last[0] <= 1.10 * first[0]
     assert last[1] - first[1] <= 8 * 2**20
     assert last[2] - first[2] <= 2**20
-    numbers = {("launches", "ours"): launches, ("layers", "ours"): LAYERS + made, ("wrong", "ours"): 0}
-    count("soak", numbers)
