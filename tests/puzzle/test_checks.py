@@ -145,18 +145,7 @@ def test_the_assembly_is_printed_and_tritons_own_is_not():
     assert checks.our_assembly(ON + SCALE.replace("%r1", "%r2")) == {block: 2}
 
 
-# --- GPU time, torch.compile, memory ---
-
-
-def test_gpu_time_is_printed(monkeypatch, candidate, capsys):
-    """A contender that is not installed has no line."""
-    monkeypatch.setattr(checks, "gpu_us", lambda function, layers: 2.0)
-    monkeypatch.setattr(checks, "quantized_layer", lambda *sizes: None)
-    known = protocol.baselines() | {"unsloth_today": protocol.Baseline("Unsloth today", None, "a thing")}
-    monkeypatch.setattr(checks, "baselines", lambda: known)
-    checks.device(candidate)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert len(lines) == 5 and lines[1] == ["copy", "2.0", "2.0", "2.0"]
+# --- torch.compile, memory ---
 
 
 def test_a_graph_break_fails(candidate):

@@ -2,11 +2,11 @@
 
 import json
 
-import nbformat
 import pytest
 
 from helpers.puzzle import marking
 from helpers.results import executed
+from helpers.results.store import Row
 
 ALL = {"one kernel": True, "compile": True, "assembly": True, "eviction": True, "bits": True, "memory": True}
 FACTS = {"card": "Tesla T4", "date": "2026-11-23T12:00:00+00:00"}
@@ -56,26 +56,16 @@ def test_the_printed_score(capsys, monkeypatch):
     assert "0 of 14 points on this CPU" in shown
 
 
-def test_the_line_of_rows_is_what_draw_reads(tmp_path, monkeypatch, capsys):
+def test_the_line_of_rows_is_what_draw_reads(monkeypatch, capsys):
     ratios = {"today": [1.3, 1.2, 1.4], "classic": []}
     points = marking.points_of(ALL | {"compile": None}, marking.speeds(ratios))
-    monkeypatch.setattr(marking, "ON_GPU", False)
-    marking.print_rows(FACTS, points, ratios, SECONDS)
-    monkeypatch.setattr(marking, "ON_GPU", True)
-    monkeypatch.setenv("NF4_QUICK", "1")
-    marking.print_rows(FACTS, points, ratios, SECONDS)
-    assert capsys.readouterr().out == "", "nothing without a GPU, nothing of a quick run"
-    monkeypatch.delenv("NF4_QUICK")
-    marking.print_rows(FACTS, points, ratios, SECONDS)
-    text = capsys.readouterr().out
-    assert text.count("\n") == 1 and json.loads(text)["environment"] == FACTS
-    output = nbformat.v4.new_output("stream", text=text)
-    cells = [nbformat.v4.new_code_cell("print_rows()", outputs=[output])]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "some.ipynb")
-    facts, sections = executed.read(tmp_path / "some.ipynb", commit="abc")
-    rows = [row for section in sections.values() for row in section]
-    found = {(row.case, row.contender): [*row.values] for row in rows}
-    assert found["puzzle's line", "unsloth_today"] == [1.3, 1.2, 1.4]
-    assert found["total", "ours"] == [1.0, 1.1, 1.2]
-    assert found["Custom assembly works", "classic"] == [3]
-    assert {("Works under torch.compile", "today"), ("puzzle's line", "unsloth_classic")}.isdisjoint(found)
+    for on_gpu, quick in ((False, ""), (True, "1"), (True, "")):
+        assert capsys.readouterr().out == "", "nothing without a GPU, nothing of a quick run"
+        monkeypatch.setattr(marking, "ON_GPU", on_gpu)
+        monkeypatch.setenv("NF4_QUICK", quick)
+        marking.print_rows(FACTS, points, ratios, SECONDS)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith('{"environment":') and json.loads(line)["environment"] == FACTS
+    rows = [Row(*fields) for fields in json.loads(line)["rows"]]
+    executed.check_rows(rows)
+    assert len(rows) == 1 + len(SECONDS) + 12, "what was not measured has no row"

@@ -24,10 +24,6 @@ from somewhere import name
 x = 1
 
 
-def f():
-    return x
-
-
 # %% The details id="second" folded=true
 y = 2
 '''
@@ -59,21 +55,15 @@ def test_the_notebook_has_the_modules_sections(notebook):
 def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
     (tmp_path / "some.py").write_text(MODULE)
     monkeypatch.setattr(book, "MODULES", {"some": "some.py"})
-    monkeypatch.setattr(book.sync, "__defaults__", (tmp_path,))
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    first = code("", id="first", metadata={"tags": ["some"]})
+    first, gone = (code("old", id=name, metadata={"tags": ["some"]}) for name in ("first", "gone"))
     first.outputs = [nbformat.v4.new_output("stream", text="kept")]
-    gone = code("old", id="gone", metadata={"tags": ["some"]})
     small = nbformat.v4.new_notebook(cells=[text("Some", id="text"), gone, first, code("own", id="own")])
-    assert book.sync(small) == ["gone", "first", "second"]
+    assert book.sync(small, tmp_path) == ["gone", "first", "second"]
     assert [one.id for one in small.cells] == ["text", "first", "own", "second"]
-    assert cell(small, "first").source.startswith("x = 1\n") and printed(small, "first") == "kept"
-    nbformat.validate(small)
-    assert book.sync(small) == []
-    small.cells.insert(1, small.cells.pop())  # a new cell is moved by hand
-    (tmp_path / "some.py").write_text(MODULE.replace("x = 1", "x = 1  # more"))
-    assert book.sync(small) == ["first"]
-    assert [one.id for one in small.cells] == ["text", "second", "first", "own"]
+    assert cell(small, "first").source == "x = 1\n\nf()" and printed(small, "first") == "kept"
+    assert cell(small, "second").source.startswith("#@title The details")
+    assert book.sync(small, tmp_path) == []
 
 
 # --- run ---
@@ -280,40 +270,26 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
 # --- the install cell, with a stand-in for pip ---
 
 
-@pytest.mark.parametrize("gpu, status", [(True, 0), (True, 1), (False, 0)])
-def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(
-    gpu, status, notebook, monkeypatch, capsys
-):
+def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(notebook, monkeypatch):
     commands, installed = [], {"torch": "2.11", "triton": "3.6", "peft": "0.17.0", "transformers": "5.17.0"}
 
     def run(command, **options):
         if command[0] != "nvidia-smi":
             commands.append([*command, Path(command[command.index("-c") + 1]).read_text()])
-        failed = command[0] != "nvidia-smi" and status
-        return SimpleNamespace(returncode=failed, stderr="WARNING: Retrying\nERROR: no network\n")
+        return SimpleNamespace(returncode=0)
 
     def version(name):
         if name not in installed:
             raise importlib.metadata.PackageNotFoundError(name)
         return installed[name]
 
+    distributions = [SimpleNamespace(name=name) for name in installed]
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
+    monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: map(named, installed))
-    exec(compile(cell(notebook, "install").source, "install", "exec"), {"__name__": "__main__"})
-    monkeypatch.undo()
-    assert len(commands) == (3 if gpu else 1)
-    for command in commands:
-        assert command[:4] == [sys.executable, "-m", "pip", "install"]
-        assert command[-1].splitlines()[-2:] == ["transformers==5.17.0", "triton==3.6"]
-        assert "torch==2.11" in command[-1]
-    assert [text.split(">")[0] for text in commands[0][-3:-1]] == ["bitsandbytes", "peft"], "one is too old"
-    if gpu:
-        assert "--no-deps" in commands[2] and commands[2][-4].startswith("unsloth>=")
-    shown = capsys.readouterr().out
-    assert shown.count("ERROR: no network") == 3 * status and "WARNING" not in shown
-
-
-def named(name):
-    return SimpleNamespace(name=name)
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: distributions)
+    exec(compile(cell(notebook, "install").source, "install", "exec"), {})
+    needed, for_unsloth, unsloth = commands
+    assert needed[-3].startswith("bitsandbytes>=") and needed[-2].startswith("peft>="), "one is too old"
+    assert needed[-1] == "torch==2.11\ntransformers==5.17.0\ntriton==3.6"
+    assert "torch==2.11" in unsloth[-1] and "--no-deps" in unsloth and "--no-deps" not in for_unsloth
