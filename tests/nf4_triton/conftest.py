@@ -117,9 +117,9 @@ def interpret(module, monkeypatch):
 
     place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
     monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
+    monkeypatch.setattr(module, "empty_cuda", empty)
+    monkeypatch.setattr(module, "current_stream", lambda index: 0)
+    monkeypatch.setattr(module, "current_device", lambda: -1)  # of a tensor on the CPU
     for one in {module, place}:
-        monkeypatch.setattr(one, "empty_cuda", empty)
-        monkeypatch.setattr(one, "current_stream", lambda index: 0)
-        monkeypatch.setattr(one, "current_device", lambda: -1)  # of a tensor on the CPU
         monkeypatch.setattr(one, "CAN_REPLAY", True)
     monkeypatch.setattr(place, "SKIP_PYTHON_LAUNCHER", False)

@@ -143,7 +143,7 @@ def test_any_number_of_slices_replays_one_launch(watched, device):
             ids = torch.arange(count, device=device) * 2 % 16
             selection = Selection(ids, 0, count) if kind == "ids" else Selection(None, count, count)
             before = watched.checked
-            result = replay.replay_selected(packed.tensors, packed.spec, selection)
+            result = launch.replay(packed.tensors, packed.spec, None, selection)
             if result is None:
                 result = watched.module.check_and_launch(packed, None, selection)
             assert (watched.checked == before) == (count != 3), (kind, count)

@@ -16,12 +16,9 @@ from .state import (
 )
 
 try:
-    from .replay import CAN_REPLAY, can_write, find, is_observed, keep, replay_selected
+    from .replay import CAN_REPLAY, can_write, find, is_observed, keep, key_with
 except ModuleNotFoundError:  # every call is then an ordinary launch
     CAN_REPLAY = False
-
-    def replay_selected(tensors, spec, selection, out):
-        return None
 
     def keep(packed, out, selection, ordinary, result):
         pass
@@ -43,43 +40,43 @@ def your_dequantize_nf4(layer):
 
 
 def _your_dequantize_nf4(weight, quant_state, out=None):
-    """Return a weight dequantized in one kernel launch, bit-identical to bitsandbytes.
-
-    weight: packed 4-bit codes, two a byte. quant_state: bitsandbytes' QuantState. out: optional
-    contiguous tensor for the result, of quant_state's shape and dtype. Transposed if
-    weight.shape[0] is 1, as in bitsandbytes and Unsloth. Raises UnsupportedState on bad input.
-    """
+    """Return a weight dequantized in one launch, bit-identical to bitsandbytes, or fill `out` with
+    it. Transposed if weight.shape[0] is 1, as in bitsandbytes. Raises UnsupportedState."""
     tensors, spec = read_fields(weight, quant_state)
     result = replay(tensors, spec, out)
     return check_and_launch(make_packed(tensors, spec), out) if result is None else result
 
 
-def replay(tensors, spec, out=None):
+def replay(tensors, spec, out=None, selection=None):
     """Launch again on tensors of a cached layout. Return the result, None if no launch fits."""
     if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
         return None  # torch.compile must see the operator
+    key, guarded = spec, tensors
+    if out is not None or selection is not None:
+        key, guarded = key_with(spec, tensors, out, selection)
     with plain_tensors():
-        guarded = tensors if out is None else (*tensors, out)
-        for launch in find(spec if out is None else (spec, "out")):
+        for launch in find(key):
             if not launch.guards(*guarded) or is_observed():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if launch.device != current_device():
                 with torch.cuda.device(launch.device):
-                    return replay(tensors, spec, out)
+                    return replay(tensors, spec, out, selection)
+            grid, skip, numbers, layout = launch.whole if selection is None else launch.part(selection)
             weight, absmax, *second = tensors
+            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
-            if freed or (address % 16 == 0) is not launch.aligned:
+            if freed or ((address + skip) % 16 == 0) is not launch.aligned:
                 continue
-            if out is not None and not can_write(out, tensors, launch):
+            if out is not None and not can_write(out, tensors, launch, layout):
                 continue
-            result = empty_cuda(*launch.layout) if out is None else out
-            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
-            launch.run(launch.grid, 1, 1, current_stream(launch.device), *launch.before, address,
-                       result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
-                       offset.data_ptr(), absmax.data_ptr(), *launch.numbers, *launch.constexprs)
-            return result if out is None else maybe_transpose(out, weight)
-    return None
+            result = empty_cuda(*layout) if out is None else out
+            ids = absmax if selection is None or selection.ids is None else selection.ids
+            pointers = [x.data_ptr() for x in (result, absmax, code2, absmax2, offset, ids)]
+            if grid:
+                launch.run(grid, 1, 1, current_stream(launch.device), *launch.before, address,
+                           *pointers, *numbers, *launch.constexprs)
+            return result if out is None or selection else maybe_transpose(out, weight)
 
 
 # %% Launch the ordinary way id="launch-plain" part="launch" folded=true tags=["launch"]
@@ -231,14 +228,14 @@ def _dequantize(
     weight: torch.Tensor, absmax: torch.Tensor, code2: torch.Tensor | None,
     absmax2: torch.Tensor | None, offset: torch.Tensor | None, shape: typing.Sequence[int],
     dtype: torch.dtype, quant_type: str, blocksize: int, blocksize2: int | None, nested: bool,
-    ids: torch.Tensor | None = None, first: int = 0, count: int | None = None, forced: str = "",
+    ids: torch.Tensor | None = None, first: int = 0, number: int | None = None, forced: str = "",
 ) -> torch.Tensor:
-    """Dequantize the fields of a Packed, and of a Selection if `count` is given. Real tensors take
+    """Dequantize the fields of a Packed, and of a Selection if `number` is given. Real tensors take
     the ordinary launch. forced: part of what compiled code is cached by, not read."""
     packed = Packed(weight=weight, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset,
                     shape=tuple(shape), dtype=dtype, quant_type=quant_type, blocksize=blocksize,
                     blocksize2=blocksize2, nested=nested)
-    selection = None if count is None else Selection(ids, first, count)
+    selection = None if number is None else Selection(ids, first, number)
     if not is_fake(weight):
         return launch_ordinary(packed, None, selection).result
     sizes = check(packed, KERNEL_DEVICE)
@@ -286,8 +283,5 @@ def dequantize_packed(packed, out=None, rows=None):
     *packed.shape[1:]), never transposed. An id on a GPU that is out of range gives a slice of NaN.
     """
     selection = None if rows is None else read_rows(rows, packed)
-    if selection is None:
-        result = replay(packed.tensors, packed.spec, out)
-    else:
-        result = replay_selected(packed.tensors, packed.spec, selection, out)
+    result = replay(packed.tensors, packed.spec, out, selection)
     return check_and_launch(packed, out, selection) if result is None else result

@@ -58,7 +58,7 @@ def dequantize(packed, flush_subnormal=None, selection=None):
 def select(weight, selection):
     """Return copies of the slices that a Selection names, NaN for an id out of range; never transposed."""
     if selection.ids is None:
-        return weight[selection.first : selection.first + selection.count].clone()
+        return weight[selection.first : selection.first + selection.number].clone()
     ids = selection.ids.long()
     exists = (ids >= 0) & (ids < len(weight))
     found = weight[torch.where(exists, ids, 0)]

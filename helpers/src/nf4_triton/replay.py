@@ -1,20 +1,18 @@
 """Cached launches: checked and compiled once, replayed on other tensors of the same layout.
 
-`keep` takes an ordinary launch; launch.py replays it, and `replay_selected` that of selected slices.
-Without this file every call is an ordinary launch: the same results, slower. `# %%`: notebook cells.
+`keep` takes an ordinary launch, launch.py replays it. Without this file every call is an ordinary
+launch: the same results, slower. The section is a notebook cell.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .kernel import INTERPRETED, TRITON
-from .private import (
-    GUARDED, TensorGuards, current_device, current_stream, dispatch_modes, dynamo_callback,
-    empty_cuda, is_compiling, plain_tensors,
-)
+from .private import GUARDED, TensorGuards, dispatch_modes
 from .settings import cached
 from .state import extent
 
 # %% Keep a launch, and replay it id="replay" part="replay" folded=true tags=["launch"]
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,17 +31,24 @@ class CachedLaunch:
     """A launch that was checked and compiled."""
 
     guards: Callable  # compares tensors with those that were checked, in one call into torch
-    layout: tuple  # shape, strides, and dtype of the result, as callers get it
     device: int  # index of the GPU
     aligned: bool  # where the kernel starts to read the weight is a multiple of 16
     out_aligned: bool
     run: Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
-    grid: int  # programs
     before: tuple  # what the launcher takes before the kernel's own arguments
-    numbers: tuple  # n, first, slices
     constexprs: tuple
+    # Programs, bytes before the first code, (n, first, slices), (shape, strides, dtype) of the result.
+    whole: tuple
+    shape: tuple  # of the weight
     tile: int  # elements of a program
     owner: object  # Triton's CompiledKernel, which owns what `before` points to
+
+    def part(self, selection):
+        """Return `whole` for another selection of slices."""
+        *_, (_, strides, dtype) = self.whole
+        numbers, grid = extent(self.shape, selection, self.tile)
+        _, first, _ = numbers
+        return grid, first // 2, numbers, ((selection.number, *self.shape[1:]), strides, dtype)
 
 
 def is_observed():
@@ -60,6 +65,16 @@ def find(key):
         return ()
 
 
+def key_with(spec, tensors, out, selection):
+    """Return the key of a call with `out` or a selection, and the tensors that its guards compare."""
+    ids = None if selection is None else selection.ids
+    if ids is not None:
+        tensors = (*tensors, ids)
+    if out is not None:
+        tensors = (*tensors, out)
+    return (spec, out is None, selection is None, ids is None), tensors
+
+
 def keep(packed, out, selection, ordinary, result):
     """Keep an ordinary launch for later calls. result: as callers get it."""
     compiled = ordinary.compiled
@@ -71,25 +86,27 @@ def keep(packed, out, selection, ordinary, result):
         before = (0, 0, None, None, *before)  # no cooperative or dependent launch, no scratch
     key, guarded = packed.spec, packed.tensors
     sizes = [list(tensor.shape) for tensor in guarded]
-    if selection is not None:
-        key, guarded, sizes = selected_key(key, guarded, sizes, selection, out)
-    elif out is not None:
-        key, guarded, sizes = (key, "out"), (*guarded, out), [*sizes, list(out.shape)]
+    if out is not None or selection is not None:
+        key, guarded = key_with(key, guarded, out, selection)
+        # Another call selects another number of slices: no guard on the first size of ids and out.
+        for tensor in guarded[len(sizes):]:
+            sizes.append([None if selection else len(tensor), *tensor.shape[1:]])
     strides = [list(tensor.stride()) for tensor in guarded]
     guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if not guards.check(*guarded):  # one tensor given twice
         return
+    _, first, _ = ordinary.numbers
     launch = CachedLaunch(
         guards=guards.check,
-        layout=(tuple(result.shape), result.stride(), result.dtype),
         device=result.get_device(),
         aligned=ordinary.aligned,
         out_aligned=ordinary.out_aligned,
         run=run,
-        grid=ordinary.grid,
         before=(compiled.function, *before),
-        numbers=ordinary.numbers,
         constexprs=ordinary.constexprs,
+        whole=(ordinary.grid, first // 2, ordinary.numbers,
+               (tuple(result.shape), result.stride(), result.dtype)),
+        shape=tuple(packed.shape),
         tile=ordinary.tile,
         owner=compiled)
     if len(cached) >= 1024:  # a model has few shapes, a test may have many
@@ -98,12 +115,13 @@ def keep(packed, out, selection, ordinary, result):
     cached[key] = [launch, *cached.get(key, ())][:32]
 
 
-def can_write(out, tensors, launch):
-    """Return whether `out` has memory of its own, aligned as it was for the launch. If so, tell
-    autograd that it changes."""
+def can_write(out, tensors, launch, layout):
+    """Return whether `out` has the result's size and memory of its own, aligned as it was for the
+    launch. If so, tell autograd that it changes."""
+    shape, *_ = layout
     start, size = out.data_ptr(), out.nbytes
     freed = start == out.storage_offset() * out.itemsize
-    if freed or (start % 16 == 0) is not launch.out_aligned:
+    if freed or out.numel() != math.prod(shape) or (start % 16 == 0) is not launch.out_aligned:
         return False
     for tensor in tensors:
         first = tensor.data_ptr()
@@ -111,56 +129,3 @@ def can_write(out, tensors, launch):
             return False
     torch.autograd.graph.increment_version(out)
     return True
-
-
-# %% Replay a launch of selected slices id="replay-selected" part="replay" folded=true tags=["launch"]
-def selected_key(spec, tensors, sizes, selection, out):
-    """Return (key, tensors that the guards compare, their sizes): None for a number of slices, which
-    changes from call to call."""
-    key = spec, selection.ids is None, out is None
-    for tensor in (selection.ids, out):
-        if tensor is not None:
-            tensors, sizes = (*tensors, tensor), [*sizes, [None, *tensor.shape[1:]]]
-    return key, tensors, sizes
-
-
-def replay_selected(tensors, spec, selection, out=None):
-    """Launch again on slices of a weight of a cached layout. Return the result, None if none fits."""
-    if is_compiling() or not CAN_REPLAY or dynamo_callback() is not None:
-        return None
-    ids, _, count = selection
-    whole, *_ = spec  # the weight's shape
-    guarded = tensors if ids is None else (*tensors, ids)
-    guarded = guarded if out is None else (*guarded, out)
-    with plain_tensors():
-        for launch in find((spec, ids is None, out is None)):
-            if not launch.guards(*guarded) or is_observed():
-                continue
-            if launch.device != current_device():
-                with torch.cuda.device(launch.device):
-                    return replay_selected(tensors, spec, selection, out)
-            weight, absmax, *second = tensors
-            shape, strides, dtype = launch.layout
-            if ids is None:
-                (n, first, slices), grid = extent(whole, selection, launch.tile)
-            else:
-                n, first, slices = launch.numbers
-                grid = count * -(-n // launch.tile)
-            address = weight.data_ptr()
-            freed = address == weight.storage_offset() * weight.itemsize
-            if freed or ((address + first // 2) % 16 == 0) is not launch.aligned:
-                continue
-            if out is None:
-                result = empty_cuda((count, *shape[1:]), strides, dtype)
-            elif len(out) == count and can_write(out, tensors, launch):
-                result = out
-            else:
-                continue
-            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
-            rows = absmax if ids is None else ids
-            if grid:
-                launch.run(grid, 1, 1, current_stream(launch.device), *launch.before, address,
-                           result.data_ptr(), absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(),
-                           offset.data_ptr(), rows.data_ptr(), n, first, slices, *launch.constexprs)
-            return result
-    return None

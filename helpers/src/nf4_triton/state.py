@@ -54,9 +54,9 @@ class Packed(typing.NamedTuple):
 class Selection(typing.NamedTuple):
     """Slices of a weight along its first dimension."""
 
-    ids: torch.Tensor | None  # (count,) int32 or int64 on the weight's device; None: consecutive
+    ids: torch.Tensor | None  # (number,) int32 or int64 on the weight's device; None: consecutive
     first: int  # of consecutive slices
-    count: int
+    number: int
 
 
 def read_fields(weight, quant_state):
@@ -267,7 +267,7 @@ def result_shape(packed, selection=None):
     """Return the shape of the result, not transposed."""
     if selection is None:
         return tuple(packed.shape)
-    return (selection.count, *packed.shape[1:])
+    return (selection.number, *packed.shape[1:])
 
 
 # %% Selected slices id="state-slices" part="state" folded=true tags=["launch"]
@@ -288,8 +288,8 @@ def extent(shape, selection, tile):
         return (n, 0, 1), -(-n // tile)
     n = math.prod(shape[1:])
     if selection.ids is not None:
-        return (n, 0, shape[0]), selection.count * -(-n // tile)
-    size = selection.count * n
+        return (n, 0, shape[0]), selection.number * -(-n // tile)
+    size = selection.number * n
     return (size, selection.first * n, shape[0]), -(-size // tile)
 
 
