@@ -1,7 +1,6 @@
 """Turn the kernel on during training: `Trainer(..., callbacks=[NF4KernelCallback()])`."""
 
 import contextlib
-import weakref
 
 from .autoload import say
 from .libraries.switch import Switch, check_names, use_nf4_kernel
@@ -19,8 +18,8 @@ class NF4KernelCallback(TrainerCallback):
     did themselves.
 
     Takes the arguments of use_nf4_kernel. Raises ValueError for an unknown name; with strict, on_train_begin
-    raises the same errors as that function. If training is interrupted, the kernel stays on until the
-    callback's next training ends or the callback is deleted.
+    raises the same errors as that function. If training is interrupted, the kernel stays on until restore()
+    or the end of the callback's next training.
     """
 
     def __init__(self, *names: str, quiet: bool = False, strict: bool = False):
@@ -34,7 +33,6 @@ class NF4KernelCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._end()
         self.switch = use_nf4_kernel(*self.names, quiet=self.quiet, strict=self.strict)
-        weakref.finalize(self, self.switch.__exit__).atexit = False
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
         if self.switch and not self.quiet:

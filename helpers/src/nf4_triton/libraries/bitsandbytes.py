@@ -28,15 +28,12 @@ def dequant_linear_fallback(
 ):  # fmt: skip
     """Answer for the branch of the CUDA operator gemm_4bit that dequantizes and multiplies. It runs in
     compiled graphs, and in eager calls that `matmul_4bit` leaves to the operator."""
+    nested = absmax_8bit is not None  # then `absmax` scales the scales
     packed = Packed(
-        weight=B, absmax=absmax, code2=None, absmax2=None, offset=None, shape=tuple(shapeB), dtype=A.dtype,
-        quant_type=quant_type, blocksize=blocksize, blocksize2=None, nested=False,
+        weight=B, absmax=absmax_8bit if nested else absmax, code2=absmax_code, offset=absmax_offset,
+        absmax2=absmax if nested else None, shape=tuple(shapeB), dtype=A.dtype, quant_type=quant_type,
+        blocksize=blocksize, blocksize2=256 if nested else None, nested=nested,
     )  # fmt: skip
-    if absmax_8bit is not None:  # then `absmax` scales the scales
-        packed = packed._replace(
-            absmax=absmax_8bit, code2=absmax_code, absmax2=absmax, offset=absmax_offset,
-            blocksize2=256, nested=True,
-        )  # fmt: skip
     weight = site.dequantize(launch.dequantize_packed, packed)
     if weight is None:
         return None

@@ -219,7 +219,7 @@ def self_test_device() -> torch.device:
 
 @contextlib.contextmanager
 def without_trace(device: torch.device) -> Iterator[torch.device]:
-    """Run on a device, in float32, outside inference mode, and put bitsandbytes' tables back as they were.
+    """Run on a device, in float32, with gradients, and put bitsandbytes' tables back as they were.
 
     Models are often created on "meta", with another default dtype, or in inference mode.
     """
@@ -229,7 +229,7 @@ def without_trace(device: torch.device) -> Iterator[torch.device]:
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
-        with guard, device, torch.inference_mode(False), torch.enable_grad():
+        with guard, device, torch.inference_mode(False):  # which turns gradients on, also in no_grad
             yield device
     finally:
         torch.set_default_dtype(dtype)

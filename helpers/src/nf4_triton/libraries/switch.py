@@ -131,7 +131,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     expected) or RuntimeError (no usable GPU, or other bits).
     """
     check_names(names)
-    imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
+    imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name) is not None]
     with _lock:
         switch = Switch()
         prepared = _prepare(names or imported, strict)
@@ -143,7 +143,6 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
             raise
     if not quiet:
         say(str(switch))
-        return switch
     for name in names:
         if why := _sites_of(name)[0].why_not:
             say(f"{name} runs without the NF4 kernel: {why}", logging.WARNING)
