@@ -458,7 +458,7 @@ def draw_seconds(medians):
     plt.show()
 
 
-# %% id="turns" call="seconds = attempt(ladder, your_dequantize_nf4) or {}"
+# %% All in turns id="turns" folded=true call="seconds = attempt(ladder, your_dequantize_nf4) or {}"
 def ladder(candidate):
     """Time every library and launch form in turns; print and draw seconds of the puzzle's test."""
     contenders = launch_forms(candidate) | {name: one.fn for name, one in baselines().items() if one.fn}
