@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
+import pandas
 import torch
 
 from helpers import machine
@@ -66,17 +67,12 @@ DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains
 
 
 def text(rows: list[Row]) -> str:
-    """Return a line for each row: median, lowest to highest, and the ratio to the first row of its case."""
-    lines, first = [], {}
-    for row in rows:
-        base = first.setdefault((row.section, row.case, row.unit), row)
-        result = "bit-identical, not timed"
-        if clocks.ON_GPU:
-            result = f"{row.median:10.4g} {row.unit:3} {row.median / base.median:6.2f}x"
-            if len(row.values) > 1:
-                result += f"  ({row.low:.4g} to {row.high:.4g})"
-        lines.append(f"{row.case if base is row else '':32} {row.contender:28} {result}")
-    return "\n".join(lines)
+    """Return a table with a line for each row: median, lowest, highest. Without a GPU no time is shown."""
+    if not clocks.ON_GPU:
+        return "\n".join(f"{row.case:32} {row.contender:24} bit-identical, not timed" for row in rows)
+    lines = [(row.case, row.contender, row.unit, row.median, row.low, row.high) for row in rows]
+    frame = pandas.DataFrame(lines, columns=["case", "contender", "unit", "median", "low", "high"])
+    return frame.to_string(index=False, float_format="{:.4g}".format)
 
 
 def run_section(name: str, scope: Scope) -> tuple[list[Row], list[str]]:

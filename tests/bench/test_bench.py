@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 import types
 
@@ -112,7 +113,7 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(folder, monkeypat
     shown = capsys.readouterr().out
     assert "peft: not measured (needs no such thing)" in shown
     assert "FAILED peft: not bit-identical\nFAILED ValueError: first line\n" in shown
-    assert "1.00x  (1 to 2)" in shown and "2.00x\n" in shown  # relative to the first of a case
+    assert re.search(r"64 fp16 +ours +us +1.5 +1 +2\n", shown)
     [card] = folder.iterdir()
     lines = (card / "rows.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in lines] == ["section", "broken", "good", "good"]
