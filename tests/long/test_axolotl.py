@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton.libraries.axolotl import DEQUANT
+from nf4_triton.libraries.axolotl import DEQUANT, EXPERTS
 from nf4_triton.libraries.switch import use_nf4_kernel
 from nf4_triton.reference import same_bits
+from switching import compared, quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
@@ -42,3 +43,17 @@ def test_the_same_bits(axolotl, shape, dtype):
         assert all(map(same_bits, calls(), expected))
         counts = switch.counts()[DEQUANT]
     assert counts["kernel"] == 3 and counts["library"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 64, 64), (8, 320, 96), (64, 768, 512)], ids=str)
+def test_selected_experts(axolotl, shape, dtype):
+    """Needs Axolotl's own requirements, which its plug-ins import."""
+    selective = pytest.importorskip(EXPERTS.rpartition(".")[0])
+    packed, state = quantized(shape, dtype, "cuda")
+    ids = torch.arange(0, shape[0], 3, device="cuda")
+
+    def call():
+        return selective._selective_dequant_bnb4(packed, state, ids, shape[1:])
+
+    assert compared(call, EXPERTS, "axolotl") == (1, 0)
