@@ -253,8 +253,8 @@ def test_a_library_loads_without_its_banner_or_says_what_is_missing(capsys):
         assert protocol.load("Library", lambda error=error: raises(error)).reason == reason
 
 
-@pytest.mark.gpu
-def test_the_launch_forms_are_exact(candidate, make_layer):
+def test_the_launch_forms_are_exact(candidate, make_layer, monkeypatch):
+    monkeypatch.setattr(protocol, "ON_GPU", True)
     forms = protocol.launch_forms(candidate)
     assert list(forms) == ["ours", "ordinary"]
     for fx in forms.values():
