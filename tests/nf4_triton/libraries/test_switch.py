@@ -364,11 +364,12 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
         bnb.functional.dequantize_4bit = wrapper
         assert dequantizes() and by_kernel(on) == 1
         assert f"{DEQUANTIZE}: it was wrapped or replaced by another library since" in str(on)
-        restore()
-        assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
         right = launch._your_dequantize_nf4
         monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda *arguments: right(*arguments) + 1)
         assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").report[DEQUANTIZE]
+        assert dequantizes()
+        restore()
+        assert bnb.functional.dequantize_4bit is wrapper and dequantizes() and by_kernel(on) == 1
         bnb.functional.dequantize_4bit = ours
         restore()
         assert bnb.functional.dequantize_4bit is ORIGINAL[0]

@@ -109,11 +109,11 @@ class Site:
         importlib.import_module(self.name.rpartition(".")[0])
         self.replacement, self.original = None, current(self.name)
         replacement = self.make_replacement(self.original)
-        before = self.why_not
+        before = self.why_not, self.counts.copy(), self.reasons.copy()
         try:
             self_test(self, replacement)
-        finally:
-            self.why_not = before
+        finally:  # its calls are not counted
+            self.why_not, self.counts, self.reasons = before
         self.replacement = replacement
         ORIGINALS[replacement] = self.original
 

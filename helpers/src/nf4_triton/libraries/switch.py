@@ -86,7 +86,6 @@ class Switch(contextlib.AbstractContextManager):
         return {
             site.name: {kind: site.counts[kind] for kind in KINDS} | {"reasons": dict(site.reasons)}
             for site in _sites
-            if site.replacement
         }
 
     def summary(self) -> str:
