@@ -86,7 +86,7 @@ def test_examples_train_and_merge_with_the_kernel(alone, printed):
 def test_examples_print_help_without_importing_anything(alone):
     examples = [f"{path.name} --help" for path in machine.ROOT.glob("examples/*.py")]
     text = alone(*examples, code="import sys; sys.modules['torch'] = None")
-    assert text.count('pip install ".[train]"') == text.count("status 0") == len(examples) == 3
+    assert text.count('pip install ".[train]"') == text.count("status 0") == len(examples) == 4
 
 
 def test_the_doctor_says_what_is_here_and_what_to_do(printed):

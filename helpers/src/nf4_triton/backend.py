@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from . import environment, private, reference
+from . import autoload, environment, private, reference
 from .state import (
     DTYPES,
     UnsupportedState,
@@ -19,7 +19,6 @@ from .state import (
 )
 
 BACKENDS = ("triton", "torch", "auto")
-log = logging.getLogger("nf4_triton")
 
 
 def dequantize(
@@ -151,4 +150,4 @@ def why_torch(device: str) -> str | None:
 
 @functools.cache
 def say_once(text: str) -> None:
-    log.warning("%s", text)
+    autoload.say(text, logging.WARNING)

@@ -100,7 +100,7 @@ if os.environ.get("NF4_FORCE"):
     try:
         force(card=os.environ["NF4_FORCE"])
     except ValueError as error:
-        logging.getLogger("nf4_triton").warning("NF4_FORCE has no effect: %s", error)
+        logging.getLogger("nf4_triton").warning("nf4_triton: NF4_FORCE has no effect: %s", error)
 
 
 def launch_options(s):
