@@ -11,11 +11,10 @@ from helpers.puzzle.protocol import (
     SHORT,
     baselines,
     bitsandbytes_baseline,
-    dequantize_in_pytorch,
     synchronize,
 )
 from nf4_triton.launch import launch_ordinary
-from nf4_triton.reference import different
+from nf4_triton.reference import dequantize_in_pytorch, different
 from nf4_triton.replay import CAN_REPLAY
 from nf4_triton.settings import cached, force, settings
 from nf4_triton.state import read_state

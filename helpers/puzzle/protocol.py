@@ -141,20 +141,6 @@ def compare(dequantize):
     return wrong == 0
 
 
-# %% id="format" call="format_is_right = attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
-def dequantize_in_pytorch(layer):
-    """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
-    state = layer.weight.quant_state
-    code2, absmax2 = state.state2.code, state.state2.absmax
-    byte = layer.weight.data.view(-1)  # two 4-bit codes each, the high nibble first
-    code = torch.stack((byte >> 4, byte & 15), dim=1).view(-1, 64)  # 64 codes share a scale
-    scale = code2[state.absmax.int()]  # scales are quantized, too: absmax is an index into 256 values
-    scale = scale * absmax2.repeat_interleave(256)[: len(scale)]  # 256 scales share an absmax2
-    scale = scale + state.offset
-    weight = state.code[code.int()] * scale[:, None]  # state.code: the 16 values of NF4
-    return weight.to(state.dtype).view(state.shape)
-
-
 # %% The puzzle's layers and MLP id="protocol-names" folded=true
 import collections
 import os

@@ -57,7 +57,7 @@ def kept_result(layer, kept={}):  # noqa: B006
         (two_kernels, LAUNCH),
         (beside_the_kernel, {"memory", *LAUNCH}),
         (checks.by_bitsandbytes, {"memory", *LAUNCH}),
-        (protocol.dequantize_in_pytorch, {"bits", "memory", *LAUNCH}),
+        (checks.dequantize_in_pytorch, {"bits", "memory", *LAUNCH}),
         (large_buffer, {"memory"}),
         (kept_result, {"bits", "memory", *LAUNCH}),
     ],

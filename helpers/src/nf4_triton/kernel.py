@@ -111,8 +111,9 @@ def _bf16_sm75(value, scale, ASM: tl.constexpr):
 
 
 @triton.jit
-def _store(out_ptr, element, result, left, UNIT: tl.constexpr, ALIGNED: tl.constexpr, HINT: tl.constexpr):
+def _store(out_ptr, to, element, result, left, UNIT: tl.constexpr, ALIGNED: tl.constexpr, HINT: tl.constexpr):
     """Store the elements below `left`, 128 bits at a time where the address allows it."""
+    out_ptr += to  # here: tl.multiple_of has no effect on an argument
     if ALIGNED:
         out_ptr = tl.multiple_of(out_ptr, 16)
         if UNIT < 8:  # the last elements one by one
@@ -199,4 +200,4 @@ def _your_dequantize_nf4_kernel(
     element = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
     if SELECT:
         result = tl.where(exists, result, float("nan"))  # an id out of range: no wait, no error
-    _store(out_ptr + which * n + start, element, result, left, UNIT, ALIGNED, STORE_HINT)
+    _store(out_ptr, which * n + start, element, result, left, UNIT, ALIGNED, STORE_HINT)

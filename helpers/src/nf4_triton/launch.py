@@ -63,19 +63,19 @@ def replay(tensors, spec, out=None, selection=None):
                     return replay(tensors, spec, out, selection)
             grid, skip, numbers, layout = launch.whole if selection is None else launch.part(selection)
             weight, absmax, *second = tensors
-            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
-            address = weight.data_ptr()
+            address, scales = weight.data_ptr(), absmax.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or ((address + skip) % 16 == 0) is not launch.aligned:
                 continue
             if out is not None and not can_write(out, tensors, launch, layout):
                 continue
             result = empty_cuda(*layout) if out is None else out
-            ids = absmax if selection is None or selection.ids is None else selection.ids
-            pointers = [x.data_ptr() for x in (result, absmax, code2, absmax2, offset, ids)]
+            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
+            ids = scales if selection is None or selection.ids is None else selection.ids.data_ptr()
             if grid:
                 launch.run(grid, 1, 1, current_stream(launch.device), *launch.before, address,
-                           *pointers, *numbers, *launch.constexprs)
+                           result.data_ptr(), scales, code2.data_ptr(), absmax2.data_ptr(),
+                           offset.data_ptr(), ids, *numbers, *launch.constexprs)
             return result if out is None or selection else maybe_transpose(out, weight)
 
 
@@ -203,8 +203,22 @@ def check_and_launch(packed, out, selection=None):
 
 
 # %% torch.compile, export, and torch.func id="launch-operator" part="launch" folded=true tags=["launch"]
+@torch.compiler.assume_constant_result
+def has_no_bf16(device):
+    """Return whether bf16 is rounded in integers on a GPU, which Inductor then does not compile."""
+    return device.type == "cuda" and settings(device).int_bf16
+
+
+@torch.compiler.disable
+def launch_eagerly(packed, out, selection):
+    """Dequantize between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
+    return check_and_launch(packed, out, selection)
+
+
 def call_operator(packed, out, selection=None):
     """Dequantize by the operator, which tracers record as one call."""
+    if is_compiling() and packed.dtype is torch.bfloat16 and has_no_bf16(packed.weight.device):
+        return launch_eagerly(packed, out, selection)
     check(packed, KERNEL_DEVICE)
     if selection is not None:
         check_ids(packed, selection.ids)

@@ -1,13 +1,30 @@
 """Exact 4-bit dequantization in plain PyTorch: the oracle of all tests and the fallback without Triton.
 
-Its section is a cell of the notebook and needs only torch.
+It begins with the format, one step a line. `# %%`: notebook cells.
 """
 
-# %% Exact dequantization in plain PyTorch, to compare with id="reference" folded=true
+# ruff: noqa: E402, I001
+# %% tags=["module-only"]
 import math
 
 import torch
 
+
+# %% id="format" call="format_is_right = attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
+def dequantize_in_pytorch(layer):
+    """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
+    state = layer.weight.quant_state
+    code2, absmax2 = state.state2.code, state.state2.absmax
+    byte = layer.weight.data.view(-1)  # two 4-bit codes each, the high nibble first
+    code = torch.stack((byte >> 4, byte & 15), dim=1).view(-1, 64)  # 64 codes share a scale
+    scale = code2[state.absmax.int()]  # scales are quantized, too: absmax is an index into 256 values
+    scale = scale * absmax2.repeat_interleave(256)[: len(scale)]  # 256 scales share an absmax2
+    scale = scale + state.offset
+    weight = state.code[code.int()] * scale[:, None]  # state.code: the 16 values of NF4
+    return weight.to(state.dtype).view(state.shape)
+
+
+# %% tags=["module-only"]
 # bitsandbytes looks codes up in these tables, not in quant_state.code.
 NF4_VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -91,6 +108,7 @@ def multiply_flushing(a, b):
     return flush(a * b, enlarged < smallest * 2.0**64)
 
 
+# %% Count the elements whose bits differ id="reference" folded=true
 def different(x, y):
     """Count the elements whose bits differ; NaN equals NaN. Raises ValueError if shape or dtype differ."""
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -103,6 +121,7 @@ def different(x, y):
     return int(differ.sum())
 
 
+# %% tags=["module-only"]
 def same_bits(x, y):
     """Return whether dtype, shape, and every bit agree; NaN equals NaN."""
     if x.dtype != y.dtype or x.shape != y.shape:
