@@ -6,7 +6,6 @@ import warnings
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.autograd import _functions
 
 from nf4_triton import reference
 from nf4_triton.libraries import switch
@@ -16,7 +15,7 @@ quietly = functools.partial(switch.use_nf4_kernel, quiet=True)
 
 
 def functions():
-    return bnb.functional.dequantize_4bit, bnb.matmul_4bit, _functions.matmul_4bit
+    return (bnb.functional.dequantize_4bit,)
 
 
 ORIGINAL = functions()

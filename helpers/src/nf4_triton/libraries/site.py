@@ -30,7 +30,7 @@ TABLES = ("bitsandbytes.functional.name2qmap", "bitsandbytes.backends.utils._cod
 CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
 MOST_FAILURES = 3  # each may have compiled for seconds
 OFF = "switched off"
-KINDS = ("kernel", "library", "fused")  # dequantized by the kernel, by the library; multiplied without
+KINDS = ("kernel", "library")  # what dequantized
 ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
 
 
@@ -66,7 +66,8 @@ class Site:
         try:
             result = kernel(*arguments)
         except UnsupportedState as error:
-            self.count("library", str(error).split(":")[0])
+            if not private.is_compiling():  # Dynamo cannot trace str(error)
+                self.count("library", str(error).split(":")[0])
             return None
         except CANNOT_LAUNCH as error:
             self.count("library", self.fail(error))
@@ -219,7 +220,7 @@ def self_test_device() -> torch.device:
 
 @contextlib.contextmanager
 def without_trace(device: torch.device) -> Iterator[torch.device]:
-    """Run on a device, in float32, with gradients, and put bitsandbytes' tables back as they were.
+    """Run on a device, in float32, and put bitsandbytes' tables back as they were.
 
     Models are often created on "meta", with another default dtype, or in inference mode.
     """
@@ -229,7 +230,7 @@ def without_trace(device: torch.device) -> Iterator[torch.device]:
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
-        with guard, device, torch.inference_mode(False):  # which turns gradients on, also in no_grad
+        with guard, device, torch.inference_mode(False):
             yield device
     finally:
         torch.set_default_dtype(dtype)

@@ -80,8 +80,7 @@ class Switch(contextlib.AbstractContextManager):
     def counts(self) -> dict[str, dict]:
         """Return, for each function, the eager calls since the kernel was switched on.
 
-        {"kernel": dequantized by the kernel, "library": by the library, "reasons": {why: calls}, "fused":
-        products that bitsandbytes forms without dequantizing}.
+        {"kernel": dequantized by the kernel, "library": by the library, "reasons": {why: calls}}.
         """
         return {
             site.name: {kind: site.counts[kind] for kind in KINDS} | {"reasons": dict(site.reasons)}
@@ -90,10 +89,9 @@ class Switch(contextlib.AbstractContextManager):
 
     def summary(self) -> str:
         """Return one sentence: how many dequantizations the libraries did themselves."""
-        calls = [sum(site.counts[kind] for site in _sites) for kind in KINDS]
-        kernel, library, _ = calls
+        kernel, library = (sum(site.counts[kind] for site in _sites) for kind in KINDS)
         left = [site.name for site in _sites if site.why_not not in ("", OFF)]
-        if not any(calls):
+        if not kernel + library:
             if len(left) == len(_sites):
                 return "The kernel was not used: the libraries dequantized everything."
             return "No call came: is the model loaded in 4 bits? (Calls in compiled code are not counted.)"
