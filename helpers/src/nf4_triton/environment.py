@@ -61,7 +61,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
-@functools.cache
 def triton_version() -> tuple[int, int] | None:
     """Return Triton's major and minor version, None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
