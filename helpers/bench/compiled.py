@@ -9,10 +9,13 @@ from torch.nn.functional import linear
 from helpers import machine
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight, us
+from helpers.bench.host import LAYER
 from helpers.puzzle.layers import DEVICE, quantized_layer
 from helpers.results.store import Row
 
 MODES = ("default", "reduce-overhead")
+WEIGHTS = 24  # under one torch.compile
+TOKENS = (64, 512, 2048)
 CONTENDERS = ("ours", "unsloth_today", "bitsandbytes")
 
 
@@ -31,23 +34,23 @@ def network(layers: list, fn: Callable, mode: str) -> Callable:
 
 
 @torch.no_grad()
-def time_compiled(scope, problems: list[str]) -> Iterator[Row]:
+def time_compiled(problems: list[str]) -> Iterator[Row]:
     """Yield the time of all weights, each followed by its product, under one torch.compile."""
     torch._dynamo.reset()
     dtype = torch.float16 if clocks.ON_GPU and not machine.native_bf16() else torch.bfloat16
-    layers = [quantized_layer(*scope.layer, dtype, seed=index) for index in range(scope.weights)]
+    layers = [quantized_layer(*LAYER, dtype, seed=index) for index in range(WEIGHTS)]
     for layer in layers:
         layer.exact = torch.nn.Parameter(exact_weight(layer), requires_grad=False)
     fns = {"products_only": lambda layer: layer.exact, **contenders.some_contenders(*CONTENDERS)}
     for mode in MODES:
         networks = {name: network(layers, fn, mode) for name, fn in fns.items()}
-        for tokens in scope.tokens:
-            x = torch.randn(tokens, scope.layer[0], dtype=dtype, device=DEVICE)
+        for tokens in TOKENS:
+            x = torch.randn(tokens, LAYER[0], dtype=dtype, device=DEVICE)
             torch._dynamo.maybe_mark_dynamic(x, 0)  # one graph serves every number of tokens
             case = f"forward {tokens} tokens, {mode}"
             # Inductor may round sums otherwise than eager mode does.
             expected = torch.stack(networks["products_only"](x))
             calls = contenders.exact(networks, x, expected, problems, case)
-            seconds = clocks.host_seconds(calls, scope.rounds, min(scope.inner, 10), wait=True)
+            seconds = clocks.host_seconds(calls, clocks.ROUNDS, 10, wait=True)
             yield from us("compiled", case, seconds)
     torch._dynamo.reset()

@@ -1,7 +1,7 @@
 """The section experts of `python -m helpers bench`: GPU time to dequantize some experts of a stack.
 
 A graph holds one call for each of many disjoint sets of experts, so every call finds the L2 cache cold. Every
-contender can be captured. `whole` is a whole weight of as many elements: consecutive experts of the stack.
+contender can be captured. `slice` is this kernel on as many consecutive experts, which need no ids.
 """
 
 import functools
@@ -17,26 +17,16 @@ from nf4_triton.launch import dequantize_packed
 from nf4_triton.reference import dequantize
 from nf4_triton.state import Packed, read_state
 
+# (experts, out, in): gate and up, and down of Qwen3 30B-A3B; gate and up of Qwen3.5 35B-A3B, gpt-oss 20B
+STACKS = ((128, 1536, 2048), (128, 2048, 768), (256, 1024, 2048), (32, 5760, 2880))
+ACTIVE = (4, 8, 32)  # experts of a stack
+
 
 def stack_of(shape: tuple[int, int, int]):
     """Return a layer whose one state holds all experts: (experts, out, in) in bf16."""
     layer = quantized_layer(shape[2], shape[0] * shape[1], torch.bfloat16)
     layer.weight.quant_state.shape = torch.Size(shape)
     return layer
-
-
-def wholes(packed: Packed, active: int) -> list[Packed]:
-    """Return consecutive experts of a stack, `active` at a time, as weights of their own.
-
-    Their bits are right only where no absmax2 belongs to two of them, as in all shapes here.
-    """
-    parts = packed.shape[0] // active
-    tensors = (packed.weight, packed.absmax, packed.absmax2)
-    found = []
-    for weight, absmax, absmax2 in zip(*(one.view(-1).chunk(parts) for one in tensors), strict=True):
-        shape = (active, *packed.shape[1:])
-        found.append(packed._replace(weight=weight[:, None], absmax=absmax, absmax2=absmax2, shape=shape))
-    return found
 
 
 # --- what each library has ---
@@ -94,18 +84,19 @@ def works_of(functions: dict[str, Callable], packed: Packed, active: int, expect
     for name, function in functions.items():
         calls = [functools.partial(function, ids) for ids in sets]
         works[name] = gpu.Work(calls, expected[sets[0]], expected[sets[-1]])
-    calls = [functools.partial(dequantize_packed, weight) for weight in wholes(packed, active)]
-    works["whole"] = gpu.Work(calls, expected[:active], expected[-active:])
+    slices = [slice(first, first + active) for first in range(0, len(expected), active)]
+    calls = [functools.partial(dequantize_packed, packed, rows=rows) for rows in slices]
+    works["slice"] = gpu.Work(calls, expected[:active], expected[-active:])
     return works
 
 
-def time_experts(scope, problems: list[str]) -> Iterator[Row]:
+def time_experts(problems: list[str]) -> Iterator[Row]:
     """Yield GPU time of selected experts of real stacks: 4, 8, 32, and all of them."""
-    for shape in scope.experts:
+    for shape in STACKS:
         layer = stack_of(shape)
         packed = read_state(layer.weight.data, layer.weight.quant_state)
         expected, functions = dequantize(packed), functions_of(layer, packed)
-        for active in sorted({*scope.active, shape[0]}):
+        for active in sorted({*ACTIVE, shape[0]}):
             case = f"{active} of {'x'.join(map(str, shape))}"
             works = works_of(functions, packed, active, expected)
-            yield from us("experts", case, gpu.gpu_seconds(works, scope.rounds, problems, case))
+            yield from us("experts", case, gpu.gpu_seconds(works, problems, case))

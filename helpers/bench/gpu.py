@@ -5,7 +5,6 @@ it cold. The weights are stored as rows of 64: a kernel's time depends on their 
 their shape.
 """
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -24,6 +23,11 @@ from helpers.results.store import Row
 from nf4_triton import settings
 from nf4_triton.launch import your_dequantize_nf4
 
+# In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
+SIZES = (
+    *(2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25),
+    *(58_720_256, 117_440_512, 234_881_024, 603_979_776),
+)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 1_100_000_000  # bytes read and written by a graph
 MOST_LAYERS = 2048  # of a graph
@@ -31,7 +35,15 @@ MOST_LAYERS = 2048  # of a graph
 COPIES = [(256, 2), (512, 4), (1024, 8), (512, 2), (1024, 4), (2048, 8)]
 # Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
 B200 = (1024, 2, True, True, 2)
-CHANGES = {"asm": [False], "hints": [False], "rows": [16, 32, 64, 128], "num_warps": [1, 2, 4]}
+CHANGES = {  # arguments of settings.force; one of them may be the default
+    "default": {},
+    "asm=False": {"asm": False},
+    "hints=False": {"hints": False},
+    **{f"rows={rows}": {"rows": rows} for rows in (16, 32, 64, 128)},
+    **{f"num_warps={warps}": {"num_warps": warps} for warps in (1, 2, 4)},
+    "T4 settings": {"card": "t4"},
+}
+CHANGED = ((2**20, "bf16"), (2**24, "bf16"), (2**24, "fp16"), (234_881_024, "bf16"))  # elements
 
 
 class Work(NamedTuple):
@@ -64,11 +76,11 @@ def captured(works: dict[str, Work], problems: list[str], where: str) -> dict:
     return graphs
 
 
-def gpu_seconds(works: dict[str, Work], rounds: int, problems: list[str], where: str) -> dict:
+def gpu_seconds(works: dict[str, Work], problems: list[str], where: str) -> dict:
     """Return {name: GPU seconds a call, of each round}."""
     graphs = captured(works, problems, where)
     found = {}
-    for name, values in clocks.gpu_seconds(graphs, rounds).items():
+    for name, values in clocks.gpu_seconds(graphs, clocks.ROUNDS).items():
         found[name] = [value / len(works[name].calls) for value in values]
     return found
 
@@ -115,17 +127,17 @@ def with_kernels() -> dict[str, Callable]:
     return functions
 
 
-def time_sizes(scope, problems: list[str]) -> Iterator[Row]:
+def time_sizes(problems: list[str]) -> Iterator[Row]:
     """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference."""
     functions = with_kernels()
     copies = {}
     for tile, warps in COPIES:
         copies[f"copy {tile}/{warps}"] = functools.partial(move_bytes, tile=tile, num_warps=warps)
-    for numel in scope.sizes:
+    for numel in SIZES:
         for dtype in DTYPES:
             layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
             works = works_of(functions, layers) | works_of(copies, layers, moved)
-            seconds = gpu_seconds(works, scope.rounds, problems, case)
+            seconds = gpu_seconds(works, problems, case)
             tried = [seconds.pop(name) for name in copies if name in seconds]
             if tried:
                 seconds["copy_kernel"] = min(tried, key=statistics.median)
@@ -135,30 +147,16 @@ def time_sizes(scope, problems: list[str]) -> Iterator[Row]:
 # --- settings ---
 
 
-def changes() -> dict[str, Callable]:
-    """Return {name: the kernel with that change}, of CHANGES and a T4's settings, where they differ."""
-    now, wanted = settings.settings(), {}
-    for field, values in CHANGES.items():
-        for value in values:
-            wanted[f"{field}={value}"] = dataclasses.replace(now, **{field: value})
-    with settings.force(card="t4"):
-        wanted["T4 settings"] = settings.settings()
-
-    def changed(layer, fields):
-        with settings.force(**fields):
-            return your_dequantize_nf4(layer)
-
-    found = {}
-    for name, one in wanted.items():
-        if one != now:
-            found[name] = functools.partial(changed, fields=dataclasses.asdict(one))
-    return found
+def changed(fields: dict, layer) -> torch.Tensor:
+    """Dequantize with these settings forced."""
+    with settings.force(**fields):
+        return your_dequantize_nf4(layer)
 
 
-def time_settings(scope, problems: list[str]) -> Iterator[Row]:
+def time_settings(problems: list[str]) -> Iterator[Row]:
     """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
-    functions = {"default": your_dequantize_nf4} | changes()
-    for numel, dtype in scope.settings:
+    functions = {name: functools.partial(changed, fields) for name, fields in CHANGES.items()}
+    for numel, dtype in CHANGED:
         works = works_of(functions, layers_of(numel, dtype))
         case = f"{numel} {dtype}"
-        yield from us("settings", case, gpu_seconds(works, scope.rounds, problems, case))
+        yield from us("settings", case, gpu_seconds(works, problems, case))

@@ -14,12 +14,12 @@ from nf4_triton.backend import dequantize
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
 
 
-def time_host(scope, problems: list[str]) -> Iterator[Row]:
+def time_host(problems: list[str]) -> Iterator[Row]:
     """Yield the time until a call returns, and with a synchronize after every call.
 
     Beside the contenders: the package's dequantize() with `out=`, and with all rows chosen by their ids.
     """
-    layer = quantized_layer(*scope.layer, torch.bfloat16)
+    layer = quantized_layer(*LAYER, torch.bfloat16)
     expected, state = exact_weight(layer), layer.weight.quant_state
     out, ids = torch.empty_like(expected), torch.arange(len(expected), device=expected.device)
     functions = {
@@ -29,6 +29,6 @@ def time_host(scope, problems: list[str]) -> Iterator[Row]:
     }
     with protocol.own_libraries():
         calls = contenders.exact(functions, layer, expected, problems, "host_time")
-        yield from us("host_time", "until_return", clocks.host_seconds(calls, scope.rounds, scope.inner))
-        waited = clocks.host_seconds(calls, scope.rounds, scope.inner, wait=True)
+        yield from us("host_time", "until_return", clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER))
+        waited = clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER, wait=True)
         yield from us("host_time", "synchronized", waited)

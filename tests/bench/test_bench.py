@@ -1,68 +1,64 @@
 """The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
 
-import dataclasses
-import math
 import re
-import sys
-import types
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
-from helpers.bench import bench, clocks, contenders, experts, gpu
+from helpers.bench import bench, clocks, compiled, contenders, experts, gpu, host
 from helpers.results.store import Row
 from nf4_triton import reference, settings
 
 pytest.importorskip("bitsandbytes")
-TINY = dataclasses.replace(bench.ON_CPU, sizes=(2**10,))
 EVERYONE = contenders.all_contenders().keys()
 LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & EVERYONE)
+SMALL = {
+    gpu: dict(SIZES=(2**10,), CHANGED=((2**10, "bf16"),)),
+    host: dict(LAYER=(128, 64)),
+    experts: dict(STACKS=((2, 64, 256),), ACTIVE=(1,)),
+    compiled: dict(LAYER=(128, 64), WEIGHTS=2, TOKENS=(8, 16)),
+    clocks: dict(ROUNDS=2, INNER=1),
+}
 
 
-def run(name, scope=TINY):
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    """Where rows go; every section is small."""
+    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
+    for module, values in SMALL.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+    return tmp_path
+
+
+def run(name):
     """A section's rows as {case: {contender: values}}, and its problems."""
-    rows, problems = bench.run_section(name, scope)
+    rows, problems = bench.run_section(name)
     cases = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.contender] = row.values
     return cases, problems
 
 
-def test_gpu_time():
-    cases, problems = run("gpu_time")
-    assert not problems and list(cases) == ["1024 fp16", "1024 bf16"]
-    assert all(found.keys() == {"ours", "copy_kernel"} | LIBRARIES for found in cases.values())
-
-
-def test_experts():
-    cases, problems = run("experts")
-    assert not problems and list(cases) == ["1 of 2x64x256", "2 of 2x64x256"]
-    assert all({"rows", "whole"} <= found.keys() for found in cases.values())
-
-
-def test_settings_that_change_the_launch_are_timed_and_put_back():
-    with settings.force(card="t4", rows=32, num_warps=2, hints=True):  # changes are made to these
-        before = settings.settings()
-        cases, problems = run("settings")
-        assert settings.settings() == before and not problems
-    [timed] = cases.values()
-    assert {"default", "hints=False", "rows=16", "rows=64", "rows=128", "num_warps=4"} <= timed.keys()
-    assert not {"rows=32", "num_warps=2"} & timed.keys()
-
-
-def test_host_time():
-    cases, problems = run("host_time")
-    assert not problems and list(cases) == ["until_return", "synchronized"]
-    assert all(found.keys() == EVERYONE | {"ours_out", "ours_rows"} for found in cases.values())
-
-
-def test_compiled_is_exact_and_one_graph_serves_every_number_of_tokens():
-    counters.clear()
-    cases, problems = run("compiled", dataclasses.replace(TINY, tokens=(8, 16)))
-    names = {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"}
-    assert not problems and counters["stats"]["unique_graphs"] == 2 * len(names)
-    assert len(cases) == 4 and all(found.keys() == names for found in cases.values())
+@pytest.mark.parametrize(
+    "section, cases, names",
+    [
+        ("gpu_time", ["1024 fp16", "1024 bf16"], {"ours", "copy_kernel"} | LIBRARIES),
+        ("experts", ["1 of 2x64x256", "2 of 2x64x256"], {"rows", "slice"}),
+        ("settings", ["1024 bf16"], gpu.CHANGES.keys()),
+        ("host_time", ["until_return", "synchronized"], EVERYONE | {"ours_out", "ours_rows"}),
+        (
+            "compiled",
+            [f"forward {tokens} tokens, {mode}" for mode in compiled.MODES for tokens in (8, 16)],
+            {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"},
+        ),
+    ],
+)
+def test_everyone_is_exact_and_timed(section, cases, names):
+    before = settings.settings()
+    found, problems = run(section)
+    assert not problems and list(found) == cases and settings.settings() == before
+    assert all(names <= timed.keys() for timed in found.values())
 
 
 @pytest.mark.parametrize("section", ["gpu_time", "experts", "settings", "host_time", "compiled"])
@@ -82,27 +78,21 @@ def test_one_wrong_bit_is_reported_and_not_timed(section, monkeypatch):
     monkeypatch.setattr(experts, "dequantize_packed", packed_weight)
     cases, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
-    assert not any({"ours", "default", "rows", "whole"} & found.keys() for found in cases.values())
+    assert not any({"ours", "default", "rows", "slice"} & found.keys() for found in cases.values())
 
 
 # --- the command ---
 
 
-def good(scope, problems):
+def good(problems):
     yield Row("good", "64 fp16", "ours", "us", [1.0, 2.0])
     yield Row("good", "64 fp16", "peft", "us", [3.0])
 
 
-def broken(scope, problems):
+def broken(problems):
     problems.append("peft: not bit-identical")
     yield Row("broken", "a", "ours", "us", [1.0])
     raise ValueError("first line\nsecond line")
-
-
-@pytest.fixture(autouse=True)
-def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    return tmp_path
 
 
 def test_a_broken_section_stops_no_other_and_keeps_what_it_has(folder, monkeypatch, capsys):
@@ -123,34 +113,7 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(folder, monkeypat
 
 
 @pytest.mark.skipif(clocks.ON_GPU, reason="there is a GPU")
-def test_without_a_gpu_no_time_is_shown_or_stored(folder, monkeypatch, capsys):
+def test_without_a_gpu_nothing_is_timed_or_stored(folder, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SECTIONS", dict(good=good))
-    assert bench.main(["--only", "good"]) == 0 and not list(folder.iterdir())
-    shown = capsys.readouterr().out
-    assert "nothing is timed or stored" in shown and "1.5" not in shown
-
-
-def test_unsloths_fallback_to_its_classic_path_is_a_problem(monkeypatch):
-    utils = types.SimpleNamespace(_USE_NF4_KERNELS=False)
-    monkeypatch.setitem(sys.modules, "unsloth.kernels.utils", utils)
-    assert any("Unsloth gave up its fused kernel" in problem for problem in run("settings")[1])
-
-
-@pytest.mark.gpu
-@pytest.mark.long
-@pytest.mark.timeout(0)
-def test_on_a_gpu_nobody_fails():
-    scope = dataclasses.replace(
-        bench.FULL,
-        sizes=(2**16, 2**22),
-        experts=((8, 64, 256),),
-        active=(4,),
-        settings=((2**20, "bf16"),),
-        tokens=(64,),
-        weights=4,
-        rounds=5,
-    )
-    for section in bench.DEFAULT:
-        cases, problems = run(section, scope)
-        assert cases and not problems, section
-        assert not any(math.isnan(x) for found in cases.values() for values in found.values() for x in values)
+    assert bench.main(["--only", "good"]) == 1 and not list(folder.iterdir())
+    assert "there is nothing to time" in capsys.readouterr().out

@@ -1,5 +1,4 @@
 import gc
-import types
 
 import pytest
 import torch
@@ -7,39 +6,8 @@ import torch
 from helpers.bench import clocks
 
 
-@pytest.fixture
-def world(monkeypatch):
-    """A clock that advances as pretended work is done on a host and a device."""
-    world = types.SimpleNamespace(now=0.0, queue=0.0, log=[])
-
-    def work(name, host, device=0.0):
-        def call():
-            world.log.append(name)
-            world.now += host
-            world.queue = max(world.queue, world.now) + device
-
-        return call
-
-    def drain():
-        world.now = max(world.now, world.queue)
-
-    world.work = work
-    monkeypatch.setattr(clocks, "synchronize", drain)
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: world.now)
-    return world
-
-
-@pytest.mark.parametrize(("wait", "expected"), [(False, {"a": 1.0, "b": 3.0}), (True, {"a": 6.0, "b": 10.0})])
-def test_host_time_without_and_with_the_device(world, wait, expected):
-    calls = {"a": world.work("a", 1.0, 5.0), "b": world.work("b", 3.0, 7.0)}
-    times = clocks.host_seconds(calls, 4, 6, wait)
-    assert times == {name: pytest.approx([value] * 4) for name, value in expected.items()}
-
-
-def test_contenders_alternate_and_take_turns_in_going_first(world):
-    clocks.host_seconds({name: world.work(name, 1.0) for name in "abc"}, 3, 2)
-    batches = [world.log[i] for i in range(0, len(world.log), 3)]  # one untimed call and two timed ones
-    assert batches == list("abc") + list("bca") + list("cab")
+def test_contenders_take_turns_in_going_first():
+    assert "".join(clocks.turns("abc", 3)) == "abcbcacab"
 
 
 def test_the_garbage_collector_is_off_while_timing_and_back_on_after():

@@ -29,22 +29,6 @@ def test_one_library_is_compared_and_timed(toy, monkeypatch):
     assert [len(ms) for ms in found["ms"]["PEFT, 16 tokens"].values()] == [1, 1]
 
 
-def test_a_library_that_fails_is_reported_and_the_other_still_runs(monkeypatch):
-    def child(*command, timeout, library, folder):
-        if library == "peft":
-            raise machine.ChildFailed("no memory")
-        ms = {"Unsloth, 8 tokens": {"without": [2.0], "with": [1.0]}}
-        return {"ms": ms, "problems": ["Unsloth, 9 tokens: not timed"]}
-
-    monkeypatch.setattr(training.machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(training, "make_model", lambda folder, **sizes: None)
-    monkeypatch.setattr(training, "in_new_process", child)
-    problems = []
-    rows = [(row.case, row.contender) for row in training.time_training(None, problems)]
-    assert rows == [("Unsloth, 8 tokens", name) for name in ("without", "with", "speedup")]
-    assert problems == ["peft: no memory", "Unsloth, 9 tokens: not timed"]
-
-
 def test_the_interval_pairs_rounds():
     drifting = [float(ms) for ms in range(10, 40)]  # the clock drifts more than the kernel gains
     gains = {"without": [1.1 * ms for ms in drifting], "with": drifting}
