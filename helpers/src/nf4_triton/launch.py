@@ -61,7 +61,7 @@ def replay(tensors, spec, out=None, selection=None):
             if launch.device != current_device():
                 with torch.cuda.device(launch.device):
                     return replay(tensors, spec, out, selection)
-            grid, skip, numbers, layout = launch.whole if selection is None else launch.part(selection)
+            grid, skip, after, layout = launch.whole if selection is None else launch.part(selection)
             weight, absmax, *second = tensors
             address, scales = weight.data_ptr(), absmax.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
@@ -75,7 +75,7 @@ def replay(tensors, spec, out=None, selection=None):
             if grid:
                 launch.run(grid, 1, 1, current_stream(launch.device), *launch.before, address,
                            result.data_ptr(), scales, code2.data_ptr(), absmax2.data_ptr(),
-                           offset.data_ptr(), ids, *numbers, *launch.constexprs)
+                           offset.data_ptr(), ids, *after)
             return result if out is None or selection else maybe_transpose(out, weight)
 
 

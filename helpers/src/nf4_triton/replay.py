@@ -26,7 +26,7 @@ SKIP_PYTHON_LAUNCHER = TRITON in ((3, 5), (3, 6))
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class CachedLaunch:
     """A launch that was checked and compiled."""
 
@@ -37,7 +37,7 @@ class CachedLaunch:
     run: Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
     before: tuple  # what the launcher takes before the kernel's own arguments
     constexprs: tuple
-    # Programs, bytes before the first code, (n, first, slices), (shape, strides, dtype) of the result.
+    # Programs; bytes before the first code; n, first, slices, and constexprs; the result's layout.
     whole: tuple
     shape: tuple  # of the weight
     tile: int  # elements of a program
@@ -48,7 +48,8 @@ class CachedLaunch:
         *_, (_, strides, dtype) = self.whole
         numbers, grid = extent(self.shape, selection, self.tile)
         _, first, _ = numbers
-        return grid, first // 2, numbers, ((selection.number, *self.shape[1:]), strides, dtype)
+        layout = (selection.number, *self.shape[1:]), strides, dtype
+        return grid, first // 2, (*numbers, *self.constexprs), layout
 
 
 def is_observed():
@@ -104,7 +105,7 @@ def keep(packed, out, selection, ordinary, result):
         run=run,
         before=(compiled.function, *before),
         constexprs=ordinary.constexprs,
-        whole=(ordinary.grid, first // 2, ordinary.numbers,
+        whole=(ordinary.grid, first // 2, (*ordinary.numbers, *ordinary.constexprs),
                (tuple(result.shape), result.stride(), result.dtype)),
         shape=tuple(packed.shape),
         tile=ordinary.tile,
