@@ -1,10 +1,9 @@
 """Predict the official protocol on a T4: simulated kernels plus launch overhead from a published T4 run.
 
-Nothing was measured on a T4. results/tesla-t4-simulated/inputs.json holds every input with its source; they
-are stored as rows beside the prediction. Shares of launch overhead are stored rows of an H200 at 8a9dd5e.
+Nothing was measured on a T4. Inputs are rows beside the prediction, in results/tesla-t4-simulated/, where
+inputs.json names the source of each. Shares of launch overhead are of an H200 at 8a9dd5e.
 """
 
-import json
 import statistics
 from itertools import product
 
@@ -12,7 +11,6 @@ from helpers.results import store
 from helpers.results.store import Row, one
 
 CARD = "tesla-t4-simulated"
-INPUTS = store.ROOT / "results" / CARD / "inputs.json"
 CALLS = 9000  # of the official protocol: 1000 rounds, 3 layers, 3 weights
 # Of its three weight sizes, each called 3000 times: (size simulated, factor to the size called).
 LARGE = 58720256 / 16777216
@@ -25,29 +23,6 @@ SHARES = "launch overhead, kernel[grid] = 1"
 POINTS = {1.05: 1, 1.10: 2, 1.15: 2}  # the puzzle's lines for the speedup; everything else gives 9
 
 
-def input_rows(inputs: dict) -> list[Row]:
-    """Return the inputs as rows of the sections simulated, published, and t4_inputs."""
-    rows = []
-    for run in inputs["runs"]:
-        model = "" if run["calibration"] == "burst" else ", turnaround"
-        case = f"{run['elements']} {run['dtype']} at {run['mhz']} MHz{model}"
-        rows.append(Row("simulated", case, run["contender"], "us", run["steady_us"]))
-    for run in inputs["published"]:
-        rows += [Row("published", run["source"], who, "s", run[who]) for who in run["contenders"]]
-    for fact in inputs["facts"]:
-        rows.append(Row("t4_inputs", fact["what"], fact["contender"], fact["unit"], fact["values"]))
-    return rows
-
-
-def overhead_shares() -> dict[str, tuple[float, float]]:
-    """Return {contender: its overhead over that of this kernel launched by kernel[grid]}, measured two ways
-    with an H200: the time until a call returns, and the official protocol less the kernels' time.
-
-    "public_launcher" is this kernel, replayed as under Triton 3.7, by Triton's Python launcher.
-    """
-    return {row.contender: row.values for row in store.select(store.rows(CARD), "t4_inputs", SHARES)}
-
-
 def kernel_seconds(rows: list[Row], who: str, model: str = "") -> float:
     """Return the simulated seconds of the protocol's kernels."""
     us = [
@@ -56,18 +31,23 @@ def kernel_seconds(rows: list[Row], who: str, model: str = "") -> float:
     return statistics.mean(us) * CALLS * 1e-6
 
 
-def predict(rows: list[Row], shares: dict) -> list[Row]:
+def predict(rows: list[Row]) -> list[Row]:
     """Return the rows of section t4_prediction, values low and high.
 
-    rows: of `input_rows`; shares: of `overhead_shares`. Published kernels are slower than simulated ones:
-    either a T4's memory is, and with it every kernel, or those kernels are. Every combination of this, the
-    model's calibration, and the way that overhead was measured is one possible T4; a range spans them all.
+    rows: the inputs. A share is a contender's overhead over that of this kernel launched by kernel[grid], by
+    the time until a call returns, and by the official protocol less the kernels' time; "public_launcher" is
+    this kernel, replayed as under Triton 3.7, by Triton's Python launcher.
+
+    Published kernels are slower than simulated ones: either a T4's memory is, and with it every kernel, or
+    those kernels are. Every combination of this, the model's calibration, and the way that overhead was
+    measured is one possible T4; a range spans them all.
     """
     published = one(rows, "t4_inputs", "published kernels over simulated ones").values
     newer = one(rows, "t4_inputs", "Unsloth's kernel with Triton 3.7").values
     classic = one(rows, "t4_inputs", "kernels of the protocol, s", "unsloth_classic").median
     total = one(rows, "published", "rushilbhat/unsloth-puzzles, 2025-03", "solution").median
     limit = kernel_seconds(rows, "copy_kernel")
+    shares = {row.contender: row.values for row in store.select(rows, "t4_inputs", SHARES)}
     found: dict = {}
 
     def add(case, who, unit, value):
@@ -104,19 +84,9 @@ def points(speedup: float) -> int:
 
 
 def write() -> None:
-    """Store the inputs and the prediction under results/tesla-t4-simulated/."""
-    inputs = json.loads(INPUTS.read_text(encoding="utf-8"))
-    rows, shares = input_rows(inputs), overhead_shares()
-    here = {"card": "Tesla T4 (simulated)", "date": inputs["date"], "versions": inputs["versions"]}
-    here |= {"kernel": inputs["kernel"]["kernel"], "commit": None}  # that was simulated
-    nobody = here | {"kernel": None, "versions": {}}
-    simulated = f"{inputs['simulator']}; nothing was measured on a T4"
-    for who, pair in shares.items():
-        rows.append(Row("t4_inputs", SHARES, who, "x", pair))
-    for section in ("simulated", "t4_inputs"):
-        store.write(section, store.select(rows, section), CARD, simulated, here)
-    store.write("published", store.select(rows, "published"), CARD, "by others, on a T4 in Colab", nobody)
-    store.write("t4_prediction", predict(rows, shares), CARD, simulated, here)
+    """Store the prediction under results/tesla-t4-simulated/."""
+    at = store.meta(CARD)["sections"]["simulated"]
+    store.write("t4_prediction", predict(store.rows(CARD)), CARD, at["note"], at)
 
 
 if __name__ == "__main__":

@@ -29,13 +29,14 @@ TITLES = {  # how contenders, cases and cards are shown; others by their own nam
     "compiled_grid": "this kernel, compiled[grid]",
     "unsloth_out": "Unsloth today, `out=`",
     "ours_out": "this kernel, `out=`",
+    "ours_rows": "this kernel, all `rows=`",
     "copy_kernel": "copy",
     "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
     "axolotl": "Axolotl",
     "zoo": "unsloth_zoo",
     "zoo_select": "unsloth_zoo, `nf4_select_dequant`",
-    "whole": "this kernel, a whole weight",
+    "slice": "this kernel, a slice",
     "total": "seconds",
     "until_return": "until it returns",
     "synchronized": "with a synchronize",
@@ -142,8 +143,7 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
         elif name in SECTIONS:
             body = table(stored, name, SECTIONS[name])
         elif figure not in images:
-            known = ", ".join(["claim", *SECTIONS, *(f"figure {one}" for one in plots.TEXTS)])
-            raise KeyError(f"{page.name} has a block {name!r}, expected one of {known}: rename or remove it")
+            raise KeyError(f"{page.name} has a block {name!r}, which no code fills: rename or remove it")
         else:
             link = os.path.relpath(FIGURES / f"{figure}.png", page.parent)
             if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook

@@ -125,21 +125,6 @@ def commit() -> str | None:
     return f"{head}-dirty" if changed else head
 
 
-def save(card: str, rows: Iterable[Row], meta: dict) -> Path:
-    """Replace everything stored for a card; return its folder."""
-    folder = root() / card
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(["section", "case", "contender", "unit", "values"])
-        for row in rows:
-            values = " ".join(f"{value:.9g}" for value in row.values)
-            table.writerow([row.section, row.case, row.contender, row.unit, values])
-    text = json.dumps(meta, indent=1, ensure_ascii=False)
-    (folder / "meta.json").write_text(text + "\n", encoding="utf-8")
-    return folder
-
-
 def write(
     section: str, new: Iterable[Row], card: str | None = None, note: str = "", environment=None
 ) -> Path:
@@ -155,4 +140,14 @@ def write(
     sections = meta(card).get("sections", {})
     sections[section] = {"date": here["date"][:10], "note": note, **{name: here.get(name) for name in FACTS}}
     kept = [row for row in rows(card) if row.section != section]
-    return save(card, [*kept, *new], {"card": here.get("card"), "sections": sections})
+    folder = root() / card
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["section", "case", "contender", "unit", "values"])
+        for row in [*kept, *new]:
+            values = " ".join(f"{value:.9g}" for value in row.values)
+            table.writerow([row.section, row.case, row.contender, row.unit, values])
+    text = json.dumps({"card": here.get("card"), "sections": sections}, indent=1, ensure_ascii=False)
+    (folder / "meta.json").write_text(text + "\n", encoding="utf-8")
+    return folder

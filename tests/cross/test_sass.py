@@ -1,6 +1,5 @@
 """The kernel's machine code on every card: no spill, wide loads and stores, packed conversions, hints."""
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from helpers.cross import compile, sass
 from helpers.cross.compile import DTYPES, Code
 from helpers.cross.sass import CARDS
-from helpers.results import store
 
 
 @pytest.fixture(scope="module")
@@ -87,15 +85,3 @@ GOOD = ["LDG.E.U8 R5, [R2]", "LDG.E.128 R8, [R2]", "STG.E.128 [R4], R8", "EXIT"]
 def test_each_fault_is_named(lines, registers, problem):
     code = Code(75, "fp16", listing(*lines), registers, elements=32)
     assert sass.faults(code, 64) == ([f"sm_75 fp16: {problem}"] if problem else [])
-
-
-def test_the_command_stores_and_fails_where_registers_creep(codes, monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
-    code = codes["sm_75 fp16"]
-    monkeypatch.setattr(sass, "build", lambda wanted: [code])
-    assert sass.main(["--store"]) == 0
-    assert f" instructions, {code.registers} registers" in capsys.readouterr().out
-    assert store.rows(sass.folder(code))[1].values == (code.registers,)
-    more = dataclasses.replace(code, registers=code.registers + 1)
-    monkeypatch.setattr(sass, "build", lambda wanted: [more])
-    assert sass.main([]) == 1 and "expected at most" in capsys.readouterr().out
