@@ -7,7 +7,6 @@ doing. This file is also a pytest plugin of the run that substitutes the kernel.
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +17,6 @@ from helpers.puzzle.layers import DEVICE
 
 FILES = ("test_functional.py", "test_linear4bit.py", "test_ops.py", "test_autograd.py", "test_parametrize.py")
 SELECTION = "(4bit or test_parametrize.py) and not bench"
-WORKERS = max(2, (os.cpu_count() or 2) // 2)  # of each of the two runs
 launches = 0
 
 
@@ -73,10 +71,9 @@ def run(folder, who, report):
     variables = {
         "NF4_SUBSTITUTE": who,
         "BNB_TEST_DEVICE": DEVICE,
-        "PET_STANDALONE": "1",  # torchrun picks a free port; both runs start one
         "PYTHONPATH": os.pathsep.join(path),
     }
-    command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", WORKERS, "-q", "--junitxml", report]
+    command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", "auto", "-q", "--junitxml", report]
     command += ["-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "-k", SELECTION]
     command += [folder / "tests" / name for name in FILES]
     done = machine.python(command, variables=variables, folder=folder, timeout=6 * 3600, check=False)
@@ -99,11 +96,7 @@ def test_nothing_fails_only_with_this_kernel(tmp_path):
         pytest.skip("needs NF4_BITSANDBYTES, a clone of bitsandbytes at the installed version")
     folder = Path(os.environ["NF4_BITSANDBYTES"])
 
-    def outcome(who):
-        return run(folder, who, tmp_path / f"{who}.xml")
-
-    with ThreadPoolExecutor() as both:
-        theirs, ours = both.map(outcome, ("bitsandbytes", "ours"))
+    theirs, ours = (run(folder, who, tmp_path / f"{who}.xml") for who in ("bitsandbytes", "ours"))
     assert ours[1] <= theirs[1], f"failed only with this kernel: {ours[1] - theirs[1]}"
     assert ours[0] > 0 and ours[2] > 0
     print(f"passed {ours[0]}, failed {len(ours[1])}; with bitsandbytes' kernel {theirs[0]}, {len(theirs[1])}")
