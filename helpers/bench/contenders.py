@@ -14,7 +14,7 @@ from nf4_triton.state import read_state
 
 
 def all_contenders() -> dict[str, Callable]:
-    """Return {name: layer -> weight}: ours, its two public launch forms, and every library installed here."""
+    """Return {name: layer -> weight}: ours, ours by kernel[grid], and every library installed here."""
     forms = protocol.launch_forms(launch.your_dequantize_nf4)  # without a GPU ours alone
     return forms | {name: one.fn for name, one in protocol.baselines().items() if one.fn}
 
