@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--into", metavar="FOLDER", help=into)
     options = parser.parse_args(argv)
     if not clocks.ON_GPU:
-        print(f"{machine.no_gpu()}: there is nothing to time")
+        print(machine.no_gpu())
         return 1
     for library, reason in contenders.missing().items():
         print(f"{library}: not measured (needs {reason})")

@@ -116,4 +116,4 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(folder, monkeypat
 def test_without_a_gpu_nothing_is_timed_or_stored(folder, monkeypatch, capsys):
     monkeypatch.setattr(bench, "SECTIONS", dict(good=good))
     assert bench.main(["--only", "good"]) == 1 and not list(folder.iterdir())
-    assert "there is nothing to time" in capsys.readouterr().out
+    assert "No CUDA GPU" in capsys.readouterr().out
