@@ -14,7 +14,7 @@ EVERYONE = contenders.all_contenders().keys()
 LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & EVERYONE)
 SMALL = {
     gpu: dict(SIZES=(2**10,), CHANGED=((2**10, "bf16"),)),
-    host: dict(LAYER=(128, 64)),
+    host: dict(LAYER=(64, 8)),  # each selected row is a program, which the interpreter runs for 15 ms
     experts: dict(STACKS=((2, 64, 256),), ACTIVE=(1,)),
     compiled: dict(LAYER=(128, 64), WEIGHTS=2, TOKENS=(8, 16)),
     clocks: dict(ROUNDS=2, INNER=1),

@@ -196,33 +196,31 @@ def alone(monkeypatch, tmp_path):
     return run
 
 
-def test_it_runs_alone_to_its_score_after_the_puzzles_own_cells(notebook, alone, monkeypatch):
-    """On a CPU, in the puzzle's namespace: its names are defined before, and its own test passes, too."""
+def test_it_runs_alone_after_the_puzzles_own_cells_and_each_cell_twice(notebook, alone, monkeypatch):
+    """On a CPU, in the puzzle's namespace: its names are defined before, and its own test passes, too. A cell
+    that runs again, unedited, takes no points."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    new, names = nbformat.v4.new_code_cell, [one.id for one in notebook.cells]
-    notebook.cells.insert(names.index("machine") + 1, new(STAND_IN.read_text(), id="stand-in"))
-    alone(notebook)
-    assert printed(notebook, "ratio") == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
-    for name in ("format", "one-call", "exact"):
-        assert printed(notebook, name).endswith("passed\n")
-    needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory")
-    assert {printed(notebook, name) for name in needing} == {"not measured (needs an NVIDIA GPU)\n"}
-    assert printed(notebook, "rows") == ""
-    score = book.score_text(notebook)
-    assert score.startswith("Nothing but correctness was measured")
-    assert "1 of 14 points on this CPU (Triton's interpreter)" in score
-
-
-def test_any_cell_runs_again_unedited_and_takes_no_points(notebook, alone, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    new = nbformat.v4.new_code_cell
     code = [one for one in notebook.cells if one.cell_type == "code"]
-    again = [nbformat.v4.new_code_cell(one.source, id=f"{one.id}-2") for one in code]
+    again = [new(one.source, id=f"{one.id}-2") for one in code]
     notebook.cells = [one for pair in zip(code, again, strict=True) for one in pair]
-    tools = cell(notebook, "checks-tools").source
-    notebook.cells.insert(-4, nbformat.v4.new_code_cell(tools, id="tools-3"))  # before the score
+    names = [one.id for one in notebook.cells]
+    notebook.cells.insert(names.index("machine-2") + 1, new(STAND_IN.read_text(), id="stand-in"))
+    notebook.cells.insert(-4, new(cell(notebook, "checks-tools").source, id="tools-3"))  # before the score
     alone(notebook)
-    assert printed(notebook, "exact-2").endswith("passed\n")
-    assert "1 of 14 points" in printed(notebook, "score-2")
+    for ending in ("", "-2"):
+        said = printed(notebook, f"ratio{ending}")
+        assert said == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
+        for name in ("format", "one-call", "exact"):
+            assert printed(notebook, name + ending).endswith("passed\n")
+        needing = ("turns", "single-kernel", "custom-asm", "cache-eviction", "memory")
+        assert {printed(notebook, name + ending) for name in needing} == {
+            "not measured (needs an NVIDIA GPU)\n"
+        }
+        assert printed(notebook, f"rows{ending}") == ""
+        score = printed(notebook, f"score{ending}")
+        assert score.startswith("Nothing but correctness was measured")
+        assert "1 of 14 points on this CPU (Triton's interpreter)" in score
 
 
 ABSENT = """
