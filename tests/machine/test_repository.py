@@ -1,7 +1,6 @@
 """The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
 
 import json
-import pkgutil
 import re
 import shutil
 import subprocess
@@ -9,7 +8,6 @@ import sys
 
 import pytest
 
-import helpers
 from helpers import __main__ as commands
 from helpers import machine
 
@@ -79,23 +77,3 @@ def test_commands_are_listed_and_checked(capsys):
     for options in (["sync", "--help"], ["sync", "bogus"], ["doctor", "bogus"]):
         with pytest.raises(SystemExit):  # before it does anything
             commands.main(options)
-
-
-def test_importing_a_module_changes_no_variable_and_starts_nothing():
-    """Only the command line, the notebook and the tests prepare the process; after that it is too late."""
-    modules = [module.name for module in pkgutil.walk_packages(helpers.__path__, "helpers.")]
-    code = f"""
-import importlib, os, sys, threading
-import helpers.machine
-import torch, bitsandbytes, matplotlib  # which do set variables
-before = dict(os.environ)
-for name in {[name for name in modules if "__main__" not in name and "callback" not in name]}:
-    importlib.import_module(name)
-changed = {{name: value for name, value in os.environ.items() if before.get(name) != value}}
-assert not changed and set(before) <= set(os.environ), changed
-assert threading.active_count() == 1
-torch.cuda.is_available = lambda: False
-helpers.machine.prepare()
-"""
-    with pytest.raises(machine.ChildFailed, match="RuntimeError: triton was imported before"):
-        machine.python(["-c", code], variables={"TRITON_INTERPRET": None})

@@ -261,6 +261,7 @@ def test_a_frame_that_dynamo_gave_up(layer):
         assert right(compiled(layer), layer)
 
 
+@ON_GPU
 def test_a_fresh_process_with_t4_settings():
     code = """
 from helpers import machine; machine.prepare()

@@ -78,7 +78,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, capsys, pro
     assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
 
 
-def test_a_notebook_that_did_not_run_is_refused():
+def test_a_notebook_that_did_not_run_is_refused(draw):
     with pytest.raises(ValueError, match="0 lines of rows, expected 1: run all its cells"):
         executed.read(executed.NOTEBOOK)
 
