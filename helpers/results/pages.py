@@ -30,6 +30,8 @@ TITLES = {  # how contenders, cases and cards are shown; others by their own nam
     "unsloth_out": "Unsloth today, `out=`",
     "ours_out": "this kernel, `out=`",
     "ours_rows": "this kernel, all `rows=`",
+    "public_launcher": "this kernel, Triton 3.7",
+    "unsloth_stack": "Unsloth, whole stack",
     "copy_kernel": "copy",
     "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
@@ -63,6 +65,9 @@ SECTIONS = {  # block: the cards whose rows it shows
 
 def shown(name: str) -> str:
     """Return how a contender, case or card is shown, with commas in a number of elements."""
+    for suffix, mode in {"_eager": "eager", "_reduce_overhead": "reduce-overhead"}.items():
+        if name.endswith(suffix):
+            return f"{shown(name.removesuffix(suffix))}, {mode}"
     return re.sub(r"\d{6,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
 
 
