@@ -50,19 +50,15 @@ def switch_on(way: str, library: str):
     return training.arm("peft" if library == "trl" else library, "with" if way == "with" else "without")
 
 
-def load(library, model_type, dtype, autocast, checkpointing, lora):
+def load(library, model_type, dtype, autocast, lora):
     """Return a random model to train."""
     sizes = SIZES if machine.has_gpu() else SMALLEST
     with tempfile.TemporaryDirectory() as folder:
         training.make_model(folder, model_type=model_type, **sizes)
         if library == "unsloth":
-            return training.unsloth_model(folder, dtype, checkpointing)
+            return training.unsloth_model(folder, dtype)
         lora = training.LORA | lora
-        model = training.peft_model(folder, autocast=autocast is not None, lora=lora, dtype=dtype, **EAGER)
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
-    return model
+        return training.peft_model(folder, autocast=autocast is not None, lora=lora, dtype=dtype, **EAGER)
 
 
 def packed_bytes(model) -> str:
@@ -71,8 +67,8 @@ def packed_bytes(model) -> str:
 
 
 def train(
-    way: str, library="peft", model_type="llama", dtype="bfloat16", autocast=None, checkpointing=False,
-    compiled=False, steps=50, rows=4, length=64, **lora,
+    way: str, library="peft", model_type="llama", dtype="bfloat16", autocast=None, compiled=False,
+    steps=50, rows=4, length=64, **lora,
 ) -> dict:  # fmt: skip
     """Train a random model with the kernel switched on in this way, then merge and dequantize it (PEFT).
 
@@ -83,7 +79,7 @@ def train(
 
     dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
     with switch_on(way, library), deterministic():
-        model = load(library, model_type, dtype, autocast, checkpointing, lora)
+        model = load(library, model_type, dtype, autocast, lora)
         same = {"packed": packed_bytes(model)}
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
@@ -150,12 +146,10 @@ def launches(trainer, ids) -> dict[str, int]:
 
 
 def compare(setup: dict) -> dict[str, dict]:
-    """Run a setup with the kernel, without, and on a GPU once more without: does it repeat at all?"""
-    ways, records = {"with": "with", "without": "without"}, {}
-    if machine.has_gpu() and not setup.get("compiled"):
-        ways["again"] = "without"
-    for name, way in ways.items():
-        records[name] = train(way, **setup)
+    """Run a setup with the kernel and without."""
+    records = {}
+    for way in ("with", "without"):
+        records[way] = train(way, **setup)
         gc.collect()
         if machine.has_gpu():
             torch.cuda.empty_cache()

@@ -22,11 +22,16 @@ def toy(tmp_path_factory):
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
 def test_one_library_is_compared_and_timed(toy, monkeypatch):
-    monkeypatch.setattr(training, "REPEATS", 1)  # the interpreter is slow
     monkeypatch.setattr(training, "ROUNDS", 1)
     found = training.steps("peft", toy, sizes=((1, 16, 1),))
-    assert found["problems"] == []
-    assert [len(ms) for ms in found["ms"]["PEFT, 16 tokens"].values()] == [1, 1]
+    assert [len(ms) for ms in found["PEFT, 16 tokens"].values()] == [1, 1]
+
+
+def test_other_results_are_not_timed():
+    with pytest.raises(AssertionError, match="results differ with the kernel"):
+        training.check("peft", iter("ab").__next__)
+    with pytest.raises(AssertionError, match="dequantized nothing"):
+        training.check("peft", lambda: "a")
 
 
 def test_the_interval_pairs_rounds():
