@@ -80,14 +80,6 @@ def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device)
         dequantize(*random_state((8, 64), torch.float16))
 
 
-def test_a_default_dtype_does_not_turn_the_kernel_off(device):
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert choose(torch.device(device)) == "triton"
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize("name", ODD)
 def test_the_fallback_accepts_and_refuses_what_the_kernel_does(monkeypatch, name):
     weight, state = ODD[name]

@@ -115,23 +115,13 @@ def test_a_field_changes(warm, layer, name, change):
     assert result.shape != before.shape or not torch.equal(result.float(), before.float())
 
 
-OTHERS = [
-    {"quant_type": "fp4"},
-    {"nested": False},
-    {"blocksize": 128},
-    {"in_features": 128, "out_features": 160},
-]
-
-
-@pytest.mark.parametrize("other", OTHERS, ids=str)
-def test_a_new_layer_of_a_known_spec_is_replayed_and_no_other(watched, make_layer, other):
-    same = {"in_features": 64, "out_features": 320, "dtype": torch.bfloat16}
+def test_a_new_layer_of_a_known_spec_is_replayed(watched, make_layer):
+    """In turns with flat layers, whose states have fewer tensors."""
     for seed in range(3):
-        for options in (same, same | other):
-            layer = make_layer(**options, seed=seed)
+        for nested in (True, False):
+            layer = make_layer(64, 320, torch.bfloat16, nested=nested, seed=seed)
             result, replayed = watched(layer.weight, layer.weight.quant_state)
-            assert replayed == (seed > 0)
-            assert right(result, layer)
+            assert replayed == (seed > 0) and right(result, layer)
 
 
 def test_every_layout_of_a_weight(watched, layer):
@@ -216,13 +206,6 @@ def test_a_nested_state_is_not_taken_for_a_flat_one(watched, make_layer):
     replace(layer, "state2.blocksize", lambda x: None)
     with pytest.raises(launch.UnsupportedState, match=r"state2\.blocksize is None"):
         watched(layer.weight, layer.weight.quant_state)
-
-
-def test_the_same_tensor_twice_in_a_state(watched, layer):
-    state = layer.weight.quant_state
-    state.state2.absmax = state.state2.code
-    for _ in range(2):
-        assert exact(watched(layer.weight, state)[0], layer.weight, state)
 
 
 class Wrapper(torch.Tensor):
