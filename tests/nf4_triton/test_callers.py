@@ -56,8 +56,9 @@ def run(code, **variables):
     return done.out + done.err
 
 
+@ON_GPU
 def test_worker_processes():
-    """As data loaders and launchers start theirs: before anything has used CUDA."""
+    """As data loaders and launchers start theirs: before anything used CUDA. On a CPU: test_tracers.py."""
     code = """
         import multiprocessing, os, sys
         def worker(queue): queue.put("exact" if same(make()) else "wrong")

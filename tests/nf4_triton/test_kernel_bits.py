@@ -75,12 +75,10 @@ def test_all_sizes(device, way, dtype, nested, quant_type):
 
 
 def test_odd_states(device, way):
-    """Blocksizes, storages, shapes, views, special values: from a new tensor and into `out`."""
+    """Blocksizes, storages, shapes, views, special values. A result of its own: test_launch.py."""
     for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
         if name not in REFUSED:
             state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
-            result = launch._your_dequantize_nf4(weight, state)
-            assert same_bits(result, oracle(weight, state)), name
             assert not wrong(weight, state), name
 
 
@@ -91,7 +89,9 @@ def test_special_values(way, dtype):
     payloads = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
     special = torch.cat([torch.tensor(SPECIAL), payloads])
     for nested in (True, False):
-        weight, state = random_state((512, len(special)), dtype, nested)
+        weight, state = random_state((64, len(special)), dtype, nested)  # a block for each number
+        if nested:
+            state.absmax.copy_(torch.arange(len(special)))
         tensors = (state.offset, state.state2.absmax, state.state2.code) if nested else (state.absmax,)
         for tensor, start in itertools.product(tensors, range(0, len(special), 3)):
             kept, values = tensor.clone(), special.roll(-start)
