@@ -71,27 +71,21 @@ def shown(name: str) -> str:
     return re.sub(r"\d{6,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
 
 
-def number(value: float, unit: str, least: float = 1) -> str:
-    """Return a value with the decimals that three digits of `least` need; a ratio is rounded down."""
+def number(value: float, unit: str, median: float = 1) -> str:
+    """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
         return f"{math.floor(round(100 * value, 6)) / 100:.2f}"
     whole = unit in ("points", "registers")
-    decimals = 0 if whole else max(0, 2 - math.floor(math.log10(least)))
+    decimals = 0 if whole else max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
 
 
-def cell(row: Row, least: float = 1) -> str:
+def cell(row: Row) -> str:
     """Return a row's median with its range, or the ends of a prediction, which has just two values."""
     if len(row.values) == 2 and row.low < row.high:
         return f"{number(row.low, row.unit)} to {number(row.high, row.unit)}"
-    low, median, high = (number(value, row.unit, least) for value in (row.low, row.median, row.high))
+    low, median, high = (number(value, row.unit, row.median) for value in (row.low, row.median, row.high))
     return median if low == high else f"{median} ({low} to {high})"
-
-
-def column(rows: pandas.Series) -> pandas.Series:
-    """Return the texts of a column, all with the decimals of its least median."""
-    least = min(row.median for row in rows.dropna())
-    return rows.map(lambda row: cell(row, least), na_action="ignore").fillna("-")
 
 
 def table(stored: dict, section: str, cards: list[str]) -> str:
@@ -112,7 +106,8 @@ def table(stored: dict, section: str, cards: list[str]) -> str:
     wide = frame.pivot_table("row", "case", "contender", aggfunc="first", sort=False)
     wide = wide if len(wide) >= len(wide.columns) else wide.T
     units = ", ".join(frame["unit"].unique())
-    return wide.apply(column).rename_axis(units).to_markdown(disable_numparse=True)
+    texts = wide.map(cell, na_action="ignore").fillna("-")
+    return texts.rename_axis(units).to_markdown(disable_numparse=True)
 
 
 def claim(stored: dict) -> str:

@@ -92,7 +92,6 @@ def where_time_goes(stored: dict) -> Figure:
 def speed_by_size(stored: dict) -> Figure:
     """Lines: memory traffic by size of the weight on an NVIDIA H200, below its specified 4.8 TB/s."""
     figure, panel = panel_of("Memory traffic of the kernels on an NVIDIA H200, bf16", 4.4)
-    top = BANDWIDTH + 0.1  # above the line
     for name in ("ours", "unsloth_today", "unsloth_b200", "unsloth_classic"):
         speeds = {}
         for row in select(stored[H200], "gpu_time", contender=name):
@@ -103,12 +102,9 @@ def speed_by_size(stored: dict) -> Figure:
             panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
             panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
     panel.axhline(BANDWIDTH, color="black", linestyle="--")
-    panel.text(2**16, top, f"specified: {BANDWIDTH} TB/s")
-    for size, shape in SHAPES.items():
-        panel.vlines(int(size.split()[0]), 0, BANDWIDTH, color="black", linestyle=":", linewidth=1)
-        panel.text(int(size.split()[0]), top, shape.split()[0], ha="center", fontsize=9)
+    panel.text(2**16, BANDWIDTH + 0.1, f"specified: {BANDWIDTH} TB/s")
     panel.minorticks_off()
-    panel.set(xlabel="millions of elements (dotted: the puzzle's shapes)", ylabel="TB/s", ylim=(0, 5.3))
+    panel.set(xlabel="millions of elements", ylabel="TB/s", ylim=(0, 5.3))
     panel.set_yticks(range(5))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
