@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-import pandas
 import torch
 
 from helpers import machine
@@ -29,13 +28,6 @@ SECTIONS: dict[str, Callable[[list[str]], Iterator[Row]]] = {
     "training": training.time_training,
 }
 DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains for minutes
-
-
-def text(rows: list[Row]) -> str:
-    """Return a table with a line for each row: median, lowest, highest."""
-    lines = [(row.case, row.contender, row.unit, row.median, row.low, row.high) for row in rows]
-    frame = pandas.DataFrame(lines, columns=["case", "contender", "unit", "median", "low", "high"])
-    return frame.to_string(index=False, float_format="{:.4g}".format)
 
 
 def run_section(name: str) -> tuple[list[Row], list[str]]:
@@ -77,7 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     for name in options.only:
         start = time.perf_counter()
         rows, problems = run_section(name)
-        print(f"\n{name}, {time.perf_counter() - start:.0f} s\n{text(rows)}")
+        print(f"\n{name}, {time.perf_counter() - start:.0f} s; median (lowest to highest)")
+        for row in rows:
+            spread = f"{row.low:.4g} to {row.high:.4g}"
+            print(f"{row.case}, {row.contender}: {row.median:.4g} {row.unit} ({spread})")
         for problem in problems:
             print("FAILED", problem)
         failed |= bool(problems)
