@@ -1,7 +1,6 @@
 """What the tests of the switch share: small weights, and a call compared with the kernel and without."""
 
 import functools
-import sys
 import warnings
 
 import bitsandbytes as bnb
@@ -83,7 +82,3 @@ def through(layer, x):
     y = layer(x)
     y.backward(y.detach() + 1)
     return y.detach(), x.grad
-
-
-def module_of(name):
-    return sys.modules[name.rpartition(".")[0]]
