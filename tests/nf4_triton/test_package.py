@@ -132,13 +132,6 @@ def test_the_doctor_says_what_is_broken(capsys, monkeypatch, error, status, text
     assert text in shown.out + shown.err
 
 
-def test_the_doctor_refuses_an_unknown_backend(capsys, monkeypatch):
-    monkeypatch.setenv("NF4_BACKEND", "foo")
-    assert command_line.main(["doctor"]) == 1
-    text = capsys.readouterr().out
-    assert "NF4_BACKEND=foo" in text and "It does not work here: ValueError: NF4_BACKEND='foo'" in text
-
-
 @pytest.mark.parametrize(
     ("speedups", "text"),
     [
@@ -183,11 +176,10 @@ def test_an_unknown_value_of_the_variable_switches_nothing_on(monkeypatch, caplo
     assert re.search("NF4_TRITON=banana has no effect, expected one of .*'1'.*'0'", caplog.text)
 
 
-@pytest.mark.parametrize("arguments", ["", "help", "--help", "doctor --help", "-V", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "doctor --help"])
 def test_the_command_line_needs_no_torch(arguments):
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
-    text = machine.python(["-c", code, *arguments.split()]).out
-    assert (text.strip() == package.__version__) == ("V" in arguments or "v" in arguments)
+    assert "bench: time the kernel" in machine.python(["-c", code, *arguments.split()]).out
 
 
 def test_every_public_name_is_there():

@@ -24,19 +24,13 @@ UNTIL_THEN = (
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser("nf4_triton", description=__doc__)
-    parser.add_argument("command", nargs="?", default="help", choices=["doctor", "bench", "help"])
-    parser.add_argument("-V", "--version", action="version", version=__version__)
+    parser.add_argument("command", choices=["doctor", "bench"])
     command = parser.parse_args(arguments).command
     try:
-        if command == "doctor":
-            return doctor()
-        if command == "bench":
-            return bench()
+        return doctor() if command == "doctor" else bench()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    parser.print_help()
-    return 0
 
 
 def bench() -> int:

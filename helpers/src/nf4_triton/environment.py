@@ -99,7 +99,7 @@ def no_gpu(device=None):
         return f"{name} is sm_{major}{minor}, expected sm_75 (a Tesla T4) or newer."
     if driver := describe()["driver"]:
         return f"torch {torch.__version__} finds no GPU with driver {driver}: install a CUDA build for it."
-    if "google.colab" in sys.modules or any(name.startswith("COLAB_") for name in os.environ):
+    if "COLAB_RELEASE_TAG" in os.environ:
         return "No CUDA GPU: choose Runtime > Change runtime type > T4 GPU, then run all cells again."
     return "No CUDA GPU: use a machine with an NVIDIA GPU (a Tesla T4 or newer)."
 

@@ -1,6 +1,5 @@
 """Time the kernel beside the libraries' own functions: all sizes in `bench`, one in `doctor`."""
 
-import math
 import statistics
 import sys
 import time
@@ -38,14 +37,12 @@ def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
     return {name: 1e6 * statistics.median(times[rounds // 5 :]) for name, times in seconds.items()}
 
 
-def compare(
-    sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500, dtypes=(torch.float16, torch.bfloat16)
-) -> dict[str, float]:
+def compare(sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500) -> dict[str, float]:
     """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}."""
     functions = {"this kernel": launch._your_dequantize_nf4, **libraries()}
     ratios: dict = {name: [] for name in libraries()}
     for rows, columns in sizes:
-        for dtype in dtypes:
+        for dtype in (torch.float16, torch.bfloat16):
             values = torch.randn(rows, columns, dtype=dtype, device="cuda")
             weight, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
             del values
@@ -55,7 +52,7 @@ def compare(
             print(f"{rows} x {columns} {str(dtype).removeprefix('torch.')}: {', '.join(texts)}", flush=True)
             for name in ratios:
                 ratios[name].append(us[name] / us["this kernel"])
-    return {name: math.prod(found) ** (1 / len(found)) for name, found in ratios.items()}
+    return {name: statistics.geometric_mean(found) for name, found in ratios.items()}
 
 
 def verdict(speedups: dict[str, float]) -> str:

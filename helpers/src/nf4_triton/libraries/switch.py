@@ -6,7 +6,6 @@ that the kernel does not accept goes to the library's own function, counted.
 """
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 import logging
@@ -19,7 +18,7 @@ from .. import autoload
 from ..autoload import say
 from ..environment import cannot_run
 from . import axolotl, bitsandbytes, unsloth
-from .site import KINDS, OFF, ORIGINALS, Site, cannot_replay, contents, current, self_test_device
+from .site import KINDS, OFF, ORIGINALS, Site, contents, current, self_test_device
 
 # The first function of a library is the one that counts: without it the library is left as it is.
 LIBRARIES = {"unsloth": unsloth.SITES, "bitsandbytes": bitsandbytes.SITES, "axolotl": axolotl.SITES}
@@ -55,9 +54,6 @@ class Switch(contextlib.AbstractContextManager):
 
     def __init__(self):
         self._was_on = self.on
-
-    def __repr__(self) -> str:
-        return f"<nf4_triton.Switch: {'on' if self.on else 'off'}>"
 
     @property
     def on(self) -> bool:
@@ -98,7 +94,7 @@ class Switch(contextlib.AbstractContextManager):
         text = f"{library} of {kernel + library} dequantizations went through the library"
         return f"{text}; not counted: {', '.join(left)}" if left else text
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         replaced = [site.name for site in _sites if not site.why_not]
         lines = ["The NF4 kernel is not used."]
         if replaced:
@@ -106,8 +102,6 @@ class Switch(contextlib.AbstractContextManager):
             lines += [f"  {name}" for name in replaced]
             if bitsandbytes.DEQUANTIZE in replaced:
                 lines.append("PEFT and transformers dequantize through bitsandbytes.")
-            if why := cannot_replay():
-                lines.append(f"Calls take longer: {why}.")
         left = {site.name: site.why_not for site in _sites if site.why_not not in ("", OFF)}
         lines += [f"Left to the library: {name}: {why}" for name, why in (left | _not_replaced()).items()]
         return "\n".join([*lines, "restore() ends it."] if replaced else lines)
@@ -230,7 +224,7 @@ def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple]:
     for name, module in list(sys.modules.items()):
         if isinstance(name, str) and name.lower().startswith(packages):
             for attribute, value in list(contents(module).items()):
-                if type(value) in (types.FunctionType, functools.partial):
+                if type(value) is types.FunctionType:
                     yield name, module, attribute, value
 
 
@@ -239,8 +233,7 @@ def _not_replaced() -> dict[str, str]:
     originals = {site.original: site for site in _sites if not site.why_not}
     kept = {name: "it has a kernel of its own" for name in OWN_KERNELS if originals and current(name)}
     for name, _, attribute, value in _references():
-        function = value.func if isinstance(value, functools.partial) else value
-        if isinstance(function, types.FunctionType) and function in originals:
+        if value in originals:
             kept[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
         if site.name not in kept and current(site.name) is not site.replacement:
