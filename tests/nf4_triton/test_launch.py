@@ -252,12 +252,17 @@ def test_an_out_that_does_not_fit(case, out, name):
     assert out.isnan().all() and exact(watched(weight, state)[0], weight, state)
 
 
+def overlapping(out, weight):
+    """Return (an out, a copy of the weight) in the same memory."""
+    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
+    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
+    return memory.view(out.dtype).view(out.shape), inside
+
+
 def test_an_out_without_memory_of_its_own(case, out):
     watched, weight, state = case
     watched(weight, state, torch.empty_like(out))  # keeps a launch
-    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
-    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
-    over = memory.view(out.dtype).view(out.shape)
+    over, inside = overlapping(out, weight)
     for bad, given, text in (
         (freed(out), weight, "out has no memory"),
         (over, inside, "out shares memory with"),
@@ -271,11 +276,10 @@ def test_an_out_without_memory_of_its_own(case, out):
 def test_an_out_over_the_weight_under_a_dispatch_mode(case, out):
     """The operator copies its result into `out`: no address is compared on that way but here."""
     watched, weight, state = case
-    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
-    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
+    over, inside = overlapping(out, weight)
     with FlopCounterMode(display=False):
         with pytest.raises(launch.UnsupportedState, match="out shares memory with"):
-            watched(inside, state, memory.view(out.dtype).view(out.shape))
+            watched(inside, state, over)
         watched(weight, state, out)
     assert torch.equal(inside, weight) and exact(out, weight, state)
 

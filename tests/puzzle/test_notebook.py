@@ -110,12 +110,16 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     assert f"-m helpers draw {tmp_path / 'out' / 'some.executed.ipynb'}\n" in capsys.readouterr().out
 
 
-def test_nothing_is_stored_if_drawing_fails(execute, capsys, monkeypatch):
+@pytest.mark.parametrize("forced, drawn", [("", 3), ("t4", 0)], ids=["drawing fails", "forced settings"])
+def test_the_repositorys_notebook_stays(execute, capsys, monkeypatch, forced, drawn):
+    monkeypatch.setenv("NF4_FORCE", forced)
+    # The repository's notebook runs in its folder.
+    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: 3)
+    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: drawn)
     status, copy, path = execute({"score": SCORE}, "--in-place")
-    assert status == 3 and copy.cells[0].outputs and not nbformat.read(path, 4).cells[0].outputs
-    assert "not stored: drawing the pages failed" in capsys.readouterr().err
+    assert status == drawn and copy.cells[0].outputs and not nbformat.read(path, 4).cells[0].outputs
+    assert ("not stored: drawing the pages failed" in capsys.readouterr().err) == (drawn != 0)
 
 
 INTERRUPT = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nimport time; time.sleep(60)"
@@ -161,16 +165,6 @@ def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path, capsys)
         with pytest.raises(SystemExit):
             book.write(options)
     assert "changed" not in capsys.readouterr().out
-
-
-def test_outputs_of_forced_settings_are_not_stored_in_the_notebook(execute, monkeypatch):
-    monkeypatch.setenv("NF4_FORCE", "t4")
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    # The repository's notebook runs in its folder.
-    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
-    status, copy, path = execute({"score": SCORE}, "--in-place")
-    (stored,), (ran,) = nbformat.read(path, 4).cells, copy.cells
-    assert status == 0 and not stored.outputs and ran.outputs
 
 
 # --- alone ---
