@@ -56,9 +56,8 @@ def run(code, **variables):
     return done.out + done.err
 
 
-@ON_GPU
 def test_worker_processes():
-    """As data loaders and launchers start theirs: before anything used CUDA. On a CPU: test_tracers.py."""
+    """As data loaders and launchers start theirs: before anything has used CUDA."""
     code = """
         import multiprocessing, os, sys
         def worker(queue): queue.put("exact" if same(make()) else "wrong")

@@ -138,10 +138,11 @@ def test_a_state_gone_bad_is_refused(layer, name):
     assert exact(full(weight, state), weight, state)
     assert exact(compiled(weight, state), weight, state)
     replace(layer, name, BAD[name])
-    with pytest.raises(UNSUPPORTED, match="expected"):
-        full(weight, state)
-    with pytest.raises(UnsupportedState, match="expected"):
-        compiled(weight, state)
+    for _ in range(2):
+        with pytest.raises(UNSUPPORTED, match="expected"):
+            full(weight, state)
+        with pytest.raises(UnsupportedState, match="expected"):
+            compiled(weight, state)
 
 
 SEEN = {
@@ -227,9 +228,10 @@ def test_layers_of_one_spec_share_a_graph(make_layer, dtype, options):
             made[2].weight.quant_state.absmax = 255 - made[2].weight.quant_state.absmax
 
 
-def test_out(layer, options):
+def test_transposed_and_out(layer, options):
     weight, state = layer.weight.data, layer.weight.quant_state
     compiled = torch.compile(launch._your_dequantize_nf4, **options)
+    assert exact(compiled(weight.t(), state), weight.t(), state)
     out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
     compiled(weight, state, out)
     assert exact(out, weight, state)
@@ -312,3 +314,33 @@ def test_forced_settings_are_part_of_the_graph(layer):
     compiled(weight)
     assert len(seen) == 2 and "forced" not in seen[0] and "('rows', 64)" in seen[1]
     assert exact(exported.module()(weight), weight, state)
+
+
+@ON_GPU
+def test_a_second_process_with_other_settings_shares_the_cache(tmp_path):
+    code = """
+import torch
+from helpers.puzzle.checks import gpu_events
+from nf4_triton import launch, kernel
+import sys; sys.path.append("tests/nf4_triton")
+import states
+weight, state = states.random_state((1024, 4096), torch.float16)
+compiled = torch.compile(lambda w: launch._your_dequantize_nf4(w, state), fullgraph=True)
+print(states.exact(compiled(weight), weight, state))
+from torch.profiler import profile
+with profile() as p:
+    compiled(weight)
+    torch.cuda.synchronize()
+import json
+p.export_chrome_trace(sys.argv[1])
+print(*{str(e["args"]["grid"]) for e in json.load(open(sys.argv[1]))["traceEvents"]
+        if "your_dequantize" in e.get("name", "") and "grid" in e.get("args", {})})
+"""
+    grids = []
+    for force in (None, "t4"):
+        variables = {"NF4_FORCE": force, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+        done = machine.python(["-c", code, tmp_path / "trace.json"], variables=variables)
+        right, grid = done.out.splitlines()[-2:]
+        assert right == "True"
+        grids.append(grid)
+    assert grids == ["[2048, 1, 1]", "[512, 1, 1]"]

@@ -208,6 +208,13 @@ def test_a_nested_state_is_not_taken_for_a_flat_one(watched, make_layer):
         watched(layer.weight, layer.weight.quant_state)
 
 
+def test_the_same_tensor_twice_in_a_state(watched, layer):
+    state = layer.weight.quant_state
+    state.state2.absmax = state.state2.code
+    for _ in range(2):
+        assert exact(watched(layer.weight, state)[0], layer.weight, state)
+
+
 class Wrapper(torch.Tensor):
     """A size, a device, and no memory, like a DTensor."""
 

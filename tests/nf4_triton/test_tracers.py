@@ -27,6 +27,10 @@ TRACERS = {
     "torch.compile": "result = torch.compile(layer, backend='aot_eager', fullgraph=True)(weight)",
     "export": "result = torch.export.export(layer, (weight,)).module()(weight)",
     "export, strict": "result = torch.export.export(layer, (weight,), strict=True).module()(weight)",
+    "make_fx": """
+from torch.fx.experimental.proxy_tensor import make_fx
+result = make_fx(layer)(weight)(weight)
+""",
     "make_fx, fake": """
 from torch.fx.experimental.proxy_tensor import make_fx
 result = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(weight)(weight)
