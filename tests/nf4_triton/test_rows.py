@@ -133,6 +133,10 @@ def test_an_out_that_does_not_fit(device):
     with pytest.raises(UnsupportedState, match="out shares memory with"):
         dequantize(inside, state, out=memory.view(torch.float16)[:640].view(2, 320), rows=[0, 1])
     assert torch.equal(inside, weight)
+    ids = memory.zero_().view(torch.int64)[:2]
+    with pytest.raises(UnsupportedState, match="out shares memory with rows"):
+        dequantize(weight, state, out=memory.view(torch.float16)[:640].view(2, 320), rows=ids)
+    assert not memory.any()
 
 
 def test_any_number_of_slices_replays_one_launch(watched, device):

@@ -115,7 +115,7 @@ def dequantize_in_torch(packed, out=None, rows=None):
     if out is not None:
         check_out(out, packed, selection)
     if not private.is_traced(packed.weight):
-        check_memory(packed, out)
+        check_memory(packed, out, selection.ids if selection else None)
     result = reference.dequantize(packed, selection=selection)
     if out is None:
         return result

@@ -67,7 +67,7 @@ def replay(tensors, spec, out=None, selection=None):
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or ((address + skip) % 16 == 0) is not launch.aligned:
                 continue
-            if out is not None and not can_write(out, tensors, launch, layout):
+            if out is not None and not can_write(out, guarded[:-1], launch, layout):
                 continue
             result = empty_cuda(*layout) if out is None else out
             code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
@@ -121,7 +121,7 @@ def launch_ordinary(packed, out=None, selection=None):
             check_ids(packed, selection.ids)
         if out is not None:
             check_out(out, packed, selection)
-        check_memory(packed, out)
+        check_memory(packed, out, selection.ids if selection else None)
         if out is None:
             shape = result_shape(packed, selection)
             out = torch.empty(shape, dtype=packed.dtype, device=weight.device)
@@ -226,7 +226,7 @@ def call_operator(packed, out, selection=None):
     if out is not None:
         check_out(out, packed, selection)
         if not (is_compiling() or in_transform() or is_fake(weight) or is_fake(out)):
-            check_memory(packed, out)
+            check_memory(packed, out, selection.ids if selection else None)
     selected = {} if selection is None else selection._asdict()
     if forced():  # so that code compiled under other settings is not taken for this
         selected["forced"] = forced()

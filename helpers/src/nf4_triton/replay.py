@@ -67,7 +67,8 @@ def find(key):
 
 
 def key_with(spec, tensors, out, selection):
-    """Return the key of a call with `out` or a selection, and the tensors that its guards compare."""
+    """Return the key of a call with `out` or a selection, and the tensors that its guards compare,
+    `out` last."""
     ids = None if selection is None else selection.ids
     if ids is not None:
         tensors = (*tensors, ids)
@@ -91,7 +92,8 @@ def keep(packed, out, selection, ordinary, result):
         key, guarded = key_with(key, guarded, out, selection)
         # Another call selects another number of slices: no guard on the first size of ids and out.
         for tensor in guarded[len(sizes):]:
-            sizes.append([None if selection else len(tensor), *tensor.shape[1:]])
+            size = list(tensor.shape)
+            sizes.append([None, *size[1:]] if selection else size)
     strides = [list(tensor.stride()) for tensor in guarded]
     guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if not guards.check(*guarded):  # one tensor given twice
