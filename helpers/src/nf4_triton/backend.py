@@ -7,16 +7,7 @@ import os
 import torch
 
 from . import autoload, environment, private, reference
-from .state import (
-    DTYPES,
-    UnsupportedState,
-    check,
-    check_ids,
-    check_memory,
-    check_out,
-    read_rows,
-    read_state,
-)
+from .state import DTYPES, UnsupportedState, check_call, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 
@@ -108,14 +99,8 @@ def no_state(given) -> str:
 
 def dequantize_in_torch(packed, out=None, rows=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    check(packed)
     selection = None if rows is None else read_rows(rows, packed)
-    if selection is not None:
-        check_ids(packed, selection.ids)
-    if out is not None:
-        check_out(out, packed, selection)
-    if not private.is_traced(packed.weight):
-        check_memory(packed, out, selection.ids if selection else None)
+    check_call(packed, out, selection, memory=not private.is_traced(packed.weight))
     result = reference.dequantize(packed, selection=selection)
     if out is None:
         return result

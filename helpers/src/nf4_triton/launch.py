@@ -11,8 +11,8 @@ from .private import (
 )
 from .settings import forced, launch_options, settings
 from .state import (
-    Packed, Selection, UnsupportedState, check, check_ids, check_memory, check_out, extent, make_packed, read_fields, read_rows, read_state, result_shape,
-    slice_elements,
+    Packed, Selection, UnsupportedState, check, check_call, extent, make_packed, read_fields, read_rows,
+    read_state, result_shape, slice_elements,
 )
 
 try:
@@ -116,12 +116,7 @@ def launch_ordinary(packed, out=None, selection=None):
     """
     with plain_tensors():
         weight = packed.weight
-        sizes = check(packed, KERNEL_DEVICE)
-        if selection is not None:
-            check_ids(packed, selection.ids)
-        if out is not None:
-            check_out(out, packed, selection)
-        check_memory(packed, out, selection.ids if selection else None)
+        sizes = check_call(packed, out, selection, KERNEL_DEVICE)
         if out is None:
             shape = result_shape(packed, selection)
             out = torch.empty(shape, dtype=packed.dtype, device=weight.device)
@@ -219,14 +214,9 @@ def call_operator(packed, out, selection=None):
     """Dequantize by the operator, which tracers record as one call."""
     if is_compiling() and packed.dtype is torch.bfloat16 and has_no_bf16(packed.weight.device):
         return launch_eagerly(packed, out, selection)
-    check(packed, KERNEL_DEVICE)
-    if selection is not None:
-        check_ids(packed, selection.ids)
     weight, p = packed.weight, packed
-    if out is not None:
-        check_out(out, packed, selection)
-        if not (is_compiling() or in_transform() or is_fake(weight) or is_fake(out)):
-            check_memory(packed, out, selection.ids if selection else None)
+    traced = is_compiling() or in_transform() or is_fake(weight) or is_fake(out)
+    check_call(packed, out, selection, KERNEL_DEVICE, memory=out is not None and not traced)
     selected = {} if selection is None else selection._asdict()
     if forced():  # so that code compiled under other settings is not taken for this
         selected["forced"] = forced()

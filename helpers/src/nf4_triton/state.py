@@ -311,6 +311,20 @@ def check_ids(packed, ids):
             f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is")
 
 
+def check_call(packed, out=None, selection=None, device=None, memory=True):
+    """Check all that a call was given. Return check's sizes. memory: the tensors should have some."""
+    sizes = check(packed, device)
+    ids = None
+    if selection is not None:
+        ids = selection.ids
+        check_ids(packed, ids)
+    if out is not None:
+        check_out(out, packed, selection)
+    if memory:
+        check_memory(packed, out, ids)
+    return sizes
+
+
 # %% tags=["module-only"]
 def read_rows(rows, packed):
     """Return the Selection of `rows`: a slice of step 1, a tensor of ids, or a list of ints.
@@ -325,6 +339,7 @@ def read_rows(rows, packed):
         if step != 1:
             raise UnsupportedState(f"rows is {rows}, expected step 1: pass a list of ids")
         return Selection(None, first, max(0, stop - first))
+    check(packed)  # before its device is asked for
     if isinstance(rows, (list, tuple, range)):
         try:
             rows = torch.tensor(list(map(operator.index, rows)), dtype=torch.int64, device="cpu")
