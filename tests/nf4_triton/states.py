@@ -145,8 +145,6 @@ def odd_states(device=None):
     states["odd address"] = torch.cat([weight[:1], weight])[1:], state
     states["weight not contiguous"] = torch.cat([weight, weight + 1], 1)[:, :1], state
 
-    _, state = add("special scales", nested=False)
-    state.absmax[: len(SPECIAL)] = torch.tensor(SPECIAL)
     _, state = add("no code")
     state.code = None
     _, state = add("shape of a list")

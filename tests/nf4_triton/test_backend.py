@@ -105,14 +105,11 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((torch.nn.Sequential(layer),), "Sequential has .*one layer at a time.*get_submodule.'0'"),
         ((layer.weight.data.clone(),), "Tensor has no quant_state.*packed codes and their quant_state"),
         ((layer, torch.bfloat16), "quant_state is torch.bfloat16.*pass dtype=torch.bfloat16"),
-        (("a text",), "str has no quant_state, expected bitsandbytes' Linear4bit"),
         ((None,), "NoneType has no quant_state"),
         ((array, state), "the weight is ndarray"),
         ((weight.to("meta"), state), "the weight is on meta.*offloaded.*align_module_device"),
-        ((weight[:9], state), "the weight holds 9 bytes, expected 1024.*rows="),
         ((freed(weight), state), "weight has no memory"),  # torch's own operators would read it
         ((weight, state, out), "requires_grad"),
-        ((weight, state, array), "out is ndarray"),
         ((weight, state, None, torch.float64), "^dtype is torch.float64, expected one of"),
     ):
         with pytest.raises(launch.UnsupportedState, match=text):

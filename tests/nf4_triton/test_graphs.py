@@ -21,7 +21,6 @@ VARIANTS = {
     "flat": ({"nested": False}, {"asm": False}),
     "bytes": ({"shape": (65, 1)}, {"asm": False}),
     "asm": ({}, {"asm": True}),
-    "flat asm": ({"nested": False}, {"asm": True}),
     "T4": ({"quant_type": "fp4"}, {"card": "t4", "asm": True}),
     "ids": ({}, {"asm": True}),
     "range": ({}, {"asm": False}),

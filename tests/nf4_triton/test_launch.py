@@ -199,15 +199,6 @@ def test_defaults_of_torch_change_nothing(watched, device, layer, dtype):
         assert right(result, layer)
 
 
-# What is refused although a launch is cached: test_bad_input.py, and
-def test_a_nested_state_is_not_taken_for_a_flat_one(watched, make_layer):
-    watched.warm(make_layer(64, 320, torch.bfloat16, nested=False))
-    layer = make_layer(64, 320, torch.bfloat16)
-    replace(layer, "state2.blocksize", lambda x: None)
-    with pytest.raises(launch.UnsupportedState, match=r"state2\.blocksize is None"):
-        watched(layer.weight, layer.weight.quant_state)
-
-
 def test_the_same_tensor_twice_in_a_state(watched, layer):
     state = layer.weight.quant_state
     state.state2.absmax = state.state2.code
@@ -371,39 +362,6 @@ def test_a_launch_hook_sees_every_launch(watch, watched, changed_kernel, device,
     if device == "cuda":  # the interpreter calls no hooks
         assert seen == ["_your_dequantize_nf4_kernel"] * 6
     assert watched(weight, state)[1], "not replayed again without the hook"
-
-
-@ON_GPU
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_a_replay_passes_what_triton_passes(watched, make_layer, monkeypatch, nested):
-    """Grid, stream, function, metadata, every pointer and size: all that reaches Triton's C launcher."""
-    layer = make_layer(64, 320, torch.bfloat16, nested=nested)
-    weight, state = layer.weight, layer.weight.quant_state
-    compiled = launch.launch_ordinary(launch.read_state(weight, state)).compiled
-    launcher, calls = compiled.run, []
-    c_launcher = launcher.launch
-
-    def plain(value):
-        if isinstance(value, (tuple, list)):
-            return [plain(part) for part in value]
-        if isinstance(value, torch.Tensor):
-            return value.data_ptr()
-        # Without a hook these do nothing; a replay passes None.
-        return None if type(value).__name__ in ("HookChain", "LazyDict") else value
-
-    def record(*arguments):
-        calls.append(plain(arguments))
-        return c_launcher(*arguments)
-
-    monkeypatch.setattr(launcher, "launch", record)
-    ordinary, replayed = watched(weight, state), watched(weight, state)
-    assert (ordinary[1], replayed[1]) == (False, True)
-    replay.cached.clear()  # it holds `record`
-    for (result, _), call in zip((ordinary, replayed), calls, strict=True):
-        kernels = call[-1] if isinstance(call[-1], list) else call  # Triton 3.9 packs them
-        kernels[kernels.index(result.data_ptr())] = "result"
-    assert calls[0] == calls[1]
-    assert any(plain(compiled.packed_metadata) == value for value in calls[0])
 
 
 def test_fake_tensors_get_fake_results(case, layer):
