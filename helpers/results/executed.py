@@ -8,10 +8,11 @@ from pathlib import Path
 
 import nbformat
 
+from helpers.results.plots import NAMES
 from helpers.results.store import ROOT, Row, select
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
-LIBRARIES = ("unsloth_today", "unsloth_buffered", "unsloth_classic", "bitsandbytes", "peft")
+UNSLOTH = ("unsloth_today", "unsloth_classic")
 CRITERIA = (
     "One fused kernel",
     "Penalty: speedup at most 1.00",
@@ -24,22 +25,23 @@ CRITERIA = (
     "Tested in fp16 and bf16",
 )
 KNOWN = {  # section, case, contender, unit
-    *(("protocol", "puzzle's line", who, "x") for who in LIBRARIES),
-    *(("protocol", "total", who, "s") for who in (*LIBRARIES, "ours", "ordinary")),
+    *(("protocol", "puzzle's line", who, "x") for who in UNSLOTH),
+    *(("protocol", "total", who, "s") for who in NAMES),
     *(("score", criterion, who, "points") for criterion in CRITERIA for who in ("today", "classic")),
 }
 
 
-def code_cells(path: Path) -> list:
+def sources(path: Path) -> list[str]:
     """Return the code cells of a notebook, without the empty ones."""
-    cells = nbformat.read(path, as_version=4).cells
-    return [cell for cell in cells if cell.cell_type == "code" and cell.source.strip()]
+    code = [
+        cell.source.strip() for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    ]
+    return [source for source in code if source]
 
 
 def check_code(path: Path) -> None:
     """Raise ValueError, which names the cell, unless a notebook's code is that of this checkout's."""
-    found, expected = ([cell.source.strip() for cell in code_cells(book)] for book in (path, NOTEBOOK))
-    for number, (theirs, ours) in enumerate(zip_longest(found, expected), 1):
+    for number, (theirs, ours) in enumerate(zip_longest(sources(path), sources(NOTEBOOK)), 1):
         if theirs != ours:
             raise ValueError(
                 f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
@@ -51,7 +53,7 @@ def check_rows(rows: list[Row]) -> None:
     """Raise ValueError, which names the row, for one that is not as the notebook prints it."""
     seen = set()
     for row in rows:
-        key = (row.section, row.case, row.contender, row.unit)
+        key = row[:4]
         if key not in KNOWN:
             raise ValueError(f"row {key} is unknown or of the wrong unit: expected one of helpers/results")
         if key in seen:
@@ -68,7 +70,8 @@ def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Ro
     """
     if not commit:
         check_code(path)
-    outputs = [output.get("text", "") for cell in code_cells(path) for output in cell.outputs]
+    cells = nbformat.read(path, as_version=4).cells
+    outputs = [output.get("text", "") for cell in cells for output in cell.get("outputs", [])]
     printed = re.findall('^{"environment":.*', "\n".join(outputs), re.M)  # Colab may change ids of cells
     if len(printed) != 1:
         problem = f"{path} has {len(printed)} lines of rows, expected 1"
@@ -76,5 +79,7 @@ def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Ro
     sent = json.loads(printed[0])
     rows = [Row(*fields) for fields in sent["rows"]]
     check_rows(rows)
-    version = {"commit": commit, "kernel": f"of {commit}"} if commit else {}
-    return sent["environment"] | version, {row.section: select(rows, row.section) for row in rows}
+    environment = sent["environment"]
+    if commit:
+        environment |= {"commit": commit, "kernel": f"of {commit}"}
+    return environment, {row.section: select(rows, row.section) for row in rows}

@@ -1,29 +1,28 @@
 """Fill the marked blocks of README, docs and the notebook's text cells from stored rows.
 
 A block is everything between `<!-- name -->` and `<!-- /name -->`: the claim, a table of one of SECTIONS, or
-the picture that `figure name` names. Prose is written by hand.
+a figure, whose PNG goes into the notebook's data URIs. Prose is written by hand, and so is a figure's text.
 """
 
 import argparse
 import base64
 import math
-import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pandas
 
 from helpers.results import executed, plots, store
-from helpers.results.executed import NOTEBOOK
+from helpers.results.executed import NOTEBOOK, UNSLOTH
 from helpers.results.plots import H200, SHAPES
 from helpers.results.store import ROOT, Row, one, select
 
 FIGURES = ROOT / "docs" / "figures"
-BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n.*?<!-- /(?P=name) -->", re.S)
+BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 H100, TRITON_3_9 = "nvidia-h100-80gb-hbm3", "nvidia-h200-triton-3.9"
 T4, SIMULATED = "tesla-t4", "tesla-t4-simulated"
-UNSLOTH = ("unsloth_today", "unsloth_classic")
 TITLES = {  # how contenders, cases and cards are shown; others by their own names
     **plots.NAMES,
     "compiled_grid": "this kernel, compiled[grid]",
@@ -93,21 +92,24 @@ def table(stored: dict, section: str, cards: list[str]) -> str:
     found = []
     for card in cards:
         for row in select(stored.get(card, []), section):
-            if section == "gpu_time" and row.case not in SHAPES:
-                continue  # speed_by_size shows all sizes
-            case = SHAPES[row.case] if section == "gpu_time" else shown(row.case)
-            contender = shown(row.contender)
+            case, contender = shown(row.case), shown(row.contender)
+            if section == "gpu_time":
+                if row.case not in SHAPES:
+                    continue  # speed_by_size shows all sizes
+                case = SHAPES[row.case]
             if section == "machine_code":
                 contender += f" {row.unit}"
-            found.append((f"{case}, {shown(card)}" if len(cards) > 1 else case, contender, row.unit, row))
+            if len(cards) > 1:
+                case += f", {shown(card)}"
+            found.append((case, contender, row.unit, cell(row)))
     if not found:
         return "Not measured yet."
-    frame = pandas.DataFrame(found, columns=["case", "contender", "unit", "row"])
-    wide = frame.pivot_table("row", "case", "contender", aggfunc="first", sort=False)
-    wide = wide if len(wide) >= len(wide.columns) else wide.T
+    frame = pandas.DataFrame(found, columns=["case", "contender", "unit", "text"])
+    wide = frame.pivot_table("text", "case", "contender", aggfunc="first", sort=False).fillna("-")
+    if len(wide) < len(wide.columns):
+        wide = wide.T
     units = ", ".join(frame["unit"].unique())
-    texts = wide.map(cell, na_action="ignore").fillna("-")
-    return texts.rename_axis(units).to_markdown(disable_numparse=True)
+    return wide.rename_axis(units).to_markdown(disable_numparse=True)
 
 
 def claim(stored: dict) -> str:
@@ -115,10 +117,11 @@ def claim(stored: dict) -> str:
     lines = {}
     for name, card in {"NVIDIA H200": H200, "NVIDIA H100": H100, "Tesla T4": T4}.items():
         if rows := stored.get(card):
-            points = sum(row.median for row in select(rows, "score", contender="today"))
-            ratios = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
-            theirs, ours = (one(rows, "protocol", "total", who).median for who in ("bitsandbytes", "ours"))
-            lines[name] = [number(points, "points"), *(number(x, "x") for x in (*ratios, theirs / ours))]
+            points = sum(row.median for row in select(rows, "score") if row.contender == "today")
+            speedups = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
+            theirs, ours = (one(rows, "protocol", "total", who) for who in ("bitsandbytes", "ours"))
+            speedups.append(theirs.median / ours.median)
+            lines[name] = [f"{points:.0f}", *(number(speedup, "x") for speedup in speedups)]
     if T4 not in stored:  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
         best = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
@@ -136,38 +139,33 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
     """
 
     def fill(block: re.Match) -> str:
-        name = block["name"]
-        figure = name.removeprefix("figure ")
+        name, body = block["name"], block["body"]
         if name == "claim":
-            body = claim(stored)
+            body = claim(stored) + "\n"
         elif name in SECTIONS:
-            body = table(stored, name, SECTIONS[name])
-        elif figure not in images:
-            raise KeyError(f"{page.name} has a block {name!r}, which no code fills: rename or remove it")
-        else:
-            link = os.path.relpath(FIGURES / f"{figure}.png", page.parent)
-            if page.suffix == ".ipynb":  # Colab and GitHub show no files beside a notebook
-                link = f"data:image/png;base64,{base64.b64encode(images[figure]).decode()}"
-            body = f"![{plots.TEXTS[figure]}]({link})"
-        return f"<!-- {name} -->\n{body}\n<!-- /{name} -->"
+            body = table(stored, name, SECTIONS[name]) + "\n"
+        else:  # Colab and GitHub show no files beside a notebook
+            data = base64.b64encode(images[name.removeprefix("figure ")]).decode()
+            body = re.sub(r"base64,[^)]*", f"base64,{data}", body)
+        return f"<!-- {name} -->\n{body}<!-- /{name} -->"
 
     text = page.read_text(encoding="utf-8")
     if page.suffix != ".ipynb":
         return BLOCK.sub(fill, text)
     notebook = nbformat.reads(text, as_version=4)
-    for markdown in notebook.cells:
-        if markdown.cell_type == "markdown":
-            markdown.source = BLOCK.sub(fill, markdown.source)
+    for part in notebook.cells:
+        part.source = BLOCK.sub(fill, part.source)
     return nbformat.writes(notebook) + "\n"
 
 
 def draw(stored: dict) -> dict[Path, bytes]:
     """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
     images = {name: plots.png(picture(stored)) for name, picture in plots.PICTURES.items()}
+    files = {FIGURES / f"{name}.png": png for name, png in images.items()}
     images["idea"] = (FIGURES / "idea.png").read_bytes()  # rendered by hand from idea.svg
-    pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK)
-    files = {page: filled(page, stored, images).encode() for page in pages}
-    return files | {FIGURES / f"{name}.png": png for name, png in images.items()}
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK):
+        files[page] = filled(page, stored, images).encode()
+    return files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,18 +177,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--commit", help="the version of that notebook, if its code is not this checkout's")
     options = parser.parse_args(argv)
     stored = {card: store.rows(card) for card in store.cards()}
-    new: dict = {}
+    new: dict[str, list[Row]] = {}
+    environment = None
     try:
         if options.notebook:
-            facts, new = executed.read(options.notebook, options.commit)
-            card = store.slug(facts)
+            environment, new = executed.read(options.notebook, options.commit)
+            card = store.slug(environment)
             kept = [row for row in stored.get(card, []) if row.section not in new]
-            stored[card] = kept + sum(new.values(), [])
+            stored[card] = sum(new.values(), kept)
         files = draw(stored)
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        parser.exit(1, f"{type(error).__name__}: {error}\n")
+    except (OSError, ValueError, LookupError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     for section, rows in new.items():
-        print(f"stored in {store.write(section, rows, environment=facts)}")
+        print(f"stored in {store.write(section, rows, environment=environment)}")
     for path, content in files.items():
         path.write_bytes(content)
     for card in store.cards():

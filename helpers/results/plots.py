@@ -1,6 +1,6 @@
 """Draw the pictures of README, docs and the notebook from stored rows.
 
-Each function of PICTURES takes {card: its rows}. Its docstring is the picture's alternative text.
+Each function of PICTURES takes {card: its rows}.
 """
 
 import io
@@ -94,9 +94,9 @@ def speed_by_size(stored: dict) -> Figure:
     figure, panel = panel_of("Memory traffic of the kernels on an NVIDIA H200, bf16", 4.4)
     for name in ("ours", "unsloth_today", "unsloth_b200", "unsloth_classic"):
         speeds = {}
-        for row in select(stored[H200], "gpu_time", contender=name):
+        for row in select(stored[H200], "gpu_time"):
             size, dtype = row.case.split()
-            if dtype == "bf16":
+            if row.contender == name and dtype == "bf16":
                 speeds[int(size)] = BYTES * int(size) / row.median / 1e6
         if speeds:
             panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
@@ -110,11 +110,4 @@ def speed_by_size(stored: dict) -> Figure:
     return figure
 
 
-PICTURES = {picture.__name__: picture for picture in (protocol, where_time_goes, speed_by_size)}
-TEXTS = {name: picture.__doc__ for name, picture in PICTURES.items()}  # alternative texts
-TEXTS["idea"] = (
-    "How the kernel dequantizes. 1: a row of 64 codes lies in one block, so it has one scale, code2[absmax] "
-    "times absmax2 plus offset, rounded twice. 2: a 32-bit word holds 8 codes, high nibble first. "
-    "3: tl.gather puts the 16 values into shared memory, in 16 different banks: lookups never conflict. "
-    "4: libdevice.mul_rn multiplies by the scale; pairs are rounded and packed into one register."
-)
+PICTURES = {"protocol": protocol, "where_time_goes": where_time_goes, "speed_by_size": speed_by_size}

@@ -11,27 +11,25 @@ import os
 import re
 import statistics
 import subprocess
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from nf4_triton.environment import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "helpers" / "src" / "nf4_triton"
 FACTS = ("commit", "kernel", "card", "cpu", "driver", "cuda", "versions")  # in meta.json, of each section
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One number, or all repeats of it."""
 
     section: str
     case: str
     contender: str
     unit: str
-    values: tuple[float, ...]
-
-    def __post_init__(self):
-        object.__setattr__(self, "values", tuple(map(float, self.values)))
+    values: Sequence[float]
 
     @property
     def median(self) -> float:
@@ -64,18 +62,15 @@ def rows(card: str) -> list[Row]:
     path = root() / card / "rows.csv"
     if not path.exists():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
+    with path.open(newline="") as file:
         lines = list(csv.reader(file))[1:]
-    return [
-        Row(section, case, contender, unit, tuple(map(float, values.split())))
-        for section, case, contender, unit, values in lines
-    ]
+    return [Row(*key, tuple(map(float, values.split()))) for *key, values in lines]
 
 
 def meta(card: str) -> dict:
     """Return meta.json of a card: its name as "card", and "sections"; {} if there is none."""
     path = root() / card / "meta.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def cards() -> list[str]:
@@ -83,17 +78,16 @@ def cards() -> list[str]:
     return sorted(path.parent.name for path in root().glob("*/rows.csv"))
 
 
-def select(rows: Iterable[Row], section=None, case=None, contender=None, unit=None) -> list[Row]:
-    """Return the rows whose fields equal those given."""
-    found = [row for row in rows if section in (None, row.section) and case in (None, row.case)]
-    return [row for row in found if contender in (None, row.contender) and unit in (None, row.unit)]
+def select(rows: Iterable[Row], *fields: str) -> list[Row]:
+    """Return the rows that begin with these fields: section, case, contender, unit."""
+    return [row for row in rows if row[: len(fields)] == fields]
 
 
-def one(rows: Iterable[Row], *fields, **named) -> Row:
-    """Return the row that `select` finds. Raises KeyError if none or several match."""
-    found = select(rows, *fields, **named)
+def one(rows: Iterable[Row], *fields: str) -> Row:
+    """Return the one row that begins with these fields. Raises KeyError if none or several do."""
+    found = select(rows, *fields)
     if len(found) != 1:
-        raise KeyError(f"{len(found)} rows for {fields} {named}, expected one")
+        raise KeyError(f"{len(found)} rows for {fields}, expected one")
     return found[0]
 
 
@@ -133,21 +127,17 @@ def write(
     card: the folder under results/, this machine's by default. environment: what `describe()` returned on the
     machine that measured, with "commit" and "kernel" if it measured another code than this checkout's.
     """
-    from nf4_triton.environment import describe
-
     here = {"commit": commit(), "kernel": kernel_hash(), **(environment or describe())}
-    card = card or slug(here)
-    sections = meta(card).get("sections", {})
+    folder = root() / (card or slug(here))
+    sections = meta(folder.name).get("sections", {})
     sections[section] = {"date": here["date"][:10], "note": note, **{name: here.get(name) for name in FACTS}}
-    kept = [row for row in rows(card) if row.section != section]
-    folder = root() / card
+    kept = [row for row in rows(folder.name) if row.section != section]
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+    with (folder / "rows.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["section", "case", "contender", "unit", "values"])
-        for row in [*kept, *new]:
-            values = " ".join(f"{value:.9g}" for value in row.values)
-            table.writerow([row.section, row.case, row.contender, row.unit, values])
-    text = json.dumps({"card": here.get("card"), "sections": sections}, indent=1, ensure_ascii=False)
-    (folder / "meta.json").write_text(text + "\n", encoding="utf-8")
+        table.writerow(Row._fields)
+        for *key, values in [*kept, *new]:
+            table.writerow([*key, " ".join(f"{value:.9g}" for value in values)])
+    text = json.dumps({"card": here.get("card"), "sections": sections}, indent=1)
+    (folder / "meta.json").write_text(text + "\n")
     return folder
