@@ -15,7 +15,7 @@ def restored(own_bitsandbytes, monkeypatch):
     yield
     monkeypatch.undo()
     switching.switch.restore()
-    assert switching.functions() == switching.ORIGINAL
+    assert switching.library_function() is switching.ORIGINAL
     torch._dynamo.reset()
 
 
@@ -31,17 +31,6 @@ def fake_module(monkeypatch):
         vars(module).update(contents, __spec__=importlib.machinery.ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
         return module
-
-    return make
-
-
-@pytest.fixture
-def stand_in(fake_module):
-    """stand_in(name, function): import a function under a library's name. Return its module."""
-
-    def make(name, function):
-        module, _, attribute = name.rpartition(".")
-        return fake_module(module, **{attribute: function})
 
     return make
 

@@ -32,28 +32,27 @@ from switching import (  # noqa: E402
 # bitsandbytes.functional.dequantize_4bit
 
 
-def fails(error):
-    def launched(*arguments, **named):
-        raise error
-
-    return launched
-
-
 def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logged):
     """A full disk on a compute node ends no training. After three failures the library keeps the function."""
+
+    def fails_with(error):
+        def launched(*_):
+            raise error
+
+        monkeypatch.setattr(launch, "_your_dequantize_nf4", launched)
+
     packed, state = quantized((48, 64), BF16, device)
     expected = bnb.functional.dequantize_4bit(packed, state)
     why = "the kernel could not be launched (OSError: no space left)"
     with on() as switched:
-        monkeypatch.setattr(launch, "_your_dequantize_nf4", fails(RuntimeError("CUDA error")))
+        fails_with(RuntimeError("CUDA error"))
         with pytest.raises(RuntimeError, match="CUDA error"):
             bnb.functional.dequantize_4bit(packed, state)
-        monkeypatch.setattr(launch, "_your_dequantize_nf4", fails(OSError("no space left")))
+        fails_with(OSError("no space left"))
         for _ in range(5):
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
         assert switched.counts()[DEQUANTIZE]["reasons"] == {why: 3}
         assert switched.report[DEQUANTIZE] == why
-        assert f"Left to the library: {DEQUANTIZE}: {why}" in str(switched)
     assert logged() == f"{DEQUANTIZE} falls back to the library: {why}\n"
 
 
@@ -62,7 +61,6 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
     [
         ({}, FP16),
         ({"compress_statistics": False}, FP32),
-        ({"blocksize": 128}, BF16),
         ({"quant_type": "fp4"}, BF16),
         ({"quant_storage": FP32, "compress_statistics": False}, FP16),
     ],
@@ -96,8 +94,6 @@ def test_dequantize_4bit(options, dtype, device):
     "field, change",
     [
         ("absmax", strided),
-        ("code", strided),
-        ("offset", lambda offset: offset.double().view(1)),
         ("blocksize", lambda _: 192),  # no power of two; one block holds all there is
         ("dtype", lambda _: torch.float64),  # which the library refuses, too
     ],
@@ -105,7 +101,7 @@ def test_dequantize_4bit(options, dtype, device):
 def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, change):
     """The library's bits or its own error, also in a graph."""
     packed, state = quantized((64, 256), BF16, device)
-    holder = state.state2 if field in ("code", "blocksize") else state
+    holder = state.state2 if field == "blocksize" else state
     setattr(holder, field, change(getattr(holder, field)))
 
     def eager():
@@ -211,9 +207,8 @@ def test_compiled(make_layer, device, part):
 
 def from_parts(W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
     """Dequantize as Axolotl does, whose own function needs a GPU: tests/long/test_axolotl.py."""
-    state = types.SimpleNamespace(shape=shape, dtype=dtype, quant_type="nf4", blocksize=blocksize)
-    state.nested, state.absmax, state.offset = True, absmax, offset
-    state.state2 = types.SimpleNamespace(absmax=absmax2, code=code2, blocksize=blocksize2, dtype=FP32)
+    second = bnb.functional.QuantState(absmax2, code=code2, blocksize=blocksize2, dtype=FP32)
+    state = bnb.functional.QuantState(absmax, shape, None, blocksize, "nf4", dtype, offset, second)
     return oracle(W, state)
 
 
@@ -221,14 +216,15 @@ def axolotl_calls(function, device):
     packed, state = quantized((64, 256), BF16, device)
     second = state.state2
     rest = second.absmax, state.offset, 64, 256, [64, 256], BF16
-    for weight, code2 in ((packed, second.code), (packed.t(), second.code), (packed, strided(second.code))):
-        yield function(weight, state.absmax, code2, *rest)
+    yield function(packed, state.absmax, second.code, *rest)
+    yield function(packed.t(), state.absmax, second.code, *rest)
+    yield function(packed, state.absmax, strided(second.code), *rest)  # the library's
 
 
 def unsloth_calls(function, device):
     packed, state = quantized((48, 64), BF16, device)
     out = torch.full((48, 64), torch.nan, dtype=BF16, device=device)
-    yield function(packed, [1, 2])
+    yield function(packed, [1, 2])  # another format
     yield function(packed, state, out=out)
     yield function(packed.t(), state, dtype=BF16)
     yield function(packed, state, None, True)
@@ -241,12 +237,11 @@ def expert_stack(packed, quant_state, out_shape=None, out=None):
 
 def expert_stack_calls(function, device):
     """bf16 alone: Unsloth rounds some fp16 experts differently, so those stay its own."""
-    shape = 4, 48, 64
-    for dtype in (BF16, FP16):
-        packed, state = quantized((4 * 48, 64), dtype, device)
-        yield function(packed, state, shape, out=torch.full(shape, torch.nan, dtype=dtype, device=device))
-        yield function(packed, state, shape)
-        yield function(packed.view(4, -1), state)
+    packed, state = quantized((4 * 48, 64), BF16, device)
+    out = torch.full((4, 48, 64), torch.nan, dtype=BF16, device=device)
+    yield function(packed, state, (4, 48, 64), out=out)
+    yield function(packed.view(4, -1), state)
+    yield function(*quantized((4 * 48, 64), FP16, device), (4, 48, 64))
 
 
 def axolotl_experts(raw_param, quant_state, active_experts, expert_shape):
@@ -260,12 +255,9 @@ def axolotl_experts_calls(function, device):
     ids = torch.tensor([0, 2, 5], device=device)
     yield function(packed, state, ids, (20, 64))
     yield function(packed, flat, ids.int(), (20, 64))
-    yield function(packed, state, ids[:0], (20, 64))
-    yield function(
-        packed, state, torch.arange(6, device=device) % 2 == 0, (20, 64)
-    )  # from here the library's
+    mask = torch.arange(6, device=device) % 2 == 0
+    yield function(packed, state, mask, (20, 64))  # from here the library's
     yield function(*quantized((6, 20, 64), BF16, device, quant_storage=FP16), ids, (20, 64))
-    yield function(packed, state, ids, (10, 2))
     yield outcome(lambda: function(packed, state, ids, (70, 64)))
 
 
@@ -278,47 +270,47 @@ def unsloth_experts(param, experts, target_dtype=None):
 
 def unsloth_experts_calls(function, device):
     ids = torch.tensor([5, 0, 5], device=device)
-    for dtype in (BF16, FP16):
-        packed, state = quantized((6, 20, 64), dtype, device)
-        param = bnb.nn.Params4bit(packed, quant_state=state, bnb_quantized=True)
-        wrapped = types.SimpleNamespace(base_layer=param)
-        yield function(param, slice(0, 6, 2))  # the library's
-        for arguments in ((param, ids), (param, slice(1, 3)), (param, slice(4, 4)), (wrapped, ids, FP32)):
-            yield function(*arguments)
-        state.shape, param._original_shape = torch.Size([6 * 20, 64]), torch.Size([6, 20, 64])
-        yield function(param, slice(None))
+    half, param = (
+        bnb.nn.Params4bit(packed, quant_state=state, bnb_quantized=True)
+        for packed, state in (quantized((6, 20, 64), dtype, device) for dtype in (FP16, BF16))
+    )
+    yield function(half, ids)  # the library's
+    yield function(param, slice(0, 6, 2))  # the library's
+    yield function(param, ids)
+    yield function(types.SimpleNamespace(base_layer=param), slice(1, 3), FP32)
+    param.quant_state.shape, param._original_shape = torch.Size([6 * 20, 64]), torch.Size([6, 20, 64])
+    yield function(param, slice(None))
 
 
 def fallback_calls(function, device):
     """Also if the packed weight is a row."""
     x = inputs(device, 7, 128, dtype=FP16)
-    for nested in (False, True):
-        packed, state = quantized((48, 128), FP16, device, compress_statistics=nested)
-        scales = [state.absmax, 64, "nf4", None]
-        if nested:
-            scales = [state.state2.absmax, 64, "nf4", None, state.absmax, state.state2.code, state.offset]
-        yield function(x, packed, [48, 128], *scales)
-        yield function(x, packed.t(), [48, 128], *scales)
+    packed, state = quantized((48, 128), FP16, device)
+    scales = state.state2.absmax, 64, "nf4", None, state.absmax, state.state2.code, state.offset
+    yield function(x, packed, [48, 128], *scales)
+    yield function(x, packed.t(), [48, 128], *scales)
+    packed, state = quantized((48, 128), FP16, device, compress_statistics=False)
+    yield function(x, packed, [48, 128], state.absmax, 64, "nf4")
 
 
 STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by the library)}
     unsloth.FAST_DEQUANTIZE: ("unsloth", fast_dequantize, unsloth_calls, (3, 0)),
-    unsloth.EXPERT_STACK: ("unsloth", expert_stack, expert_stack_calls, (3, 3)),
-    unsloth.EXPERTS: ("unsloth", unsloth_experts, unsloth_experts_calls, (5, 7)),
-    unsloth.SITES[-1].name: ("unsloth", unsloth_experts, unsloth_experts_calls, (5, 7)),
+    unsloth.EXPERT_STACK: ("unsloth", expert_stack, expert_stack_calls, (2, 1)),
+    unsloth.EXPERTS: ("unsloth", unsloth_experts, unsloth_experts_calls, (3, 2)),
+    unsloth.SITES[-1].name: ("unsloth", unsloth_experts, unsloth_experts_calls, (3, 2)),
     axolotl.DEQUANT: ("axolotl", from_parts, axolotl_calls, (2, 1)),
-    axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (3, 4)),
-    FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (4, 0)),
+    axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (2, 3)),
+    FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (3, 0)),
 }
 
 
 @pytest.mark.parametrize("name", STAND_INS)
-def test_stand_ins(stand_in, device, name):
+def test_stand_ins(fake_module, device, name):
     library, function, calls, answered = STAND_INS[name]
-    function = types.FunctionType(function.__code__, function.__globals__, name, function.__defaults__)
-    stand_in(unsloth.FAST_DEQUANTIZE, fast_dequantize)
-    stand_in(axolotl.DEQUANT, from_parts)
-    stand_in(name, function)
+    functions = {unsloth.FAST_DEQUANTIZE: fast_dequantize, axolotl.DEQUANT: from_parts, name: function}
+    for path, stand_in in functions.items():
+        module, _, attribute = path.rpartition(".")
+        fake_module(module, **{attribute: stand_in})
     assert compared(lambda: tuple(calls(site.current(name), device)), name, library) == answered
 
 

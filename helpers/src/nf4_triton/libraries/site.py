@@ -8,7 +8,6 @@ import importlib.util
 import inspect
 import logging
 import math
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -16,21 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import triton
 
 from .. import launch, private, replay
 from ..autoload import local_rank, say
-from ..kernel import INTERPRETED, TRITON
+from ..kernel import INTERPRETED
 from ..reference import same_bits
 from ..state import UnsupportedState, read_state
 
 # bitsandbytes makes these tables at their first use, in torch's default dtype of that moment.
 TABLES = ("bitsandbytes.functional.name2qmap", "bitsandbytes.backends.utils._code_4bit_cache")
-# Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
-CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
 MOST_FAILURES = 3  # each may have compiled for seconds
 OFF = "switched off"
-KINDS = ("kernel", "library")  # what dequantized
 ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
 
 
@@ -58,8 +53,8 @@ class Site:
     replacement: Any = None  # None: no self-test has passed
     why_not: str = OFF  # why it does not answer; empty while it does
     failures: int = 0
-    counts: collections.Counter = field(default_factory=collections.Counter)  # of calls, by KINDS
-    reasons: collections.Counter = field(default_factory=collections.Counter)  # why the library dequantized
+    answered: int = 0  # calls that the kernel dequantized for
+    reasons: collections.Counter = field(default_factory=collections.Counter)  # why the library did, of calls
 
     def dequantize(self, kernel: Callable, *arguments):
         """Return kernel(*arguments), counted, or None if the library has to dequantize."""
@@ -67,19 +62,14 @@ class Site:
             result = kernel(*arguments)
         except UnsupportedState as error:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
-                self.count("library", str(error).split(":")[0])
+                self.reasons[str(error).split(":")[0]] += 1
             return None
-        except CANNOT_LAUNCH as error:
-            self.count("library", self.fail(error))
+        except launch.CANNOT_LAUNCH as error:
+            self.reasons[self.fail(error)] += 1
             return None
-        self.count("kernel")
-        return result
-
-    def count(self, kind: str, reason: str = "") -> None:
         if not private.is_compiling():
-            self.counts[kind] += 1
-            if reason:
-                self.reasons[reason] += 1
+            self.answered += 1
+        return result
 
     def fail(self, error: Exception) -> str:
         """Note a launch that failed, and return why. The first is logged; the last stops this site."""
@@ -103,20 +93,20 @@ class Site:
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
         self.failures = 0
-        if self.replays and (why := cannot_replay()):
-            raise RuntimeError(f"{why}, and this function launches faster than Triton's ordinary path")
+        if self.replays and not (replay.CAN_REPLAY or INTERPRETED):
+            raise RuntimeError("launches cannot be replayed here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
         importlib.import_module(self.name.rpartition(".")[0])
         self.replacement, self.original = None, current(self.name)
-        replacement = self.make_replacement(self.original)
-        before = self.why_not, self.counts.copy(), self.reasons.copy()
+        # The original may wrap an earlier replacement.
+        before, self.why_not = self.why_not, "its self-test runs"
         try:
-            self_test(self, replacement)
-        finally:  # its calls are not counted
-            self.why_not, self.counts, self.reasons = before
-        self.replacement = replacement
-        ORIGINALS[replacement] = self.original
+            self_test(Site(self.name, self.answer, self.results, original=self.original, why_not=""))
+        finally:
+            self.why_not = before
+        self.replacement = self.make_replacement(self.original)
+        ORIGINALS[self.replacement] = self.original
 
     def make_replacement(self, original: Callable) -> Callable:
         """Return a function that answers calls with known arguments and passes on the others."""
@@ -149,14 +139,6 @@ def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
     return launch.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
 
 
-def cannot_replay() -> str | None:
-    """Return why launches are not replayed here, None if they are, or if the interpreter runs them."""
-    if replay.CAN_REPLAY or INTERPRETED:
-        return None
-    versions = f"torch {torch.__version__} and Triton {'.'.join(map(str, TRITON))}"
-    return f"launches cannot be replayed with {versions}"
-
-
 def contents(module) -> dict[str, Any]:
     """Return the names in a module; none of what is no module. Asking it for one may import a lazy module."""
     if issubclass(type(module), types.ModuleType):
@@ -171,41 +153,35 @@ def current(name: str) -> Any:
 
 
 def require_parameters(name: str, function: Any, parameters: list[str]) -> None:
-    """Raise UnknownInternals unless a function takes these parameters first and needs no others."""
+    """Raise UnknownInternals unless a function takes these parameters first. Others stay its own."""
     problem = "is missing"
     if inspect.isfunction(function):
-        have = inspect.signature(function).parameters
-        more = list(have.values())[len(parameters) :]
-        optional = all(parameter.default is not parameter.empty for parameter in more)
-        if optional and list(have)[: len(parameters)] == parameters:
+        have = list(inspect.signature(function).parameters)
+        if have[: len(parameters)] == parameters:
             return
-        problem = f"takes {tuple(have)}, expected {tuple(parameters)}"
-    library = name.partition(".")[0]
-    version = current(f"{library}.__version__") or ""
-    raise UnknownInternals(f"{library} {version} is unknown and was left unchanged: {name} {problem}")
+        problem = f"takes {have}, expected {parameters}"
+    raise UnknownInternals(f"{name} {problem}: this version is unknown and was left unchanged")
 
 
 # The self-test: what a function, the library's or its replacement, returns for a small layer
 
 
-def self_test(site: Site, replacement: Callable) -> None:
+def self_test(trial: Site) -> None:
     """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
-    before = site.counts["kernel"]
+    replacement = trial.make_replacement(trial.original)
     with without_trace(self_test_device()) as device:
         for dtype in (torch.float16, torch.bfloat16):
             try:
                 layer = small_layer(dtype, device)
-                site.why_not = "its self-test runs"  # the original may wrap an earlier replacement
-                expected = site.results(site.original, *layer)
-                site.why_not = ""
-                same = all(map(same_bits, site.results(replacement, *layer), expected))
+                expected = trial.results(trial.original, *layer)
+                same = all(map(same_bits, trial.results(replacement, *layer), expected))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"the self-test of {site.name} failed: {problem}") from error
+                raise RuntimeError(f"the self-test of {trial.name} failed: {problem}") from error
             if not same:
-                raise RuntimeError(f"the kernel's {dtype} bits differ from those of {site.name}")
-    if site.counts["kernel"] == before:
-        raise RuntimeError(f"the kernel refused the self-test of {site.name}")
+                raise RuntimeError(f"the kernel's {dtype} bits differ from those of {trial.name}")
+    if not trial.answered:
+        raise RuntimeError(f"the kernel refused the self-test of {trial.name}")
 
 
 def self_test_device() -> torch.device:

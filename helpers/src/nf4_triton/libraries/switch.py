@@ -7,7 +7,6 @@ that the kernel does not accept goes to the library's own function, counted.
 
 import contextlib
 import importlib
-import importlib.util
 import logging
 import sys
 import threading
@@ -18,7 +17,7 @@ from .. import autoload
 from ..autoload import say
 from ..environment import cannot_run
 from . import axolotl, bitsandbytes, unsloth
-from .site import KINDS, OFF, ORIGINALS, Site, contents, current, self_test_device
+from .site import OFF, ORIGINALS, Site, contents, current, self_test_device
 
 # The first function of a library is the one that counts: without it the library is left as it is.
 LIBRARIES = {"unsloth": unsloth.SITES, "bitsandbytes": bitsandbytes.SITES, "axolotl": axolotl.SITES}
@@ -78,15 +77,17 @@ class Switch(contextlib.AbstractContextManager):
 
         {"kernel": dequantized by the kernel, "library": by the library, "reasons": {why: calls}}.
         """
-        return {
-            site.name: {kind: site.counts[kind] for kind in KINDS} | {"reasons": dict(site.reasons)}
-            for site in _sites
-        }
+        counts = {}
+        for site in _sites:
+            reasons = dict(site.reasons)
+            counts[site.name] = dict(kernel=site.answered, library=sum(reasons.values()), reasons=reasons)
+        return counts
 
     def summary(self) -> str:
         """Return one sentence: how many dequantizations the libraries did themselves."""
-        kernel, library = (sum(site.counts[kind] for site in _sites) for kind in KINDS)
-        left = [site.name for site in _sites if site.why_not not in ("", OFF)]
+        kernel = sum(site.answered for site in _sites)
+        library = sum(site.reasons.total() for site in _sites)
+        left = _left()
         if not kernel + library:
             if len(left) == len(_sites):
                 return "The kernel was not used: the libraries dequantized everything."
@@ -100,10 +101,8 @@ class Switch(contextlib.AbstractContextManager):
         if replaced:
             lines = ["The NF4 kernel works here. It dequantizes in:"]
             lines += [f"  {name}" for name in replaced]
-            if bitsandbytes.DEQUANTIZE in replaced:
-                lines.append("PEFT and transformers dequantize through bitsandbytes.")
-        left = {site.name: site.why_not for site in _sites if site.why_not not in ("", OFF)}
-        lines += [f"Left to the library: {name}: {why}" for name, why in (left | _not_replaced()).items()]
+        for name, why in (_left() | _not_replaced()).items():
+            lines.append(f"Left to the library: {name}: {why}")
         return "\n".join([*lines, "restore() ends it."] if replaced else lines)
 
 
@@ -145,8 +144,7 @@ def check_names(names: tuple[str, ...]) -> None:
     accepted = [*LIBRARIES, *THROUGH]
     for name in names:
         if name not in accepted:
-            what = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
-            raise ValueError(f"{what} is an unknown library, expected one of {', '.join(accepted)}")
+            raise ValueError(f"{name!r} is an unknown library, expected one of {', '.join(accepted)}")
 
 
 def restore() -> None:
@@ -171,8 +169,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
     for name in names:
         main, *others = _sites_of(name)
         try:
-            for package in (name, THROUGH.get(name, name)):
-                _import(package)
+            importlib.import_module(name)
             if problem := cannot_run(self_test_device()):
                 raise RuntimeError(problem)
             main.prepare()
@@ -192,20 +189,13 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
     return prepared
 
 
-def _import(package: str) -> None:
-    if package not in sys.modules:
-        if importlib.util.find_spec(package) is None:
-            raise ImportError(f"{package} is not installed: pip install {package}")
-        importlib.import_module(package)
-
-
 def _switch_on(prepared: dict[Site, str]) -> None:
     """Let these functions answer, and then replace them everywhere."""
     if not Switch().on:
         _sites.clear()
     for site, why_not in prepared.items():
         if site not in _sites:
-            site.counts.clear()  # before it is replaced: calls of other threads count from then on
+            site.answered = 0  # before it is replaced: calls of other threads count from then on
             site.reasons.clear()
             _sites.append(site)
         site.why_not = why_not
@@ -226,6 +216,11 @@ def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple]:
             for attribute, value in list(contents(module).items()):
                 if type(value) is types.FunctionType:
                     yield name, module, attribute, value
+
+
+def _left() -> dict[str, str]:
+    """Return {name: why} of the functions that could not be replaced."""
+    return {site.name: site.why_not for site in _sites if site.why_not not in ("", OFF)}
 
 
 def _not_replaced() -> dict[str, str]:

@@ -40,20 +40,20 @@ def dequantize_experts(site, param, experts, target_dtype=None):
     """Answer for the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
     while hasattr(param, "base_layer"):  # PEFT's wrappers
         param = param.base_layer
-    result = site.dequantize(selected_experts, param, experts)
-    return result if result is None or target_dtype is None else result.to(target_dtype)
+    return site.dequantize(selected_experts, param, experts, target_dtype)
 
 
-def selected_experts(param, experts):
-    quant_state = getattr(param, "quant_state", None)
+def selected_experts(param, experts, target_dtype):
+    quant_state = param.quant_state
     require_unrounded(quant_state)
     shape = getattr(param, "_original_shape", None) or quant_state.shape
-    return dequantize_rows(param.data, quant_state, shape, experts)
+    result = dequantize_rows(param.data, quant_state, shape, experts)
+    return result.to(target_dtype or result.dtype)
 
 
 def require_unrounded(quant_state) -> None:
     """Raise UnsupportedState for fp16: Unsloth's own tests allow its experts one unit in the last place."""
-    if getattr(quant_state, "dtype", None) is torch.float16:
+    if quant_state.dtype is torch.float16:
         raise UnsupportedState("Unsloth rounds some fp16 experts differently from bitsandbytes")
 
 
