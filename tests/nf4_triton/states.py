@@ -1,5 +1,6 @@
 """Random quantized weights without bitsandbytes, and the layouts that bitsandbytes and its users produce."""
 
+import copy
 import math
 import operator
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from nf4_triton.state import read_state
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
 SPECIAL += (1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39)
+GUARD = 64
 
 
 def exact(result, weight, state):
@@ -115,6 +117,34 @@ def every_byte(dtype, **options):
     weight.copy_(torch.arange(256).repeat(256).view(-1, 1))
     state.absmax.copy_(torch.arange(2048) // 8)
     return weight, state
+
+
+def subnormal_scales(dtype):
+    """Yield (weight, state) of nested scales and offsets that are subnormal."""
+    weight, state = random_state((512, 64), dtype)
+    state.absmax.copy_(torch.arange(512) // 2)
+    state.state2.absmax.copy_(torch.tensor([2e-38, 5e-39]))
+    for offset in (0.0, 1e-38, -1e-39):
+        state.offset.fill_(offset)
+        yield weight, state
+
+
+def part(weight, state, start, shape):
+    """Return (weight, state) of the elements from `start` on, within one group of 256 blocks."""
+    few = copy.copy(state)
+    few.shape = shape
+    few.absmax = state.absmax[start // 64 :]
+    few.state2 = copy.copy(state.state2)
+    few.state2.absmax = state.state2.absmax[start // 64 // 256 :]
+    return weight[start // 2 :][: math.prod(shape) // 2], few
+
+
+def between_guards(shape, dtype, device, skip=0):
+    """Return (guard, out, guard), consecutive memory full of NaN; `out` is `skip` elements off alignment."""
+    sizes = [GUARD + skip, math.prod(shape), GUARD]
+    memory = torch.full((sum(sizes),), math.nan, dtype=dtype, device=device)
+    before, out, after = memory.split(sizes)
+    return before, out.view(tuple(shape)), after
 
 
 def odd_states(device=None):

@@ -5,9 +5,9 @@ import torch
 
 from helpers import machine
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import launch, settings
+from nf4_triton import dequantize, launch, settings
 from nf4_triton.reference import same_bits
-from states import exact, noise, odd_states, random_state, replace, right
+from states import exact, noise, odd_states, oracle, random_state, replace, right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -177,6 +177,19 @@ def test_a_weight_of_a_dynamic_length(layer, options):
         assert exact(compiled(given, state), weight, state)
     with pytest.raises(UNSUPPORTED, match="holds 5000 bytes"):
         compiled(weight[:5000], state)
+
+
+def test_a_dynamic_number_of_selected_slices(device, options):
+    weight, state = random_state((16, 320), torch.float16)
+    compiled = torch.compile(lambda ids: dequantize(weight, state, rows=ids) + 0, **options)
+    whole = oracle(weight, state)
+    ids = torch.tensor([5, 0, 11, 5], device=device)
+    torch._dynamo.mark_dynamic(ids, 0)
+    for given in (ids, ids[:2], torch.arange(9, device=device)):
+        assert same_bits(compiled(given), whole[given])
+    for _ in range(3):  # the ids change where they are
+        ids.add_(1)
+        assert same_bits(compiled(ids), whole[ids])
 
 
 def test_a_state_that_the_graph_changes(layer, options):

@@ -10,7 +10,7 @@ import torch
 from helpers import machine
 from nf4_triton import reference
 from nf4_triton.reference import different, same_bits
-from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state
+from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
@@ -110,29 +110,25 @@ def test_subnormal_products_and_scales_on_the_gpu():
     weight.copy_(torch.arange(256).repeat(len(scales)).view(-1, 1))
     state.absmax.copy_(scales)
     assert agrees(weight, state)
-    weight, state = random_state((512, 64), torch.float32)
-    state.absmax.copy_(torch.arange(512) // 2)
-    state.state2.absmax.copy_(torch.tensor([2e-38, 5e-39]))
-    for offset in (0.0, 1e-38, -1e-39):
-        state.offset.fill_(offset)
-        assert agrees(weight, state), offset
+    for case in subnormal_scales(torch.float32):
+        assert agrees(*case)
 
 
 def test_flushing_keeps_the_sign_and_spares_normal_numbers():
     """Without a GPU this stands for the two tests above."""
     tiny = torch.finfo(torch.float32).tiny
-    x = torch.tensor([tiny, -tiny, tiny / 2, -tiny / 2, 0.0, -0.0, math.nan, -math.inf])
-    for factor, first in ((1.0, tiny), (0.5, 0.0)):
-        expected = torch.tensor([first, -first, 0.0, -0.0, 0.0, -0.0, math.nan, -math.inf])
-        assert same_bits(reference.multiply_flushing(torch.full_like(x, factor), x), expected)
-    nearly = torch.tensor([1 - 2.0**-24])  # times `tiny` rounds up to `tiny`, but is subnormal in 24 bits
-    assert reference.multiply_flushing(nearly, torch.tensor([tiny])) == 0
+    x = torch.tensor([tiny, -tiny, tiny / 2, -tiny / 2, -0.0, math.nan, -math.inf])
+    expected = torch.tensor([tiny, -tiny, 0.0, -0.0, -0.0, math.nan, -math.inf])
+    assert same_bits(reference.multiply_flushing(torch.ones(len(x)), x), expected)
+    nearly = 1 - 2.0**-24  # times `tiny` rounds up to `tiny`, but is subnormal in 24 bits
+    for factor in (0.5, nearly):
+        assert reference.multiply_flushing(torch.tensor([factor]), torch.tensor([tiny])) == 0
 
 
 def test_different_counts_bits():
     x = torch.tensor([0.0, 1.0, math.nan])
     assert different(x, torch.tensor([-0.0, 1.0, -math.nan])) == 1 and same_bits(x, x.clone())
-    for y in (x.half(), x[:2], x.view(1, 3)):
+    for y in (x.half(), x.view(1, 3)):
         assert not same_bits(x, y)
         with pytest.raises(ValueError, match="cannot compare"):
             different(x, y)
