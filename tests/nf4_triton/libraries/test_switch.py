@@ -254,8 +254,6 @@ def test_which_libraries(monkeypatch):
         assert on.on and set(on.report.values()) == {"kernel"}
     with pytest.raises(ImportError, match="peft"):
         quietly("peft", strict=True)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert "bitsandbytes" in quietly().report[DEQUANTIZE] and not quietly().on
 
 
 def test_without_replays_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
@@ -333,11 +331,12 @@ def test_each_rank_tests_on_its_own_gpu(monkeypatch):
 # What is logged
 
 
-def test_one_process_of_a_host_logs(monkeypatch, logged):
-    for rank, speaks in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        use_nf4_kernel("bitsandbytes")
-        assert ("The NF4 kernel works here" in logged()) == speaks
+@pytest.mark.parametrize("rank, level, speaks", [("0", "INFO", 1), ("1", "INFO", 0), ("0", "WARNING", 0)])
+def test_one_process_of_a_host_logs_at_the_programs_level(monkeypatch, caplog, rank, level, speaks):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    caplog.set_level(level)
+    use_nf4_kernel("bitsandbytes")
+    assert len(caplog.messages) == speaks
 
 
 class Closed:
@@ -353,32 +352,21 @@ class Closed:
 def unconfigured(monkeypatch):
     """unconfigured(): take pytest's handlers off, which it adds after the fixtures, as in a plain script."""
     yield lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("nf4_triton").setLevel(logging.NOTSET)
 
 
 def test_without_configured_logging_lines_have_a_name(unconfigured, monkeypatch, capsys):
     unconfigured()
     use_nf4_kernel("bitsandbytes")
-    autoload.say("it falls back", logging.WARNING)
-    printed = capsys.readouterr().err
-    assert printed.startswith("nf4_triton: The NF4 kernel works here")
-    assert printed.endswith("\nnf4_triton: it falls back\n")
-    monkeypatch.setattr(sys, "stderr", Closed())
-    assert use_nf4_kernel("bitsandbytes").on
-    logging.basicConfig()
-    autoload.say("it falls back", logging.WARNING)
-
-
-@pytest.mark.parametrize("logger", ["", "nf4_triton"])
-def test_a_level_of_warning_silences_what_is_no_warning(unconfigured, capsys, logger):
-    unconfigured()
-    if not logger:
-        logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger(logger).setLevel(logging.WARNING)
+    assert capsys.readouterr().err.startswith("nf4_triton: The NF4 kernel works here")
+    logging.getLogger("nf4_triton").setLevel(logging.WARNING)
     use_nf4_kernel("bitsandbytes")
     autoload.say("it falls back", logging.WARNING)
     assert capsys.readouterr().err == "nf4_triton: it falls back\n"
+    monkeypatch.setattr(sys, "stderr", Closed())
+    autoload.say("it falls back", logging.WARNING)
+    logging.basicConfig()
+    autoload.say("it falls back", logging.WARNING)
 
 
 # NF4_TRITON=1
@@ -419,14 +407,10 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     assert logged().startswith("NF4_TRITON=1: The NF4 kernel works here. It dequantizes in:\n")
     assert library_function() is not ORIGINAL and dequantizes()
     assert bnb.nn.Linear4bit.__init__ is not_waiting
-    restore()
-    a_layer()
-    assert library_function() is ORIGINAL and not logged()
 
 
-@pytest.mark.parametrize("value", [None, "", " False "])
-def test_without_the_variable_nothing_happens(variable, value):
-    variable.delenv("NF4_TRITON") if value is None else variable.setenv("NF4_TRITON", value)
+def test_without_the_variable_nothing_happens(variable):
+    variable.setenv("NF4_TRITON", " False ")
     before = bnb.nn.Linear4bit.__init__
     autoload.load()
     assert bnb.nn.Linear4bit.__init__ is before and not autoload.waiting
