@@ -20,8 +20,7 @@ def prepare() -> None:
     """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
 
     Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. With
-    NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4. Raises RuntimeError if triton was
-    imported too early for the interpreter.
+    NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4.
     """
     if not os.access(os.path.expanduser("~"), os.W_OK):
         home = ROOT / "build" / "home"  # for the caches of Triton and Inductor
@@ -29,14 +28,8 @@ def prepare() -> None:
         os.environ["HOME"] = str(home)
     if importlib.util.find_spec("torch") is None:
         return
-    if not has_gpu() and os.environ.get("TRITON_INTERPRET") != "1":
-        if "triton" in sys.modules:
-            raise RuntimeError(
-                "triton was imported before TRITON_INTERPRET=1 was set, and there is no CUDA GPU: kernels "
-                "cannot run here. Call helpers.machine.prepare() before the first "
-                "`import triton`; in a notebook restart the runtime and run from the top."
-            )
-        os.environ["TRITON_INTERPRET"] = "1"
+    if not has_gpu():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
     if os.environ.get("NF4_FORCE") == "t4" and native_bf16():
         hide_native_bf16()
 
@@ -60,9 +53,8 @@ class ChildFailed(RuntimeError):
 
 
 class Done(NamedTuple):
-    """How a process ended; `status` is None after a timeout, negative after a signal."""
+    """What a process printed."""
 
-    status: int | None
     out: str
     err: str
 
@@ -72,7 +64,6 @@ def python(
     *,
     variables: Mapping[str, str | None] | None = None,
     folder: Path | str = ROOT,
-    stdin: str = "",
     timeout: float = 300,
     check: bool = True,
 ) -> Done:
@@ -88,23 +79,23 @@ def python(
         [sys.executable, *map(str, arguments)],
         cwd=folder,
         env={name: value for name, value in environment.items() if value is not None},
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(stdin, timeout)
-        done = Done(process.returncode, out, err)
+        out, err = process.communicate(timeout=timeout)
+        how = f"ended with {process.returncode}"
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it started: they share a session
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        done = Done(None, *process.communicate())
-    if check and done.status != 0:
-        how = f"did not end within {timeout:g} s" if done.status is None else f"ended with {done.status}"
-        text = f"{done.out.strip()[-2000:]}\n{done.err.strip()[-6000:]}".strip()
+        out, err = process.communicate()
+        how = f"did not end within {timeout:g} s"
+    if check and process.returncode != 0:
+        text = f"{out.strip()[-2000:]}\n{err.strip()[-6000:]}".strip()
         raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
-    return done
+    return Done(out, err)

@@ -10,8 +10,8 @@ from helpers.puzzle.protocol import (
     NEEDS_GPU,
     SHORT,
     baselines,
-    bitsandbytes_baseline,
     synchronize,
+    wrong_elements,
 )
 from nf4_triton.launch import launch_ordinary
 from nf4_triton.reference import dequantize_in_pytorch, different
@@ -95,7 +95,6 @@ def device(candidate):
 
 # %% What the cells below share id="checks-tools" folded=true
 import collections
-import math
 import re
 
 HALF = (torch.float16, torch.bfloat16)
@@ -104,26 +103,14 @@ KERNEL = "_your_dequantize_nf4_kernel"
 passed = globals().get("passed", {})  # {criterion: True, False, None}; kept when this cell runs again
 
 
-def by_bitsandbytes(layer):
-    """Return the weight by bitsandbytes' own function."""
-    return bitsandbytes_baseline().fn(layer)
-
-
-def wrong_elements(function, layer):
-    """Count the elements whose bits differ from bitsandbytes'."""
-    expected = by_bitsandbytes(layer)
-    torch.full_like(expected, math.nan)  # freed at once, so the result is likely to get this memory
-    return different(function(layer), expected)
-
-
-def some_layers():
-    """Yield (description, function of a dtype that returns a layer)."""
-    yield "every byte under every scale", every_code
+def some_layers(dtype):
+    """Yield (description, layer)."""
+    yield "every byte under every scale", every_code(dtype)
     for columns in (1, 65, 4097):  # sizes that end in the middle of a byte, a block, a program
-        yield f"1 x {columns}", lambda dtype, columns=columns: quantized_layer(columns, 1, dtype)
+        yield f"1 x {columns}", quantized_layer(columns, 1, dtype)
     for config in CONFIGS:
-        shape = config.hidden, config.intermediate
-        yield f"{shape[1]} x {shape[0]}", lambda dtype, shape=shape: quantized_layer(*shape, dtype)
+        hidden, intermediate = config.hidden, config.intermediate
+        yield f"{intermediate} x {hidden}", quantized_layer(hidden, intermediate, dtype)
 
 
 def changes_show(candidate):
@@ -186,7 +173,7 @@ def on_and_off(candidate, setting):
     layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
     chosen, ptx, wrong = vars(settings()), {}, {}
     for on in (True, False):
-        with force(**(chosen | {setting: on and chosen[setting]})):
+        with force(**(chosen | {setting: on})):
             events, kernels = own_launches(candidate, layers[0])
             only = {name for name, _ in events} == {KERNEL}
             ptx[on] = "".join(kernel.asm["ptx"] for kernel in kernels) if only else ""
@@ -219,10 +206,9 @@ def exact(candidate):
     """Count the elements that differ in any bit from bitsandbytes."""
     right = True
     print(f"{'elements that differ':28}{'fp16':>12}{'bf16':>12}{'of':>12}")
-    for description, make in some_layers():
-        layers = [make(dtype) for dtype in HALF]
-        counts = [wrong_elements(candidate, layer) for layer in layers]
-        size = layers[0].weight.quant_state.shape.numel()
+    for (description, fp16), (_, bf16) in zip(*map(some_layers, HALF), strict=True):
+        counts = [wrong_elements(candidate, layer) for layer in (fp16, bf16)]
+        size = fp16.weight.quant_state.shape.numel()
         print(f"{description:28}{counts[0]:12,}{counts[1]:12,}{size:12,}")
         right = right and not any(counts)
     return changes_show(candidate) and right

@@ -55,9 +55,7 @@ def load(label, loader):
             return Baseline(label, None, NEEDS_GPU)
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return Baseline(label, loader())
-    except ModuleNotFoundError as error:
-        return Baseline(label, None, f"{error.name}, which is not installed" if error.name else str(error))
-    except Exception as error:  # a broken installation can raise anything
+    except Exception as error:  # not installed, or a broken installation, which can raise anything
         return Baseline(label, None, f"a working {label}: {type(error).__name__}: {error}")
     except KeyboardInterrupt as error:
         unfinished.append(error)
@@ -103,14 +101,9 @@ def shown(ratio):
 
 def attempt(check, candidate, needs_gpu=True):
     """Return check(candidate). If something is missing, say so and return None; after an error, False."""
-    if unfinished:
-        print(RESTART)
-        return None
-    needs = bitsandbytes_baseline().reason
-    if needs_gpu and not ON_GPU:
-        needs = NEEDS_GPU
-    if needs:
-        print(f"not measured (needs {needs})")
+    needs = NEEDS_GPU if needs_gpu and not ON_GPU else bitsandbytes_baseline().reason
+    if unfinished or needs:
+        print(RESTART if unfinished else f"not measured (needs {needs})")
         return None
     try:
         verdict = check(candidate)
@@ -132,12 +125,18 @@ def attempt(check, candidate, needs_gpu=True):
     return verdict
 
 
+def wrong_elements(function, layer):
+    """Count the elements whose bits differ from bitsandbytes'."""
+    expected = bitsandbytes_baseline().fn(layer)
+    torch.full_like(expected, math.nan)  # freed at once, so the result is likely to get this memory
+    return different(function(layer), expected)
+
+
 def compare(dequantize):
-    """Count the elements of a layer that differ in any bit from bitsandbytes' weight."""
+    """Print and check that a function's weight of one layer has bitsandbytes' bits."""
     layer = quantized_layer(*LARGE, torch.bfloat16)
-    weight = dequantize(layer)
-    wrong = different(weight, bitsandbytes_baseline().fn(layer))
-    print(f"{wrong:,} of {weight.numel():,} elements differ from bitsandbytes")
+    wrong = wrong_elements(dequantize, layer)
+    print(f"{wrong:,} of {layer.weight.quant_state.shape.numel():,} elements differ from bitsandbytes")
     return wrong == 0
 
 
@@ -222,8 +221,8 @@ def assert_correct_bnb(layer, dtype):
     assert (state.blocksize, second.blocksize) == (64, 256)
 
 
-def flip(mlp, at=-1):
-    """Flip all bits of one byte of each weight, the one at `at`; a second call restores it."""
+def flip(mlp, at):
+    """Flip all bits of one byte of each weight, the one at `at`."""
     for layer in layers_of(mlp):
         layer.weight.data.view(-1)[at] ^= 255
 
@@ -400,12 +399,6 @@ def launch_forms(candidate) -> dict[str, Callable]:
     return {"ours": candidate} | ordinary
 
 
-def assert_weights(mlp, fx, dtype):
-    """Compare one weight after another: a contender may keep all its results in one buffer."""
-    for layer in layers_of(mlp):
-        assert_same(fx(layer), reference(layer), dtype)
-
-
 def in_turns(contenders, turns=5):
     """Time contenders, {name: layer -> weight}, on the same three MLPs, one after another in each turn.
 
@@ -417,7 +410,8 @@ def in_turns(contenders, turns=5):
             mlp, X = build(config)
             for name in list(seconds):
                 try:
-                    assert_weights(mlp, contenders[name], config.dtype)
+                    for layer in layers_of(mlp):  # one by one: all results may be in one buffer
+                        assert_same(contenders[name](layer), reference(layer), config.dtype)
                 except Exception as error:
                     print(
                         f"{LABELS[name]}: not measured ({type(error).__name__}: {str(error).strip()[:200]})"

@@ -34,7 +34,11 @@ def two_kernels(layer):
 def beside_the_kernel(layer):
     """Launch the kernel, and return what another one wrote."""
     launch.your_dequantize_nf4(layer)
-    return checks.by_bitsandbytes(layer)
+    return by_bitsandbytes(layer)
+
+
+def by_bitsandbytes(layer):
+    return protocol.bitsandbytes_baseline().fn(layer)
 
 
 def large_buffer(layer):
@@ -56,7 +60,7 @@ def kept_result(layer, kept={}):  # noqa: B006
         (wrong_bits, {"bits", *LAUNCH}),
         (two_kernels, LAUNCH),
         (beside_the_kernel, {"memory", *LAUNCH}),
-        (checks.by_bitsandbytes, {"memory", *LAUNCH}),
+        (by_bitsandbytes, {"memory", *LAUNCH}),
         (checks.dequantize_in_pytorch, {"bits", "memory", *LAUNCH}),
         (large_buffer, {"memory"}),
         (kept_result, {"bits", "memory", *LAUNCH}),
@@ -99,10 +103,9 @@ def test_what_was_read_once_is_no_longer_right(name, candidate):
     assert checks.changes_show(copies) is False
 
 
+@pytest.mark.gpu  # only torch's GPU allocator gives the same memory again
 def test_a_result_is_compared_in_memory_that_held_nan(make_layer):
     """An element that a call does not write must not keep the reference's value."""
-    if not protocol.ON_GPU:
-        pytest.skip("only torch's GPU allocator gives the same memory again")
     layer = make_layer(64, 64, FP16)
     assert checks.wrong_elements(lambda layer: torch.empty(64, 64, dtype=FP16, device="cuda"), layer) > 0
 
@@ -120,29 +123,24 @@ SCALE = """	// begin inline asm
 """
 STORE = "	st.global.cs.v4.b32 [ %rd19 + 0 ], { %r114, %r115, %r116, %r117 };\n"
 PLAIN = LOAD.replace(".L1::evict_first.L2::cache_hint", "") + "	mul.rn.ftz.f32 %r84, %r2, %r13;\n"
-ON, EXACT = LOAD + SCALE + STORE, {True: 0, False: 0}
+ON = LOAD + SCALE + STORE
 
 
 @pytest.mark.parametrize("check", [checks.custom_asm, checks.cache_eviction])
 @pytest.mark.parametrize(
     "on, off, wrong, passes",
     [
-        (ON, PLAIN, EXACT, True),
-        (ON, ON, EXACT, False),
-        (PLAIN, PLAIN, EXACT, False),
-        ("", "", EXACT, False),
-        (ON, "", EXACT, False),
-        (ON, PLAIN, {True: 0, False: 1}, False),
+        (ON, PLAIN, 0, True),
+        (ON, ON, 0, False),
+        (PLAIN, PLAIN, 0, False),
+        (ON, "", 0, False),  # the GPU ran something else
+        (ON, PLAIN, 1, False),
     ],
 )
 def test_on_and_off(check, on, off, wrong, passes, monkeypatch, candidate):
-    monkeypatch.setattr(checks, "on_and_off", lambda candidate, name: ({True: on, False: off}, wrong))
+    found = {True: on, False: off}, {True: 0, False: wrong}
+    monkeypatch.setattr(checks, "on_and_off", lambda candidate, name: found)
     assert check(candidate) is passes
-
-
-def test_the_assembly_is_printed_and_tritons_own_is_not():
-    block = "{ .reg .f32 m; mul.rn.ftz.f32 m, %, %; add.rn.f32 %, m, %; }"
-    assert checks.our_assembly(ON + SCALE.replace("%r1", "%r2")) == {block: 2}
 
 
 # --- torch.compile, memory ---

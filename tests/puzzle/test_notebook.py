@@ -54,7 +54,7 @@ def test_the_notebook_has_the_modules_sections(notebook):
 
 def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
     (tmp_path / "some.py").write_text(MODULE)
-    monkeypatch.setattr(book, "MODULES", {"some": "some.py"})
+    monkeypatch.setattr(book, "MODULES", ["some.py"])
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
     first, gone = (code("old", id=name, metadata={"tags": ["some"]}) for name in ("first", "gone"))
     first.outputs = [nbformat.v4.new_output("stream", text="kept")]
@@ -63,12 +63,11 @@ def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
     assert [one.id for one in small.cells] == ["text", "first", "own", "second"]
     assert cell(small, "first").source == "x = 1\n\nf()" and printed(small, "first") == "kept"
     assert cell(small, "second").source.startswith("#@title The details")
-    assert book.sync(small, tmp_path) == []
 
 
 # --- run ---
 
-FACTS = "import pathlib, sys\nprint(sys.executable, pathlib.Path.home(), sep='|')"
+FACTS = "import pathlib, sys\nprint(sys.executable, pathlib.Path.home())"
 SCORE = "print('sum 14')"
 
 
@@ -96,22 +95,20 @@ def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, m
     """This very Python runs it; no folder of this machine is in the outputs; in place only if asked."""
     same = f"import sys\nassert sys.executable == {sys.executable!r}"
     status, copy, path = execute({"facts": FACTS, "same": same, "score": SCORE})
-    assert status == 0 and not nbformat.read(path, 4).cells[0].outputs
-    shown = capsys.readouterr().out
-    assert shown.endswith("sum 14\n") and "s  facts" in shown
+    assert status == 0 and not cell(nbformat.read(path, 4), "score").outputs
+    assert capsys.readouterr().out.endswith("sum 14\n")
     text = printed(copy, "facts")
     assert str(Path.home()) not in text and sys.prefix not in text
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     status, copy, path = execute({"install": SCORE, "score": SCORE}, "--in-place")
     written = nbformat.read(path, 4)
-    assert status == 0 and written.cells[1].outputs == copy.cells[1].outputs != []
-    assert not written.cells[0].outputs, "pip's messages are no result"
-    assert written.metadata.kernelspec.name == "not-registered"
+    assert status == 0 and printed(written, "score") == "sum 14\n"
+    assert not cell(written, "install").outputs, "pip's messages are no result"
     assert f"-m helpers draw {tmp_path / 'out' / 'some.executed.ipynb'}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("forced, drawn", [("", 3), ("t4", 0)], ids=["drawing fails", "forced settings"])
-def test_the_repositorys_notebook_stays(execute, capsys, monkeypatch, forced, drawn):
+def test_the_repositorys_notebook_stays(execute, monkeypatch, forced, drawn):
     monkeypatch.setenv("NF4_FORCE", forced)
     # The repository's notebook runs in its folder.
     monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
@@ -119,7 +116,6 @@ def test_the_repositorys_notebook_stays(execute, capsys, monkeypatch, forced, dr
     monkeypatch.setattr(book.subprocess, "call", lambda command, **_: drawn)
     status, copy, path = execute({"score": SCORE}, "--in-place")
     assert status == drawn and copy.cells[0].outputs and not nbformat.read(path, 4).cells[0].outputs
-    assert ("not stored: drawing the pages failed" in capsys.readouterr().err) == (drawn != 0)
 
 
 INTERRUPT = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nimport time; time.sleep(60)"
@@ -140,31 +136,27 @@ def test_what_ran_is_kept_and_one_line_says_why_it_stopped(
 ):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setattr(book, "LIMIT", 3)
-    status, copy, path = execute({"a": "1 + 1", "b": bad, "score": SCORE}, "--in-place")
+    status, copy, path = execute({"a": SCORE, "b": bad}, "--in-place")
     shown = capsys.readouterr()
     assert status == expected and message in shown.err and shown.err.count("\n") == 1
-    assert copy.cells[0].outputs and not copy.cells[2].outputs
-    assert "helpers draw" not in shown.out and not nbformat.read(path, 4).cells[0].outputs
+    assert printed(copy, "a") and not cell(nbformat.read(path, 4), "a").outputs
 
 
-def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path, capsys):
+def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setattr(book, "execute", None)
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    for options in (["--out"], ["--out", str(file / "x")], ["--out", "~nobody_has_this/x"], ["--in-place"]):
+    for on_gpu, options in (
+        (False, ["--out", str(file / "x")]),
+        (False, ["--in-place"]),
+        (True, ["--in-place", "--quick"]),
+    ):
+        monkeypatch.setattr(machine, "has_gpu", lambda on_gpu=on_gpu: on_gpu)
         with pytest.raises(SystemExit):
             book.run(options)
-    assert "--in-place stores what a GPU measured" in capsys.readouterr().err
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    with pytest.raises(SystemExit):
-        book.run(["--in-place", "--quick"])
     monkeypatch.setenv("HOME", str(tmp_path))
     assert book.options_of(["--out", "~/x"]).path.parent == tmp_path / "x"
-    for options in (["--help"], ["bogus"]):
-        with pytest.raises(SystemExit):
-            book.write(options)
-    assert "changed" not in capsys.readouterr().out
 
 
 # --- alone ---
@@ -181,9 +173,7 @@ def alone(monkeypatch, tmp_path):
 
     def run(notebook):
         nbformat.write(notebook, tmp_path / book.NOTEBOOK.name)
-        check = (
-            "import importlib.util, os\nassert importlib.util.find_spec('helpers') is None, os.listdir('.')"
-        )
+        check = "import importlib.util\nassert importlib.util.find_spec('helpers') is None"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(check, id="check"))
         assert book.execute(notebook, tmp_path) == ""
 
@@ -217,38 +207,15 @@ def test_it_runs_alone_after_the_puzzles_own_cells_and_each_cell_twice(notebook,
         assert "1 of 14 points on this CPU (Triton's interpreter)" in score
 
 
-ABSENT = """
-import importlib.machinery, sys
-class Absent(importlib.machinery.PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        if name.split(".")[0] == "bitsandbytes":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Absent)
-import importlib.metadata
-version = importlib.metadata.version
-def absent(name):
-    if name == "bitsandbytes":
-        raise importlib.metadata.PackageNotFoundError(name)
-    return version(name)
-importlib.metadata.version = absent
-import importlib.metadata
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "bitsandbytes" else find(name, package)
-"""
-
-
 @pytest.mark.long
-def test_without_bitsandbytes_and_network_every_cell_says_so(notebook, alone, monkeypatch):
+def test_without_bitsandbytes_every_cell_says_so(notebook, alone, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for name in ("PIP_INDEX_URL", "PIP_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    monkeypatch.setenv("PIP_RETRIES", "0")
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(ABSENT, id="absent"))
+    absent = "import sys\nsys.modules['bitsandbytes'] = None  # as if it were not installed"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(absent, id="absent"))
     alone(notebook)
-    missing = "not measured (needs bitsandbytes, which is not installed)\n"
-    assert printed(notebook, "ratio") == printed(notebook, "exact") == missing
-    assert "0 of 14 points" in book.score_text(notebook) and "Traceback" not in nbformat.writes(notebook)
+    for name in ("ratio", "exact"):
+        assert printed(notebook, name).startswith("not measured (needs a working bitsandbytes")
+    assert "0 of 14 points" in book.score_text(notebook)
 
 
 @pytest.mark.gpu
