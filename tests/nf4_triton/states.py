@@ -15,6 +15,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
 SPECIAL += (1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39)
 GUARD = 64
+SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 
 
 def exact(result, weight, state):
@@ -45,6 +46,12 @@ def strided(x):
     return torch.stack([x, x], -1)[..., 0]
 
 
+def moved(x, skip):
+    """Return the same values in other memory, `skip` elements off alignment."""
+    flat = x.reshape(-1)
+    return torch.cat([flat[:1].repeat(skip), flat])[skip:].view(x.shape)
+
+
 def freed(x):
     """Return a copy that lost its memory, as FSDP leaves it."""
     x = x.clone()
@@ -72,6 +79,26 @@ def replace(layer, name, change):
         setattr(layer.weight.quant_state.state2, name.removeprefix("state2."), new)
     else:
         setattr(layer.weight.quant_state, name, new)
+
+
+# What changes between two calls, one field after the other.
+CHANGES = [
+    ("weight", noise),
+    *((name, noise) for name in SECOND),
+    ("absmax", lambda x: torch.cat([noise(x), x])),
+    ("state2.code", lambda x: torch.cat([noise(x), x])),
+    ("offset", lambda x: (x + 1).bfloat16()),
+    ("offset", lambda x: x.view(1) + 1),
+    ("dtype", lambda x: torch.float16),
+    ("dtype", lambda x: torch.float32),
+    ("quant_type", lambda x: "fp4"),
+    ("blocksize", lambda x: 128),
+    ("blocksize", lambda x: 256),  # Dynamo then makes a symbol of it
+    ("state2.blocksize", lambda x: 512),
+    ("shape", lambda x: x[::-1]),
+    ("shape", lambda x: (63, 5)),
+    ("shape", lambda x: (5, 64, 64)),
+]
 
 
 def random_state(
@@ -172,7 +199,7 @@ def odd_states(device=None):
     for dtype in DTYPES:
         states[f"stored as {dtype}"] = weight.view(-1).view(dtype).view(-1, 1), state
     states["W.t()"] = weight.t(), state
-    states["odd address"] = torch.cat([weight[:1], weight])[1:], state
+    states["odd address"] = moved(weight, 1), state
     states["weight not contiguous"] = torch.cat([weight, weight + 1], 1)[:, :1], state
 
     _, state = add("no code")

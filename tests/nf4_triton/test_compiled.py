@@ -7,11 +7,13 @@ from helpers import machine
 from helpers.puzzle.checks import gpu_events
 from nf4_triton import dequantize, launch, settings
 from nf4_triton.reference import same_bits
-from states import exact, noise, odd_states, oracle, random_state, replace, right
+from nf4_triton.state import read_state
+from states import CHANGES, exact, moved, noise, odd_states, oracle, random_state, replace, right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
 ON_GPU = pytest.mark.gpu
+call = launch._your_dequantize_nf4
 UnsupportedState = launch.UnsupportedState
 UNSUPPORTED = (UnsupportedState, torch._dynamo.exc.Unsupported)  # if tracing itself fails
 AOT_EAGER = {"backend": "aot_eager"}
@@ -43,10 +45,6 @@ def layer(make_layer):
     return make_layer(64, 320, torch.float16)
 
 
-def call(weight, state):
-    return launch._your_dequantize_nf4(weight, state)
-
-
 @ON_GPU
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 def test_one_kernel_per_dequantization(make_layer, nested):
@@ -67,27 +65,6 @@ def test_odd_states(options):
             assert exact(compiled(weight, state), weight, state), name
 
 
-def misaligned(x):
-    """Return the same contents at an odd address."""
-    return torch.cat([x[:3], x, x[:1]])[3:-1]
-
-
-CHANGES = [
-    ("weight", lambda x: 255 - x),
-    ("absmax", noise),
-    ("state2.absmax", noise),
-    ("state2.code", noise),
-    ("offset", noise),
-    ("offset", lambda x: x.bfloat16() + 1),
-    ("dtype", lambda x: torch.float32),
-    ("quant_type", lambda x: "fp4"),
-    ("blocksize", lambda x: 128),
-    ("blocksize", lambda x: 256),  # Dynamo then makes a symbol of it
-    ("shape", lambda x: torch.Size([64, 160])),
-    ("shape", lambda x: torch.Size([96, 64])),
-]
-
-
 def test_what_changes_between_two_calls(layer, options):
     compiled = torch.compile(call, **options)
     weight, state = layer.weight, layer.weight.quant_state
@@ -104,7 +81,7 @@ def test_a_weight_that_is_misaligned_after_compilation(layer, options):
     weight = layer.weight.data.as_subclass(torch.Tensor)
     if weight.is_cuda and "backend" in options:
         pytest.skip("aot_eager copies no input")
-    for given in (weight, misaligned(weight), weight):
+    for given in (weight, moved(weight, 3), weight):
         assert exact(compiled(given, state), weight, state)
 
 
@@ -135,7 +112,7 @@ def test_a_state_gone_bad_is_refused(layer, name):
 SEEN = {
     "of one row": lambda w: w.t(),
     "from the middle of its storage": lambda w: torch.cat([w[:8], w])[8:],
-    "from an odd address": misaligned,
+    "from an odd address": lambda w: moved(w, 3),
 }
 UNFIT = {
     "every second byte": lambda w: w[::2],
@@ -230,7 +207,7 @@ def test_layers_of_one_spec_share_a_graph(make_layer, dtype, options):
 
 def test_transposed_and_out(layer, options):
     weight, state = layer.weight.data, layer.weight.quant_state
-    compiled = torch.compile(launch._your_dequantize_nf4, **options)
+    compiled = torch.compile(call, **options)
     assert exact(compiled(weight.t(), state), weight.t(), state)
     out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
     compiled(weight, state, out)
@@ -281,20 +258,10 @@ for dtype in (torch.float16, torch.bfloat16):
 
 
 # The operator itself
-def arguments(layer):
-    """Return what nf4_triton::dequantize takes for a layer."""
-    q = layer.weight.quant_state
-    second = (q.state2.code, q.state2.absmax, q.offset) if q.nested else (None, None, None)
-    blocksize2 = q.state2.blocksize if q.nested else None
-    packed = layer.weight.data.as_subclass(torch.Tensor)
-    how = (list(q.shape), q.dtype, q.quant_type, q.blocksize, blocksize2, q.nested)
-    return (packed, q.absmax, *second, *how)
-
-
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_opcheck(make_layer, nested):
-    layer = make_layer(64, 96, torch.bfloat16, nested=nested)
-    verdicts = torch.library.opcheck(torch.ops.nf4_triton.dequantize.default, arguments(layer))
+def test_opcheck(nested):
+    packed = read_state(*random_state((96, 64), torch.bfloat16, nested))
+    verdicts = torch.library.opcheck(torch.ops.nf4_triton.dequantize.default, (), packed._asdict())
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 

@@ -17,6 +17,7 @@ from states import (
     SPECIAL,
     between_guards,
     every_byte,
+    moved,
     odd_states,
     oracle,
     part,
@@ -112,10 +113,6 @@ def test_special_values(way, dtype):
 def test_unaligned_tensors(way, dtype):
     """A weight that starts at any byte, an output that starts at any element, scales in other tensors."""
     weight, state = random_state((8191, 1), dtype)
-
-    def moved(x, skip):
-        memory = torch.cat([x.view(-1)[:1].repeat(skip), x.view(-1), x.view(-1)[:1]])
-        return memory[skip : skip + x.numel()].view(x.shape)
 
     for skip in (1, 2, 3, 4, 5):
         assert not wrong(moved(weight, skip), state), f"weight + {skip} bytes"

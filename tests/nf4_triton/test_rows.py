@@ -6,7 +6,7 @@ import torch
 from nf4_triton import dequantize, launch, reference, replay
 from nf4_triton.reference import same_bits
 from nf4_triton.state import Selection, UnsupportedState, read_state
-from states import DTYPES, between_guards, oracle, part, random_state
+from states import DTYPES, between_guards, moved, oracle, part, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 SHAPES = [(9, 8), (40, 24), (40, 96), (12, 4096), (7, 5, 64), (5, 1000)]
@@ -55,7 +55,7 @@ def test_every_first_block_in_a_group_of_256(device, step):
 
 def test_misaligned_memory_and_other_storages(device):
     weight, state = random_state((8, 320), torch.float16)
-    odd = torch.cat([weight[:3], weight])[3:]
+    odd = moved(weight, 3)
     for given in (odd, weight.view(-1).view(torch.bfloat16), weight.t()):
         for rows in (slice(2, 6), [7, 1]):
             check_rows(given, state, rows, skip=3 if given is odd else 0)
