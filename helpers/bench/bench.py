@@ -9,17 +9,17 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
 
 import torch
 
 from helpers import machine
-from helpers.bench import clocks, compiled, contenders, experts, gpu, host, training
+from helpers.bench import clocks, compiled, experts, gpu, host, training
 from helpers.bench.contenders import why
+from helpers.puzzle import protocol
 from helpers.results import store
 from helpers.results.store import Row
 
-SECTIONS: dict[str, Callable[[list[str]], Iterator[Row]]] = {
+SECTIONS = {  # name: problems -> rows; what goes wrong is added to the problems
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
@@ -63,8 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     if not clocks.ON_GPU:
         print(machine.no_gpu())
         return 1
-    for library, reason in contenders.missing().items():
-        print(f"{library}: not measured (needs {reason})")
+    for library in protocol.baselines().values():
+        if library.reason:
+            print(f"{library.label}: not measured (needs {library.reason})")
     failed = False
     for name in options.only:
         start = time.perf_counter()

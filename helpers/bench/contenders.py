@@ -25,11 +25,6 @@ def some_contenders(*names: str) -> dict[str, Callable]:
     return {name: everyone[name] for name in names if name in everyone}
 
 
-def missing() -> dict[str, str]:
-    """Return {name: why} of the libraries that cannot take part here."""
-    return {name: one.reason for name, one in protocol.baselines().items() if not one.fn}
-
-
 def why(error: BaseException) -> str:
     """Return an error's type and first line."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:300]

@@ -83,10 +83,10 @@ def works_of(functions: dict[str, Callable], packed: Packed, active: int, expect
     works = {}
     for name, function in functions.items():
         calls = [functools.partial(function, ids) for ids in sets]
-        works[name] = gpu.Work(calls, expected[sets[0]], expected[sets[-1]])
+        works[name] = gpu.Work(calls, expected[sets[-1]])
     slices = [slice(first, first + active) for first in range(0, len(expected), active)]
     calls = [functools.partial(dequantize_packed, packed, rows=rows) for rows in slices]
-    works["slice"] = gpu.Work(calls, expected[:active], expected[-active:])
+    works["slice"] = gpu.Work(calls, expected[slices[-1]])
     return works
 
 

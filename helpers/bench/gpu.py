@@ -29,6 +29,7 @@ SIZES = (
     *(58_720_256, 117_440_512, 234_881_024, 603_979_776),
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BYTES = 2.516  # read and written per element
 ROTATE = 1_100_000_000  # bytes read and written by a graph
 MOST_LAYERS = 2048  # of a graph
 # Tiles in 32-bit words, and warps, of the kernel that only moves the bytes: the best at a size counts.
@@ -50,8 +51,7 @@ class Work(NamedTuple):
     """What one contender does in a graph."""
 
     calls: list[Callable[[], torch.Tensor]]
-    first: torch.Tensor  # what the first call must return, and what the last one
-    last: torch.Tensor
+    expected: torch.Tensor  # of the last call
 
 
 def captured(works: dict[str, Work], problems: list[str], where: str) -> dict:
@@ -63,13 +63,12 @@ def captured(works: dict[str, Work], problems: list[str], where: str) -> dict:
     pool, graphs = None, {}
     for name, work in works.items():
         try:
-            check(work.calls[0], work.first)
             if not clocks.ON_GPU:
-                check(work.calls[-1], work.last)
+                check(work.calls[-1], work.expected)
                 graphs[name] = None
                 continue
             graph, out = clocks.capture(work.calls, pool)
-            check(graph.replay, work.last, out)
+            check(graph.replay, work.expected, out)
             graphs[name], pool = graph, graph.pool()
         except Exception as error:
             problems.append(f"{name} at {where}: {why(error)}")
@@ -90,18 +89,18 @@ def gpu_seconds(works: dict[str, Work], problems: list[str], where: str) -> dict
 
 def layers_of(numel: int, dtype: str) -> list:
     """Return layers of `numel` elements each, through which the calls of a graph rotate."""
-    moved = numel // 2 + numel // 64 + numel // 4096 + 2 * numel
-    count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / moved))) if clocks.ON_GPU else 2
+    count = 2
+    if clocks.ON_GPU:
+        count = max(count, min(MOST_LAYERS, math.ceil(ROTATE / (BYTES * numel))))
     return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index) for index in range(count)]
 
 
-def works_of(functions: dict[str, Callable], layers: list, expected: Callable = exact_weight) -> dict:
-    """Return {name: Work of a call on each layer}."""
-    ends = expected(layers[0]), expected(layers[-1])
-    return {
-        name: Work([functools.partial(function, layer) for layer in layers], *ends)
-        for name, function in functions.items()
-    }
+def works_of(functions: dict[str, Callable], layers: list, expected: torch.Tensor) -> dict[str, Work]:
+    """Return {name: Work of a call on each layer}. expected: what each returns for the last layer."""
+    works = {}
+    for name, function in functions.items():
+        works[name] = Work([functools.partial(function, layer) for layer in layers], expected)
+    return works
 
 
 # --- gpu_time ---
@@ -136,7 +135,8 @@ def time_sizes(problems: list[str]) -> Iterator[Row]:
     for numel in SIZES:
         for dtype in DTYPES:
             layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
-            works = works_of(functions, layers) | works_of(copies, layers, moved)
+            works = works_of(functions, layers, exact_weight(layers[-1]))
+            works |= works_of(copies, layers, moved(layers[-1]))
             seconds = gpu_seconds(works, problems, case)
             tried = [seconds.pop(name) for name in copies if name in seconds]
             if tried:
@@ -157,6 +157,6 @@ def time_settings(problems: list[str]) -> Iterator[Row]:
     """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
     functions = {name: functools.partial(changed, fields) for name, fields in CHANGES.items()}
     for numel, dtype in CHANGED:
-        works = works_of(functions, layers_of(numel, dtype))
-        case = f"{numel} {dtype}"
+        layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
+        works = works_of(functions, layers, exact_weight(layers[-1]))
         yield from us("settings", case, gpu_seconds(works, problems, case))

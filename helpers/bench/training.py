@@ -50,7 +50,7 @@ CORES = 2  # that a process keeps to: the backward pass has a thread of its own
 # --- processes ---
 
 
-def in_new_process(*command, timeout: float = 300, **options):
+def in_new_process(*command, timeout: float, **options):
     """Run Python with `command`, which calls `answer`. Return what its function returns for the options.
 
     Raises ChildFailed with what the process printed.
@@ -142,7 +142,7 @@ def digest(tensors) -> str:
     total = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        total.update(flat.cpu().numpy().tobytes())
+        total.update(flat.cpu().numpy())
     return total.hexdigest()[:16]
 
 

@@ -7,8 +7,9 @@ import subprocess
 import tempfile
 import types
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -21,13 +22,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}
 
 
-@dataclass(frozen=True)
-class Code:
+class Code(NamedTuple):
     """The kernel as a GPU gets it, for nested layers in bitsandbytes' default blocks of 64."""
 
     arch: int
     dtype: str  # of the output, a key of DTYPES
-    sass: str  # one line per instruction and encoding, as cuobjdump prints them
+    sass: str  # as cuobjdump prints it
     registers: int  # per thread
     elements: int  # outputs per thread
     ptx: str = ""
@@ -49,15 +49,6 @@ def settings_of(arch: int):
         return settings.default_settings.__wrapped__(0)
 
 
-def prepare(arch: int, dtype: torch.dtype) -> launch.Ordinary:
-    """Return the launch of an aligned layer of a few elements on a GPU of sm_`arch`. n is no constexpr."""
-    layer = quantized_layer(64, 64, dtype, device="cpu")
-    packed = read_state(layer.weight.data, layer.weight.quant_state)
-    out = torch.empty(packed.shape, dtype=dtype)
-    with settings.force(**asdict(settings_of(arch))):
-        return launch.prepare(packed, check(packed), out, None, 0, 0)
-
-
 def compile_for(arch: int, ready: launch.Ordinary):
     """Return Triton's CompiledKernel of a launch for a GPU of sm_`arch`."""
     import triton
@@ -76,8 +67,8 @@ def compile_for(arch: int, ready: launch.Ordinary):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ready.options)
 
 
-def disassemble(cubin: bytes) -> tuple[str, int]:
-    """Return (SASS, registers per thread) of a kernel's cubin, from the cuobjdump in Triton's wheel."""
+def disassemble(cubin: bytes) -> str:
+    """Return what the cuobjdump in Triton's wheel says of a kernel: its SASS and its resources."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -85,18 +76,24 @@ def disassemble(cubin: bytes) -> tuple[str, int]:
         file.write(cubin)
         file.flush()
         command = [tool, "-sass", "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
-    sass = "\n".join(line.rstrip() for line in text.splitlines() if "/*" in line)
-    return sass, int(re.search(r" REG:(\d+)", text)[1])
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
 def compiled(arch: int, dtype: str) -> Code:
-    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter."""
+    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter.
+
+    It is that of an aligned layer; its number of elements is no constexpr.
+    """
     import triton
 
-    ready = prepare(arch, DTYPES[dtype])
+    layer = quantized_layer(64, 64, DTYPES[dtype], device="cpu")
+    packed = read_state(layer.weight.data, layer.weight.quant_state)
+    out = torch.empty(packed.shape, dtype=packed.dtype)
+    with settings.force(**asdict(settings_of(arch))):
+        ready = launch.prepare(packed, check(packed), out, None, 0, 0)
     found = compile_for(arch, ready)
-    sass, registers = disassemble(found.asm["cubin"])
+    sass = disassemble(found.asm["cubin"])
+    registers = int(re.search(r" REG:(\d+)", sass)[1])
     elements = ready.tile // (32 * ready.options["num_warps"])
     return Code(arch, dtype, sass, registers, elements, found.asm["ptx"], triton.__version__)
 
