@@ -7,47 +7,31 @@ pytest -m long tests/long/test_axolotl.py
 import pytest
 import torch
 
-from helpers.puzzle.layers import quantized_layer
 from nf4_triton.libraries.axolotl import DEQUANT, EXPERTS
-from nf4_triton.libraries.switch import use_nf4_kernel
-from nf4_triton.reference import same_bits
+from states import DTYPES
 from switching import compared, quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 
-@pytest.fixture
-def axolotl():
-    return pytest.importorskip(
-        "axolotl.kernels.quantize", reason="needs axolotl: pip install --no-deps axolotl"
-    )
-
-
-def compiled(axolotl):
-    return torch.compile(lambda weight, state: axolotl.dequantize(weight, state) + 0, fullgraph=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 64), (320, 1000), (4096, 4096)], ids=str)
-def test_the_same_bits(axolotl, shape, dtype):
+def test_the_same_bits(shape, dtype):
     """Eager, transposed, and compiled, where Axolotl calls its operator."""
-    layer = quantized_layer(*shape, dtype)
-    weight, state = layer.weight.data, layer.weight.quant_state
+    axolotl = pytest.importorskip("axolotl.kernels.quantize", reason="pip install --no-deps axolotl")
+    weight, state = quantized(shape, dtype, "cuda")
+    torch._dynamo.reset()
 
     def calls():
-        transposed = axolotl.dequantize(weight.t(), state)
-        return axolotl.dequantize(weight, state), transposed, compiled(axolotl)(weight, state)
+        compiled = torch.compile(lambda: axolotl.dequantize(weight, state) + 0, fullgraph=True)
+        return axolotl.dequantize(weight, state), axolotl.dequantize(weight.t(), state), compiled()
 
-    expected = calls()
-    with use_nf4_kernel("axolotl", quiet=True, strict=True) as switch:
-        assert all(map(same_bits, calls(), expected))
-        counts = switch.counts()[DEQUANT]
-    assert counts["kernel"] == 3 and counts["library"] == 0
+    assert compared(calls, DEQUANT, "axolotl") == (3, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64, 64), (8, 320, 96), (64, 768, 512)], ids=str)
-def test_selected_experts(axolotl, shape, dtype):
+def test_selected_experts(shape, dtype):
     """Needs Axolotl's own requirements, which its plug-ins import."""
     selective = pytest.importorskip(EXPERTS.rpartition(".")[0])
     packed, state = quantized(shape, dtype, "cuda")

@@ -16,7 +16,7 @@ import torch
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import launch, settings
 from nf4_triton.reference import different
-from nf4_triton.state import STORAGES, read_state
+from nf4_triton.state import STORAGES
 from states import DTYPES, SPECIAL, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -59,9 +59,8 @@ def kinds(way, flat, nested):
 def random_shape(source, blocksize, largest):
     """Return a shape of at most `largest` elements, often near the end of a word, block, or tile."""
     edge = source.choice([8, blocksize, 2048, 4096, 8192])
-    near = source.randint(1, 4) * edge + source.randint(-9, 9)
-    n = source.choice([source.randint(0, 72), source.randint(0, largest), near])
-    n = max(0, min(n, largest))
+    near = source.randint(1, 4) * edge + source.randint(-8, 9)
+    n = min(largest, source.choice([source.randint(0, 72), source.randint(0, largest), near]))
     inner = source.choice([1, 2, 3, 8, 64, 96])
     rows = n // inner
     return source.choice([(1, n), (n, 1), (rows, inner), (2, rows // 2, inner), (n,)])
@@ -77,8 +76,7 @@ def pool():
     special = plain.clone()
     values = torch.tensor(SPECIAL)
     special[::2] = values[torch.randint(len(values), (len(special) // 2,), generator=generator)]
-    device = DEVICE
-    return packed.to(device), plain.to(device), special.to(device)
+    return packed.to(DEVICE), plain.to(DEVICE), special.to(DEVICE)
 
 
 def random_layer(source, kind, shape):
@@ -111,15 +109,6 @@ def random_layer(source, kind, shape):
     return weight.view((1, -1) if transposed else (-1, 1)), state
 
 
-def wrong_slices(source, weight, state, expected):
-    """Return how many elements of up to 4 slices are wrong; 0 where the kernel cannot select."""
-    if not expected.numel() or weight.shape[0] == 1 or expected[0].numel() % 8:
-        return 0
-    ids = torch.tensor(source.choices(range(len(expected)), k=source.randint(0, 4)), device=weight.device)
-    found = launch.dequantize_packed(read_state(weight, state), rows=ids.long())
-    return different(found, expected[ids.long()])
-
-
 def check_case(kind, seed, largest):
     """Compare one random case with the oracle; return its number of elements."""
     source = random.Random(seed)
@@ -133,7 +122,6 @@ def check_case(kind, seed, largest):
         if skip is None:
             wrong = different(call(weight, state), expected)
             wrong += different(call(weight, state), expected)  # on a GPU: the launch replayed
-            wrong += wrong_slices(source, weight, state, expected)
         else:
             first = GUARD + skip
             memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)

@@ -75,7 +75,7 @@ def main():
         with settings.force(**way):
             wrong += sum(wrong_launches(*case) for case in cases())
     print(f"{wrong} wrong launches")
-    return min(wrong, 1)
+    return wrong > 0
 
 
 @pytest.mark.gpu
@@ -91,7 +91,7 @@ def test_no_errors(tool):
     command = [sanitizer, "--tool", tool, *WATCHED, sys.executable, __file__]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     found = re.findall(r"SUMMARY: (\d+) (?:error|hazard)", done.stdout)
-    assert done.returncode == 0 and "0 wrong launches" in done.stdout, done.stdout[-3000:] + done.stderr
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     assert found == ["0"], done.stdout[-3000:]
 
 
