@@ -58,17 +58,15 @@ def changed_kernel(tmp_path):
 @pytest.fixture(scope="session")
 def device():
     """'cuda' where there is a GPU, else 'cpu' (the kernel then runs in Triton's interpreter)."""
-    return "cuda" if machine.has_gpu() else "cpu"
+    from helpers.puzzle.layers import DEVICE
+
+    return DEVICE
 
 
 @pytest.fixture(scope="session")
-def make_layer(device):
-    """helpers.puzzle.layers.quantized_layer on the test's device; skips where bitsandbytes is absent."""
+def make_layer():
+    """helpers.puzzle.layers.quantized_layer; skips where bitsandbytes is absent."""
     pytest.importorskip("bitsandbytes")
     from helpers.puzzle.layers import quantized_layer
 
-    def make(in_features, out_features, dtype, *, device=device, **options):
-        """`options`: nested=True, quant_type="nf4", blocksize=64, seed=3407."""
-        return quantized_layer(in_features, out_features, dtype, device=device, **options)
-
-    return make
+    return quantized_layer

@@ -18,7 +18,6 @@ def test_the_description_is_json(monkeypatch):
     assert (facts["card"] is None) == (not torch.cuda.is_available()) == (facts["capability"] is None)
     assert facts["driver"] == "580.65.06" and facts["forced"] is None
     assert torch.__version__.startswith(facts["versions"]["torch"])  # PyPI names no CUDA version
-    assert facts["date"].endswith("+00:00") and facts["cpu"] == environment.cpu_name()
     for nothing in ("echo ''", "false"):
         monkeypatch.setattr(environment, "DRIVER", nothing)
         assert environment.describe()["driver"] is None
@@ -27,7 +26,6 @@ def test_the_description_is_json(monkeypatch):
 @pytest.mark.skipif(machine.has_gpu(), reason="this machine has a GPU")
 def test_without_a_usable_gpu_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(environment, "DRIVER", "false")
-    assert environment.no_gpu() == "No CUDA GPU: use a machine with an NVIDIA GPU (a Tesla T4 or newer)."
     monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
     assert "Runtime > Change runtime type > T4 GPU" in environment.no_gpu()
     monkeypatch.setattr(environment, "DRIVER", "echo 580.65.06")

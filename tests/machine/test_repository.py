@@ -3,35 +3,22 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from helpers import __main__ as commands
 from helpers import machine
 
-
-def run(*command):
-    done = subprocess.run([sys.executable, *command], cwd=machine.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
 
-@pytest.mark.parametrize("command", [["check", "--output-format=concise"], ["format", "--check"]])
-def test_lint(command):
-    run("-m", "ruff", *command, ".")
-
-
-def test_imports_go_down():
-    """The contracts are in pyproject.toml."""
-    pytest.importorskip("importlinter")
-    code = "import sys; sys.path.insert(0, 'helpers/src'); import importlinter.cli as cli; "
-    run("-c", code + "sys.exit(cli.lint_imports(no_cache=True))")
-
-
-def test_types_of_the_package():
-    pytest.importorskip("mypy")
-    run("-m", "mypy")
+@pytest.mark.parametrize(
+    "arguments",
+    [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], ["-c", IMPORTS]],
+    ids=["lint", "format", "types", "imports go down"],
+)
+def test_what_pyproject_asks_for(arguments):
+    machine.python(arguments)
 
 
 def test_the_checkouts_package_is_the_one_that_is_imported(tmp_path):
@@ -71,9 +58,8 @@ def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
 
 def test_commands_are_listed_and_checked(capsys):
     assert commands.main([]) == 0 and commands.main(["no such command"]) == 2
-    shown = capsys.readouterr()
-    assert "no such command" in shown.err
-    assert all(f"\n{name} " in shown.out and f"\n{name} " in shown.err for name in commands.COMMANDS)
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown for name in commands.COMMANDS)
     for options in (["sync", "--help"], ["sync", "bogus"], ["doctor", "bogus"]):
         with pytest.raises(SystemExit):  # before it does anything
             commands.main(options)

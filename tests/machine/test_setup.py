@@ -118,16 +118,14 @@ def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup):
 
 def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
     done, calls = setup("run", COLAB_GPU="1")
-    assert done.returncode == 1 and "Runtime > Change runtime type > T4 GPU" in done.stderr and not calls
-    script(
-        setup.tools / "nvidia-smi", "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n"
-    )  # as in Kaggle
+    assert done.returncode == 1 and "T4 GPU" in done.stderr and not calls
+    two_gpus = "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n"  # as in Kaggle
+    script(setup.tools / "nvidia-smi", two_gpus)
     done, calls = setup("test", "-k", "a b", KAGGLE_KERNEL_RUN_TYPE="Interactive")
     assert done.returncode == 0 and not setup.folder.joinpath(".venv").exists(), done.stderr
     kept = calls.index("kept: torch==2.11.0+cu128")
     assert calls[kept + 1] == "triton==3.6.0" and "jupyter" not in calls[kept - 1]
-    (unsloth,) = (call for call in calls if "unsloth>" in call)
-    assert " install --no-deps " in unsloth
+    assert any(" install --no-deps unsloth>" in call for call in calls)
     assert calls[-1] == "python3 -m pytest -n auto --dist worksteal -k a b"
 
 
@@ -135,36 +133,36 @@ def test_uv_installs_where_it_is_on_path(setup):
     fake = '#!/usr/bin/env bash\necho "uv $*" >> "$CALLS"\n[ "$1" != venv ] || python3 -m venv .venv\n'
     script(setup.tools / "uv", fake)
     done, calls = setup()
-    assert done.returncode == 0 and any(call.startswith("uv venv --seed") for call in calls), done.stderr
-    assert any(re.match(r"uv pip install --python .*/\.venv/bin/python torch>=", call) for call in calls)
+    python = setup.folder / ".venv" / "bin" / "python"
+    assert done.returncode == 0 and calls[0].startswith("uv venv --seed"), done.stderr
+    assert any(call.startswith(f"uv pip install --python {python} torch>=") for call in calls)
 
 
 def test_a_failure_shows_what_pip_said(setup):
     done, _ = setup(PIP="echo ERROR: no matching distribution; exit 1")
     assert done.returncode == 1 and done.stderr == "\nSET-UP FAILED: ERROR: no matching distribution\n"
+
+
+def test_a_python_that_is_too_old_is_named(setup):
     for name in ("python3", "python3.13"):
         script(setup.tools / name, "#!/bin/sh\necho Python 3.8.1; exit 1\n")
-    shutil.rmtree(setup.folder / ".venv")
     assert "no Python 3.10 to 3.13 with venv found (Python 3.8.1)" in setup()[0].stderr
 
 
 @pytest.mark.parametrize(
-    "arguments, status, text",
+    "arguments, status",
     [
-        ("--help", 0, "bash colab_setup.sh test"),
-        ("run --help", 0, "bash colab_setup.sh test"),
-        ("tset", 2, "unknown command: tset\n"),
-        ("run --quik", 2, "unknown option of run: --quik\n"),
-        ("run --out", 2, "--out needs a folder\n"),
-        ("run --out=", 2, "--out needs a folder\n"),
-        ("run --out=/proc/none", 1, "cannot write to /proc/none"),
-        ("run --in-place", 1, "--in-place stores what a GPU measured, and there is none"),
-        ("setup now", 2, "unknown argument of setup: now\n"),
+        ("run --help", 0),
+        ("tset", 2),
+        ("run --quik", 2),
+        ("run --out=", 2),
+        ("run --out=/proc/none", 1),
+        ("run --in-place", 1),
     ],
 )
-def test_help_and_wrong_options_come_before_any_set_up(setup, arguments, status, text):
+def test_help_and_wrong_options_come_before_any_set_up(setup, arguments, status):
     done, calls = setup(*arguments.split())
-    assert done.returncode == status and text in done.stdout + done.stderr and not calls
+    assert done.returncode == status and not calls
 
 
 def test_ctrl_c_ends_in_one_line(setup):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from helpers.puzzle import checks, protocol
-from nf4_triton import launch, settings
+from nf4_triton import settings
+from nf4_triton.launch import your_dequantize_nf4 as candidate
 
 pytest.importorskip("bitsandbytes")
 FP16 = torch.float16
@@ -22,18 +23,18 @@ LAUNCH = {"one kernel", "assembly", "eviction"}  # what looks at the candidate's
 
 def wrong_bits(layer):
     """One bit of the last element is wrong."""
-    weight = launch.your_dequantize_nf4(layer)
+    weight = candidate(layer)
     weight.view(torch.int16).view(-1)[-1] ^= 1
     return weight
 
 
 def two_kernels(layer):
-    return launch.your_dequantize_nf4(layer).mul_(1)
+    return candidate(layer).mul_(1)
 
 
 def beside_the_kernel(layer):
     """Launch the kernel, and return what another one wrote."""
-    launch.your_dequantize_nf4(layer)
+    candidate(layer)
     return by_bitsandbytes(layer)
 
 
@@ -42,7 +43,7 @@ def by_bitsandbytes(layer):
 
 
 def large_buffer(layer):
-    weight = launch.your_dequantize_nf4(layer)
+    weight = candidate(layer)
     torch.empty_like(weight)
     return weight
 
@@ -50,7 +51,7 @@ def large_buffer(layer):
 def kept_result(layer, kept={}):  # noqa: B006
     key = layer, layer.weight.quant_state.dtype
     if key not in kept:
-        kept[key] = launch.your_dequantize_nf4(layer)
+        kept[key] = candidate(layer)
     return kept[key]
 
 
@@ -78,14 +79,14 @@ def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
 @pytest.mark.gpu
 @pytest.mark.parametrize("card", [None, "t4"])
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_kernel_passes(name, card, candidate):
+def test_the_kernel_passes(name, card):
     """Also with a T4's settings. What is printed without a GPU: test_notebook.py."""
     with settings.force(card=card):
         assert protocol.attempt(CHECKS[name], candidate) is True
 
 
 @pytest.mark.parametrize("name", ["code2", "offset"])
-def test_what_was_read_once_is_no_longer_right(name, candidate):
+def test_what_was_read_once_is_no_longer_right(name):
     """A function that copies a small tensor on the first call passes every other comparison."""
     first = {}
 
@@ -137,7 +138,7 @@ ON = LOAD + SCALE + STORE
         (ON, PLAIN, 1, False),
     ],
 )
-def test_on_and_off(check, on, off, wrong, passes, monkeypatch, candidate):
+def test_on_and_off(check, on, off, wrong, passes, monkeypatch):
     found = {True: on, False: off}, {True: 0, False: wrong}
     monkeypatch.setattr(checks, "on_and_off", lambda candidate, name: found)
     assert check(candidate) is passes
@@ -146,7 +147,7 @@ def test_on_and_off(check, on, off, wrong, passes, monkeypatch, candidate):
 # --- torch.compile, memory ---
 
 
-def test_a_graph_break_fails(candidate):
+def test_a_graph_break_fails():
     def breaks(layer):
         torch._dynamo.graph_break()
         return candidate(layer)
@@ -155,7 +156,7 @@ def test_a_graph_break_fails(candidate):
 
 
 @pytest.mark.gpu
-def test_waiting_for_the_gpu_is_an_error(candidate):
+def test_waiting_for_the_gpu_is_an_error():
     def waits(layer):
         return candidate(layer) * float(layer.weight.quant_state.offset.item() > -1e9)
 

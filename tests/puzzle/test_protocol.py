@@ -9,6 +9,7 @@ import torch
 
 from helpers.puzzle import protocol
 from nf4_triton import reference
+from nf4_triton.launch import your_dequantize_nf4
 from nf4_triton.state import read_state
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -229,9 +230,9 @@ def test_a_library_loads_without_its_banner_or_says_what_is_missing(capsys):
     assert protocol.load("Library", broken).reason == "a working Library: OSError: no libcudart"
 
 
-def test_the_launch_forms_are_exact(candidate, make_layer, monkeypatch):
+def test_the_launch_forms_are_exact(make_layer, monkeypatch):
     monkeypatch.setattr(protocol, "ON_GPU", True)
-    forms = protocol.launch_forms(candidate)
+    forms = protocol.launch_forms(your_dequantize_nf4)
     assert list(forms) == ["ours", "ordinary"]
     for fx in forms.values():
         for layer in (make_layer(64, 128, BF16), make_layer(64, 128, BF16, seed=1)):
