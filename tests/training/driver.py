@@ -17,7 +17,7 @@ from helpers.bench.training import digest
 from helpers.puzzle.checks import gpu_events
 
 SIZES = dict(
-    hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
+    model_type="llama", hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, vocab_size=320,  # what the tokenizer knows, and some
 )  # fmt: skip
 SMALLEST = SIZES | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
@@ -26,8 +26,6 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
     "bitsandbytes": "kDequantizeBlockwise",
     "unsloth": "_nf4_dequant_kernel",
 }
-WAYS = ("without", "with", "callback", "NF4_TRITON=1")  # to switch the kernel on; the last two with TRL
-EAGER = dict(attn_implementation="eager")  # attention repeats bit for bit on every card
 
 
 @contextlib.contextmanager
@@ -41,7 +39,10 @@ def deterministic():
 
 
 def switch_on(way: str, library: str):
-    """Switch the kernel on in this way, before the model is loaded. Returns a context manager."""
+    """Switch the kernel on, before the model is loaded. Returns a context manager.
+
+    way: "with", "without", or, with TRL, "callback" or "NF4_TRITON=1".
+    """
     if way == "NF4_TRITON=1":
         from nf4_triton import autoload
 
@@ -50,41 +51,39 @@ def switch_on(way: str, library: str):
     return training.arm("peft" if library == "trl" else library, "with" if way == "with" else "without")
 
 
-def load(library, model_type, dtype, autocast, lora):
+def load(library, dtype, autocast, lora):
     """Return a random model to train."""
     sizes = SIZES if machine.has_gpu() else SMALLEST
     with tempfile.TemporaryDirectory() as folder:
-        training.make_model(folder, model_type=model_type, **sizes)
+        training.make_model(folder, **sizes)
         if library == "unsloth":
             return training.unsloth_model(folder, dtype)
         lora = training.LORA | lora
-        return training.peft_model(folder, autocast=autocast is not None, lora=lora, dtype=dtype, **EAGER)
-
-
-def packed_bytes(model) -> str:
-    """Return the digest of a model's 4-bit weights, as they were quantized."""
-    return digest(one for one in model.parameters() if hasattr(one, "quant_state"))
+        attention = "eager"  # repeats bit for bit on every card
+        return training.peft_model(
+            folder, autocast=autocast is not None, lora=lora, dtype=dtype, attn_implementation=attention
+        )
 
 
 def train(
-    way: str, library="peft", model_type="llama", dtype="bfloat16", autocast=None, compiled=False,
-    steps=50, rows=4, length=64, **lora,
+    way: str, library="peft", autocast=None, compiled=False, steps=50, rows=4, length=64, **lora
 ) -> dict:  # fmt: skip
     """Train a random model with the kernel switched on in this way, then merge and dequantize it (PEFT).
 
-    autocast: a dtype's name. Returns what must not depend on the kernel as "same", Switch.counts(), and on a
-    GPU peak_bytes and the launches of dequantizing kernels in one more step.
+    autocast: a dtype's name, of the model, too; else it is bf16. Returns what must not depend on the kernel
+    as "same", Switch.counts(), and on a GPU peak_bytes and the launches of dequantizing kernels in one more
+    step.
     """
     from nf4_triton import Switch
 
-    dtype, autocast = getattr(torch, dtype), getattr(torch, autocast) if autocast else None
+    autocast = getattr(torch, autocast) if autocast else None
     with switch_on(way, library), deterministic():
-        model = load(library, model_type, dtype, autocast, lora)
-        same = {"packed": packed_bytes(model)}
+        model = load(library, autocast or torch.bfloat16, autocast, lora)
+        same = {"packed": digest(one for one in model.parameters() if hasattr(one, "quant_state"))}
         # Counting up from random tokens: something to learn.
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
         batches = (starts + torch.arange(length)) % model.config.vocab_size
-        record = {}
+        record = {"same": same}
         if machine.has_gpu():
             torch.cuda.reset_peak_memory_stats()
         if library == "trl":
@@ -101,7 +100,7 @@ def train(
             merged = model.merge_and_unload()
             same["merged"] = digest(merged.parameters())
             same["dequantized"] = digest(merged.dequantize().parameters())
-    return record | {"same": same}
+    return record
 
 
 def by_hand(trainer, batches) -> dict:
@@ -145,30 +144,25 @@ def launches(trainer, ids) -> dict[str, int]:
     return {who: sum(kernel in name for name in names) for who, kernel in KERNELS.items()}
 
 
-def compare(setup: dict) -> dict[str, dict]:
-    """Run a setup with the kernel and without."""
-    records = {}
-    for way in ("with", "without"):
-        records[way] = train(way, **setup)
+def train_all(setups: list[dict]) -> list[dict]:
+    """Return `train` of each setup."""
+    if any(setup["library"] == "unsloth" for setup in setups):
+        # Unsloth cuts its loss into as many chunks as free memory allows: one, so that runs compare.
+        os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
+        import unsloth  # noqa: F401  it asks to come before transformers and peft
+    records = []
+    for setup in setups:
+        records.append(train(**setup))
         gc.collect()
         if machine.has_gpu():
             torch.cuda.empty_cache()
     return records
 
 
-def compare_all(setups: list[dict]) -> list[dict]:
-    """Return `compare` of each setup, or, where it names a way, `train`."""
-    if any(setup["library"] == "unsloth" for setup in setups):
-        # Unsloth cuts its loss into as many chunks as free memory allows: one, so that runs compare.
-        os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
-        import unsloth  # noqa: F401  it asks to come before transformers and peft
-    return [train(**setup) if "way" in setup else compare(setup) for setup in setups]
-
-
 def in_new_process(setups: list[dict]) -> list[dict]:
-    """Run `compare_all` in one new process without network. Raises ChildFailed with its text."""
+    """Run `train_all` in one new process without network. Raises ChildFailed with its text."""
     return training.in_new_process(__file__, timeout=900, setups=setups)
 
 
 if __name__ == "__main__":
-    training.answer(compare_all)
+    training.answer(train_all)

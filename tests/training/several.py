@@ -3,7 +3,6 @@
 Losses must be the same in every process, and each must dequantize with the kernel.
 """
 
-import json
 import sys
 
 import torch
@@ -72,4 +71,4 @@ def train(accelerator, folder, fsdp, steps, name) -> tuple[list, int]:
 
 if __name__ == "__main__":
     machine.prepare()
-    compare(**json.loads(sys.argv[1]))
+    compare(sys.argv[1], int(sys.argv[2]))

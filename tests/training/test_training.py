@@ -1,7 +1,5 @@
 """The section `training` of the benchmark, and losses on several GPUs."""
 
-import json
-
 import pytest
 import several  # beside this file
 import torch
@@ -17,7 +15,7 @@ on_cpu = pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("toy"), model_type="llama", **SMALLEST)
+    return training.make_model(tmp_path_factory.mktemp("toy"), **SMALLEST)
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
@@ -36,10 +34,10 @@ def test_other_results_are_not_timed():
 
 def test_the_interval_pairs_rounds():
     drifting = [float(ms) for ms in range(10, 40)]  # the clock drifts more than the kernel gains
-    gains = {"without": [1.1 * ms for ms in drifting], "with": drifting}
-    assert training.speedup(gains) == pytest.approx([1.1, 1.1, 1.1])
+    slower = [1.1 * ms for ms in drifting]
+    assert training.speedup({"without": slower, "with": drifting}) == pytest.approx([1.1, 1.1, 1.1])
     low, median, high = training.speedup({"without": [10.0, 11.0, 9.0] * 10, "with": [10.0] * 30})
-    assert low <= median == 1.0 <= high and low < high
+    assert low < high and median == 1.0
 
 
 @on_cpu
@@ -55,5 +53,4 @@ def test_losses_on_every_gpu_here(toy, fsdp):
     if count < 2:
         pytest.skip("needs two GPUs")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
-    options = json.dumps(dict(folder=toy, fsdp=fsdp))
-    machine.python([*command, options], variables=training.VARIABLES)
+    machine.python([*command, toy, fsdp], variables=training.VARIABLES)
