@@ -67,12 +67,11 @@ def load(library, dtype, autocast, lora):
 
 def train(
     way: str, library="peft", autocast=None, compiled=False, steps=50, rows=4, length=64, **lora
-) -> dict:  # fmt: skip
+) -> dict:
     """Train a random model with the kernel switched on in this way, then merge and dequantize it (PEFT).
 
     autocast: a dtype's name, of the model, too; else it is bf16. Returns what must not depend on the kernel
-    as "same", Switch.counts(), and on a GPU peak_bytes and the launches of dequantizing kernels in one more
-    step.
+    as "same", Switch.counts(), and on a GPU the launches of dequantizing kernels in one more step.
     """
     from nf4_triton import Switch
 
@@ -84,8 +83,6 @@ def train(
         starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
         batches = (starts + torch.arange(length)) % model.config.vocab_size
         record = {"same": same}
-        if machine.has_gpu():
-            torch.cuda.reset_peak_memory_stats()
         if library == "trl":
             same["losses"] = by_trl(model, batches, way)
         else:
@@ -93,7 +90,6 @@ def train(
             same |= by_hand(trainer, batches)
         same["adapters"] = digest(one for one in model.parameters() if one.requires_grad)
         if machine.has_gpu() and library != "trl":
-            record["peak_bytes"] = torch.cuda.max_memory_allocated()
             record["launches"] = launches(trainer, batches[0])
         record["counts"] = Switch().counts() if way != "without" else {}
         if library == "peft":

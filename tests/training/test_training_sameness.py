@@ -60,7 +60,6 @@ def test_every_bit_is_the_same(library, name):
     assert on["launches"] == {"ours": theirs, "bitsandbytes": 0, "unsloth": 0} and theirs > 0
     assert off["launches"]["ours"] == 0
     if name != "compiled":
-        assert on["peak_bytes"] <= off["peak_bytes"]
         assert sum(tally["kernel"] for tally in on["counts"].values()) > 0
     losses = on["same"]["losses"]
     assert len(losses) < 50 or losses[-1] < losses[0]
