@@ -13,7 +13,7 @@ import traceback
 import torch
 
 from helpers import machine
-from helpers.bench import clocks, compiled, experts, gpu, host, training
+from helpers.bench import clocks, experts, gpu, host, training
 from helpers.bench.contenders import why
 from helpers.puzzle import protocol
 from helpers.results import store
@@ -23,7 +23,7 @@ SECTIONS = {  # name: problems -> rows; what goes wrong is added to the problems
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "compiled": compiled.time_compiled,
+    "compiled": host.time_compiled,
     "experts": experts.time_experts,
     "training": training.time_training,
 }

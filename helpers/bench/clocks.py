@@ -51,19 +51,18 @@ def host_seconds(calls: dict[str, Callable], rounds: int, inner: int, wait: bool
     must stay below the depth of the launch queue (about 1,000 kernels), or the calls would wait for the GPU.
     """
     times = {name: [] for name in calls}
-    drain, clock = synchronize, time.perf_counter
     with collector_off():
         for name in turns(calls, rounds):
             call = calls[name]
             call()
-            drain()
-            start = clock()
+            synchronize()
+            start = time.perf_counter()
             for _ in range(inner):
                 call()
                 if wait:
-                    drain()
-            times[name].append((clock() - start) / inner)
-            drain()
+                    synchronize()
+            times[name].append((time.perf_counter() - start) / inner)
+            synchronize()
     return times
 
 

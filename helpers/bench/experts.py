@@ -84,9 +84,9 @@ def works_of(functions: dict[str, Callable], packed: Packed, active: int, expect
     for name, function in functions.items():
         calls = [functools.partial(function, ids) for ids in sets]
         works[name] = gpu.Work(calls, expected[sets[-1]])
-    slices = [slice(first, first + active) for first in range(0, len(expected), active)]
-    calls = [functools.partial(dequantize_packed, packed, rows=rows) for rows in slices]
-    works["slice"] = gpu.Work(calls, expected[slices[-1]])
+    starts = range(0, len(expected), active)
+    calls = [functools.partial(dequantize_packed, packed, rows=slice(at, at + active)) for at in starts]
+    works["slice"] = gpu.Work(calls, expected[-active:])
     return works
 
 

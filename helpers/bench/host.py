@@ -1,17 +1,30 @@
-"""The section host_time of `python -m helpers bench`: one call, without and with the wait for the GPU."""
+"""The sections host_time and compiled of `python -m helpers bench`, timed on the host.
 
-from collections.abc import Iterator
+host_time is one call, without and with the wait for the GPU; compiled is 24 weights and their products under
+torch.compile.
+"""
+
+import types
+from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn.functional import linear
 
+from helpers import machine
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight, us
 from helpers.puzzle import protocol
-from helpers.puzzle.layers import quantized_layer
+from helpers.puzzle.layers import DEVICE, quantized_layer
 from helpers.results.store import Row
 from nf4_triton.backend import dequantize
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
+MODES = ("default", "reduce-overhead")
+WEIGHTS = 24  # under one torch.compile
+TOKENS = (64, 512, 2048)
+
+
+# --- host_time ---
 
 
 def time_host(problems: list[str]) -> Iterator[Row]:
@@ -32,3 +45,46 @@ def time_host(problems: list[str]) -> Iterator[Row]:
         yield from us("host_time", "until_return", clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER))
         waited = clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER, wait=True)
         yield from us("host_time", "synchronized", waited)
+
+
+# --- compiled ---
+
+
+def network(layers: list, fn: Callable, mode: str) -> Callable:
+    """Return x -> its products with all weights, dequantized by `fn`, compiled in a mode."""
+
+    def products(x):
+        return [linear(x, fn(layer)) for layer in layers]
+
+    # Dynamo keeps what it compiled, and its guards, with the code: each contender has its own.
+    code = products.__code__.replace()
+    own = types.FunctionType(code, products.__globals__, None, None, products.__closure__)
+    if not clocks.ON_GPU:
+        return torch.compile(own, backend="eager")
+    return torch.compile(own, mode=mode)
+
+
+@torch.no_grad()
+def time_compiled(problems: list[str]) -> Iterator[Row]:
+    """Yield the time of all weights, each followed by its product, under one torch.compile."""
+    torch._dynamo.reset()
+    dtype = torch.float16 if clocks.ON_GPU and not machine.native_bf16() else torch.bfloat16
+    layers = [quantized_layer(*LAYER, dtype, seed=index) for index in range(WEIGHTS)]
+    for layer in layers:
+        layer.exact = torch.nn.Parameter(exact_weight(layer), requires_grad=False)
+    fns = {
+        "products_only": lambda layer: layer.exact,
+        **contenders.some_contenders("ours", "unsloth_today", "bitsandbytes"),
+    }
+    for mode in MODES:
+        networks = {name: network(layers, fn, mode) for name, fn in fns.items()}
+        for tokens in TOKENS:
+            x = torch.randn(tokens, LAYER[0], dtype=dtype, device=DEVICE)
+            torch._dynamo.maybe_mark_dynamic(x, 0)  # one graph serves every number of tokens
+            case = f"forward {tokens} tokens, {mode}"
+            # Inductor may round sums otherwise than eager mode does.
+            expected = torch.stack(networks["products_only"](x))
+            calls = contenders.exact(networks, x, expected, problems, case)
+            seconds = clocks.host_seconds(calls, clocks.ROUNDS, 10, wait=True)
+            yield from us("compiled", case, seconds)
+    torch._dynamo.reset()

@@ -32,11 +32,9 @@ KNOWN = {  # section, case, contender, unit
 
 
 def sources(path: Path) -> list[str]:
-    """Return the code cells of a notebook, without the empty ones."""
-    code = [
-        cell.source.strip() for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
-    ]
-    return [source for source in code if source]
+    """Return the code of a notebook's cells, without the empty ones."""
+    cells = nbformat.read(path, as_version=4).cells
+    return [cell.source.strip() for cell in cells if cell.cell_type == "code" and cell.source.strip()]
 
 
 def check_code(path: Path) -> None:

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.machine import ROOT, SRC
 from nf4_triton.environment import describe
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "helpers" / "src" / "nf4_triton"
 FACTS = ("commit", "kernel", "card", "cpu", "driver", "cuda", "versions")  # in meta.json, of each section
 
 
@@ -93,8 +92,9 @@ def one(rows: Iterable[Row], *fields: str) -> Row:
 
 def kernel_hash() -> str:
     """Return a hash of kernel.py and settings.py; a section with another one measured an earlier kernel."""
-    texts = [(PACKAGE / name).read_bytes() for name in ("kernel.py", "settings.py")]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
+    package = SRC / "nf4_triton"
+    text = (package / "kernel.py").read_bytes() + (package / "settings.py").read_bytes()
+    return hashlib.sha256(text).hexdigest()[:12]
 
 
 def earlier(card: str) -> list[str]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.bench import bench, clocks, compiled, contenders, experts, gpu, host
+from helpers.bench import bench, clocks, contenders, experts, gpu, host
 from helpers.results import store
 from helpers.results.store import Row
 from nf4_triton import reference, settings
@@ -13,9 +13,9 @@ EVERYONE = contenders.all_contenders().keys()
 LIBRARIES = {"bitsandbytes"} | ({"unsloth_today", "unsloth_classic"} & EVERYONE)
 SMALL = {
     gpu: dict(SIZES=(2**10,), CHANGED=((2**10, "bf16"),)),
-    host: dict(LAYER=(64, 8)),  # each selected row is a program, which the interpreter runs for 15 ms
+    # Each selected row is a program, which the interpreter runs for 15 ms.
+    host: dict(LAYER=(64, 8), WEIGHTS=2, TOKENS=(8, 16)),
     experts: dict(STACKS=((2, 64, 256),), ACTIVE=(1,)),
-    compiled: dict(LAYER=(128, 64), WEIGHTS=2, TOKENS=(8, 16)),
     clocks: dict(ROUNDS=2, INNER=1),
 }
 
@@ -26,7 +26,7 @@ FOUND = {  # section: its cases, and who is timed in each of them
     "settings": (["1024 bf16"], gpu.CHANGES.keys()),
     "host_time": (["until_return", "synchronized"], EVERYONE | {"ours_out", "ours_rows"}),
     "compiled": (
-        [f"forward {tokens} tokens, {mode}" for mode in compiled.MODES for tokens in (8, 16)],
+        [f"forward {tokens} tokens, {mode}" for mode in host.MODES for tokens in (8, 16)],
         {"products_only", "ours"} | LIBRARIES - {"unsloth_classic"},
     ),
 }

@@ -47,27 +47,26 @@ def test_its_rows_are_stored_and_drawn(draw, folder):
 
 
 def test_another_version_is_named(draw):
+    with pytest.raises(SystemExit, match="code cell 1 .x = 1. was edited"):
+        draw([TOTAL, *ROWS], source="x = 1")
     assert draw([TOTAL, *ROWS], "--commit", "v1", source="x = 1") == 0
-    assert store.meta("tesla-t4")["sections"]["score"]["commit"] == "v1"
-    assert store.earlier("tesla-t4") == ["protocol", "score"]
+    score = store.meta("tesla-t4")["sections"]["score"]
+    assert (score["commit"], score["kernel"]) == ("v1", "of v1")
 
 
 @pytest.mark.parametrize(
     "problem, rows",
     [
-        ("'speed', 's'. is unknown", [["protocol", "total", "speed", "s", [1]]]),
         ("'ours', 'us'. is unknown or of the wrong unit", [["protocol", "total", "ours", "us", [1]]]),
         ("'ours', 's'. stands twice", [TOTAL, TOTAL]),
         ("'ours', 's'. has the values .nan", [["protocol", "total", "ours", "s", [float("nan")]]]),
         ("'ours', 's'. has the values ..:", [["protocol", "total", "ours", "s", []]]),
         ("0 rows for .*'total', 'ours'", ROWS),  # what the claim needs
-        ("code cell 1 .x = 1. was edited", None),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, rows):
-    edited = {} if rows else {"source": "x = 1"}
     with pytest.raises(SystemExit, match=problem):
-        draw(rows or [TOTAL, *ROWS], **edited)
+        draw(rows)
     assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
 
 
