@@ -35,13 +35,17 @@ class Watched:
         result = self.module._your_dequantize_nf4(weight, state, out)
         return result, self.checked == before
 
+    def check(self, weight, state, out=None):
+        """Fail if the result is not exact. Return whether it was replayed."""
+        result, replayed = self(weight, state, out)
+        assert exact(result, weight, state)
+        return replayed
+
     def warm(self, layer):
-        """Call until a launch is replayed, check both results, return (weight, state)."""
+        """Call until a launch is replayed. Return (weight, state)."""
         weight, state = layer.weight, layer.weight.quant_state
-        for _ in range(2):
-            result, replayed = self(weight, state)
-            assert exact(result, weight, state)
-        assert replayed
+        self.check(weight, state)
+        assert self.check(weight, state)
         return weight, state
 
 
@@ -53,11 +57,11 @@ def watch(device, monkeypatch):
         def start(module):
             if device == "cuda" and not replay.CAN_REPLAY:
                 pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-            place = module if hasattr(module, "CachedLaunch") else replay
+            place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
             place.cached.clear()
             after.callback(place.cached.clear)
             if device == "cpu":
-                interpret(module, monkeypatch)
+                interpret(module, place, monkeypatch)
             return Watched(module, monkeypatch)
 
         yield start
@@ -100,7 +104,7 @@ class Interpreted:
             self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
 
 
-def interpret(module, monkeypatch):
+def interpret(module, place, monkeypatch):
     """Give the interpreter what a replay takes from CUDA: an allocator, a stream, a compiled kernel."""
     launch_ordinary = module.launch_ordinary
 
@@ -115,7 +119,6 @@ def interpret(module, monkeypatch):
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
 
-    place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
     monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
     monkeypatch.setattr(module, "empty_cuda", empty)
     monkeypatch.setattr(module, "current_stream", lambda index: 0)

@@ -161,12 +161,3 @@ def test_it_runs_where_the_tensors_are(two_gpus, make_layer, current):
                     result = call(layer)
                     assert result.device == layer.weight.device and right(result, layer)
                     assert torch.cuda.current_device() == current
-
-
-@ON_GPU
-def test_between_two_gpus(two_gpus, make_layer):
-    layer = make_layer(64, 96, torch.float16, device="cuda:0")
-    for device in ("cuda:1", "cuda:0", "cuda:1"):
-        layer = layer.to(device)
-        for _ in range(2):
-            assert right(launch.your_dequantize_nf4(layer), layer)

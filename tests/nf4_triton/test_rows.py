@@ -63,15 +63,15 @@ def test_misaligned_memory_and_other_storages(device):
 
 def test_ids_out_of_range(device):
     """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
-    weight, state = random_state((4, 320), torch.bfloat16)
+    packed = read_state(*random_state((4, 320), torch.bfloat16))
     for bad in ([0, -1], torch.tensor([2, 4])):
         with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 3"):
-            dequantize(weight, state, rows=bad)
+            launch.dequantize_packed(packed, rows=bad)
     ids = torch.tensor([-1, 2, 4, -(2**40), 2**40], device=device)
     selection = Selection(ids, 0, len(ids))
-    expected = reference.dequantize(read_state(weight, state), selection=selection)
-    assert expected[[0, 2, 3, 4]].isnan().all() and same_bits(expected[1], oracle(weight, state)[2])
-    assert same_bits(launch.launch_ordinary(read_state(weight, state), None, selection).result, expected)
+    expected = reference.dequantize(packed, selection=selection)
+    assert expected[[0, 2, 3, 4]].isnan().all() and same_bits(expected[1], reference.dequantize(packed)[2])
+    assert same_bits(launch.launch_ordinary(packed, None, selection).result, expected)
     empty, its_state = random_state((0, 320), torch.bfloat16)
     assert dequantize(empty, its_state, rows=[]).shape == (0, 320)
     with pytest.raises(IndexError, match="the weight has no slices"):
