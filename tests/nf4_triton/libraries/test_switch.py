@@ -214,7 +214,13 @@ def refuses(*_):
 
 KERNEL = launch, "_your_dequantize_nf4"
 REFUSED = {  # {case: (module, name, what is there instead, error, its text)}
-    "missing": (bnb.functional, "dequantize_4bit", None, UnknownInternals, "4bit is missing"),
+    "missing": (
+        bnb.functional,
+        "dequantize_4bit",
+        None,
+        UnknownInternals,
+        r"has the parameters \[\], expected",
+    ),
     "no GPU": (switch, "cannot_run", lambda device: "No CUDA GPU: use one", RuntimeError, "No CUDA GPU"),
     "wrong bits": (*KERNEL, wrong_bits, RuntimeError, "torch.float16 bits differ from those of .*4bit$"),
     "full GPU": (*KERNEL, full, RuntimeError, "the self-test of .*4bit failed: OutOfMemoryError: CUDA out"),

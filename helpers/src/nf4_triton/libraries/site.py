@@ -113,7 +113,10 @@ class Site:
         answer = inspect.getfullargspec(self.answer)
         parameters = answer.args[1:]
         names = parameters + answer.kwonlyargs
-        require_parameters(self.name, original, parameters)
+        have = list(inspect.signature(original).parameters) if inspect.isfunction(original) else []
+        if have[: len(parameters)] != parameters:
+            problem = f"{self.name} has the parameters {have}, expected {parameters}"
+            raise UnknownInternals(f"{problem}: this version is unknown and was left unchanged")
 
         @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
         def replacement(*arguments, **named):
@@ -150,17 +153,6 @@ def current(name: str) -> Any:
     """Return what a module refers to by the last part of `name` now, None without the module or the name."""
     module, _, attribute = name.rpartition(".")
     return contents(sys.modules.get(module)).get(attribute)
-
-
-def require_parameters(name: str, function: Any, parameters: list[str]) -> None:
-    """Raise UnknownInternals unless a function takes these parameters first. Others stay its own."""
-    problem = "is missing"
-    if inspect.isfunction(function):
-        have = list(inspect.signature(function).parameters)
-        if have[: len(parameters)] == parameters:
-            return
-        problem = f"takes {have}, expected {parameters}"
-    raise UnknownInternals(f"{name} {problem}: this version is unknown and was left unchanged")
 
 
 # The self-test: what a function, the library's or its replacement, returns for a small layer
