@@ -455,24 +455,32 @@ def callback():
     return NF4KernelCallback
 
 
+def begin(one):
+    one.on_train_begin(None, None, None)
+
+
+def end(one):
+    one.on_train_end(None, None, None)
+
+
 def test_the_callback(callback, logged):
     with pytest.raises(ValueError, match="'bnb' is an unknown library, expected one of unsloth"):
         callback("bnb")
     one = pickle.loads(pickle.dumps(callback("bitsandbytes", strict=True)))
-    one.on_train_end(None, None, None)  # before it began
+    end(one)  # before it began
     for _ in range(2):
-        one.on_train_begin(None, None, None)  # interrupted: no on_train_end
-        one.on_train_begin(None, None, None)
+        begin(one)  # interrupted: no on_train_end
+        begin(one)
         assert dequantizes() and one.switch.on and copy.deepcopy(one).switch is None
-        one.on_train_end(None, None, None)
+        end(one)
         printed = logged()
         assert printed.startswith("The NF4 kernel works here")
         assert printed.endswith("\n0 of 1 dequantizations went through the library\n")
         assert library_function() is ORIGINAL
     quietly("bitsandbytes")
     quiet = callback(quiet=True)
-    quiet.on_train_begin(None, None, None)
-    quiet.on_train_end(None, None, None)
+    begin(quiet)
+    end(quiet)
     assert library_function() is not ORIGINAL and not logged()  # it found the kernel on
 
 
@@ -481,12 +489,12 @@ def test_the_callbacks_last_line_stands_alone(callback, unconfigured, monkeypatc
 
     unconfigured()
     one = callback("bitsandbytes")
-    one.on_train_begin(None, None, None)
+    begin(one)
     with tqdm(total=2):
-        one.on_train_end(None, None, None)
+        end(one)
         lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
     assert any(line.startswith("nf4_triton: No call came") for line in lines)
-    one.on_train_begin(None, None, None)
+    begin(one)
     monkeypatch.setattr(sys, "stderr", Closed())
-    one.on_train_end(None, None, None)
+    end(one)
     assert library_function() is ORIGINAL
