@@ -168,19 +168,19 @@ def own_launches(candidate, layer):
 def on_and_off(candidate, setting):
     """Run the candidate with a setting on and off; print its GPU time on 12 layers, more than an L2 cache.
 
-    Return {on: the PTX that it launched, "" if the GPU ran anything else} and {on: wrong elements}.
+    Return the PTX that it launched on and off, each "" if the GPU ran anything else or a bit was wrong.
     """
     layers = [quantized_layer(1024, 4096, torch.bfloat16) for _ in range(12)]
-    chosen, ptx, wrong = vars(settings()), {}, {}
+    chosen, found = vars(settings()), []
     for on in (True, False):
         with force(**(chosen | {setting: on})):
             events, kernels = own_launches(candidate, layers[0])
-            only = {name for name, _ in events} == {KERNEL}
-            ptx[on] = "".join(kernel.asm["ptx"] for kernel in kernels) if only else ""
-            wrong[on] = wrong_elements(candidate, layers[0])
+            wrong = wrong_elements(candidate, layers[0])
             us = gpu_us(candidate, layers)
-        print(f"{setting}={on}: {us:.2f} us at 4096x1024 bf16, {wrong[on]} wrong elements")
-    return ptx, wrong
+        print(f"{setting}={on}: {us:.2f} us at 4096x1024 bf16, {wrong} wrong elements")
+        only = {name for name, _ in events} == {KERNEL} and wrong == 0
+        found.append("".join(kernel.asm["ptx"] for kernel in kernels) if only else "")
+    return found
 
 
 def our_assembly(ptx):
@@ -233,24 +233,24 @@ def torch_compile(candidate):
 # %% id="custom-asm" call="passed['assembly'] = attempt(custom_asm, your_dequantize_nf4)"
 def custom_asm(candidate):
     """Print our inline assembly in the PTX that the candidate launches; with asm=False none is left."""
-    ptx, wrong = on_and_off(candidate, "asm")
-    for block, count in our_assembly(ptx[True]).items():
+    on, off = on_and_off(candidate, "asm")
+    used, left = our_assembly(on), our_assembly(off)
+    for block, count in used.items():
         print(f"{count} x {block}")
-    left = our_assembly(ptx[False])
     print(f"with asm=False: {sum(left.values())}")
-    return bool(our_assembly(ptx[True]) and ptx[False]) and not left and not any(wrong.values())
+    return bool(used and off and not left)
 
 
 # %% id="cache-eviction" call="passed['eviction'] = attempt(cache_eviction, your_dequantize_nf4)"
 def cache_eviction(candidate):
     """Print loads and stores with a hint in the PTX that the candidate launches; none with hints=False."""
-    ptx, wrong = on_and_off(candidate, "hints")
+    on, off = on_and_off(candidate, "hints")
     hinted = r"\b(?:ld|st)\.global\S*(?:evict_|\.cs)\S*"
-    used, left = (re.findall(hinted, ptx[on]) for on in (True, False))
+    used, left = re.findall(hinted, on), re.findall(hinted, off)
     for form, count in collections.Counter(used).items():
         print(f"{count} x {form}")
     print(f"with hints=False: {len(left)}")
-    return bool(used and ptx[False]) and not left and not any(wrong.values())
+    return bool(used and off and not left)
 
 
 # %% id="memory" call="passed['memory'] = attempt(memory, your_dequantize_nf4)"

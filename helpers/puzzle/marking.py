@@ -31,31 +31,30 @@ def speeds(ratios):
     return {version: statistics.median(values) if values else None for version, values in ratios.items()}
 
 
-def points_of(passed, speedups):
-    """Return {criterion: {"today": points, "classic": points}}; None where nothing was measured."""
+def points_of(passed, speedup):
+    """Return {criterion: points} over one version of Unsloth; None where nothing was measured."""
     points = {}
     for criterion, won, lost, decides, _ in TABLE:
-        points[criterion] = {}
-        for column, speedup in speedups.items():
-            holds = passed.get(decides)
-            if isinstance(decides, float) and speedup is not None:
-                holds = speedup > decides if decides == 1.00 else speedup >= decides
-            points[criterion][column] = {True: won, False: lost, None: None}[holds]
+        holds = passed.get(decides)
+        if isinstance(decides, float) and speedup is not None:
+            holds = speedup > decides if decides == 1.00 else speedup >= decides
+        points[criterion] = {True: won, False: lost, None: None}[holds]
     return points
 
 
 def print_score(passed, ratios, facts):
-    """Print the marking table from the verdicts and ratios above; return the points."""
+    """Print the marking table from the verdicts and ratios above; return {version: points_of()}."""
     speedups = speeds(ratios)
-    points = points_of(passed, speedups)
-    totals = [sum(line[column] or 0 for line in points.values()) for column in speedups]
+    points = {version: points_of(passed, speedup) for version, speedup in speedups.items()}
+    totals = [sum(filter(None, column.values())) for column in points.values()]
     where = facts["card"] or "this CPU (Triton's interpreter)"
     if not ON_GPU:
         print(f"Nothing but correctness was measured: speed and the other criteria need {NEEDS_GPU}.")
     print(f"{min(totals)} of {MAXIMUM} points on {where}, {facts['date'][:10]}\n")
     print(f"{'Criterion':32}{'vs Unsloth today':>18}{'vs Unsloth classic':>20}   shown by")
     for criterion, _, _, _, cell in TABLE:
-        texts = ["not measured" if x is None else f"{x:+d}" for x in points[criterion].values()]
+        both = [column[criterion] for column in points.values()]
+        texts = ["not measured" if x is None else f"{x:+d}" for x in both]
         print(f"{criterion:32}{texts[0]:>18}{texts[1]:>20}   {cell}")
     print(f"{'Sum':32}{totals[0]:>18}{totals[1]:>20}")
     texts = [shown(speedup) for speedup in speedups.values()]
@@ -76,9 +75,9 @@ def rows_of(points, ratios, seconds):
         rows.append(["protocol", "puzzle's line", f"unsloth_{version}", "x", values])
     for name, values in seconds.items():
         rows.append(["protocol", "total", name, "s", values])
-    for criterion, line in points.items():
-        for column, value in line.items():
-            rows.append(["score", criterion, column, "points", [] if value is None else [value]])
+    for version, column in points.items():
+        for criterion, value in column.items():
+            rows.append(["score", criterion, version, "points", [] if value is None else [value]])
     return [row for row in rows if row[-1]]
 
 

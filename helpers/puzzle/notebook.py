@@ -136,17 +136,6 @@ def score_text(notebook) -> str:
     return "\n".join(output.get("text", "") for output in outputs).strip()
 
 
-def executed(path: Path) -> tuple:
-    """Execute a copy of the notebook and write it to `path`. Return (notebook, why it failed or "")."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    failure = execute(notebook, NOTEBOOK.parent)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = without_folders(cell.outputs)
-    nbformat.write(notebook, path)
-    return notebook, failure
-
-
 def store(notebook, path: Path) -> int:
     """Store an executed notebook's rows, draw the pages, then put its outputs into the repository's notebook.
 
@@ -191,7 +180,12 @@ def run(argv: list[str] | None = None) -> int:
     if options.quick:
         os.environ["NF4_QUICK"] = "1"
     print(f"executing {NOTEBOOK.name} on {machine.gpu_name() or 'the CPU (Triton interpreter)'}")
-    notebook, failure = executed(path)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    failure = execute(notebook, NOTEBOOK.parent)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = without_folders(cell.outputs)
+    nbformat.write(notebook, path)
     if failure:
         print(f"stopped: {failure}; what ran is in {path}", file=sys.stderr)
         return 130 if failure.startswith("interrupted") else 1

@@ -444,8 +444,10 @@ def ladder(candidate):
     """Time every library and launch form in turns; print and draw seconds of the puzzle's test."""
     contenders = launch_forms(candidate) | {name: one.fn for name, one in baselines().items() if one.fn}
     seconds = in_turns({name: contenders[name] for name in LABELS if name in contenders})
-    medians = {LABELS[name]: statistics.median(values) for name, values in seconds.items()}
-    for (label, median), values in zip(medians.items(), seconds.values(), strict=True):
+    medians = {}
+    for name, values in seconds.items():
+        label, median = LABELS[name], statistics.median(values)
+        medians[label] = median
         print(f"{label:28}{median:.4f} s   {min(values):.4f} to {max(values):.4f}")
     draw_seconds(medians)
     return seconds

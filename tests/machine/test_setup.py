@@ -1,13 +1,13 @@
 """colab_setup.sh with stand-ins for Python and nvidia-smi; requirements.txt and the install cell."""
 
 import ast
-import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
 
+import nbformat
 import pytest
 from packaging.requirements import Requirement
 
@@ -46,8 +46,8 @@ def test_requirements_fit_colab():
 
 def test_the_install_cell_asks_for_what_requirements_ask_for():
     """NEEDED are plain lines; FOR_UNSLOTH and UNSLOTH are all lines of the gpu and unsloth groups."""
-    cells = json.loads((machine.ROOT / "Unsloth_Puzzles_A.ipynb").read_text(encoding="utf-8"))["cells"]
-    (source,) = ("".join(cell["source"]) for cell in cells if cell.get("id") == "install")
+    cells = nbformat.read(machine.ROOT / "Unsloth_Puzzles_A.ipynb", as_version=4).cells
+    (source,) = (cell.source for cell in cells if cell.id == "install")
     lists = dict(re.findall(r"^(NEEDED|FOR_UNSLOTH|UNSLOTH) = (\[.*?\])$", source, re.M | re.S))
     asked = {name: set(map(Requirement, ast.literal_eval(text))) for name, text in lists.items()}
     assert asked["NEEDED"] <= requirements("")

@@ -146,7 +146,6 @@ def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setattr(book, "execute", None)
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
     for on_gpu, options in (
         (False, ["--out", str(file / "x")]),
         (False, ["--in-place"]),
