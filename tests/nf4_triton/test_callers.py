@@ -9,27 +9,23 @@ from helpers import machine
 from nf4_triton import launch
 from states import right
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
-functional = bitsandbytes.functional
+pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
 
 
 # Libraries
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.int8, torch.float32, torch.float64])
-def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, device, storage, start):
+def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, make_layer, storage, start):
     """As FSDP1 with quant_storage: the weight is a view of a flat parameter that is freed after each use.
     Its address is then the view's offset, not 0."""
-    layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.bfloat16, quant_type="nf4", quant_storage=storage)
-    layer = layer.to(device)
-    layer.weight.quant_state.dtype = torch.bfloat16
-    packed, shape = layer.weight.data.view(-1).clone(), layer.weight.shape
-    flat = torch.cat([torch.ones(start, dtype=storage, device=device), packed])
-    layer.weight.data, values = flat[start:].view(shape), flat.clone()
+    layer = make_layer(64, 96, torch.bfloat16)
+    packed = layer.weight.data.as_subclass(torch.Tensor).view(-1).view(storage)
+    flat = torch.cat([packed[:start], packed])
+    layer.weight.data, values = flat[start:], flat.clone()
     size = flat.untyped_storage().nbytes()
     for turn in range(3):
-        result, replayed = watched(layer.weight, layer.weight.quant_state)
-        assert right(result, layer) and replayed == (turn > 0)
+        assert watched.check(layer.weight, layer.weight.quant_state) == (turn > 0)
         flat.untyped_storage().resize_(0)
         for _ in range(2):
             with pytest.raises(launch.UnsupportedState, match="weight has no memory.*gather it first"):
@@ -143,15 +139,11 @@ def test_on_the_current_stream(make_layer):
         assert right(result, layer)
 
 
-@pytest.fixture
-def two_gpus():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, found {torch.cuda.device_count()}")
-
-
 @ON_GPU
 @pytest.mark.parametrize("current", [0, 1])
-def test_it_runs_where_the_tensors_are(two_gpus, make_layer, current):
+def test_it_runs_where_the_tensors_are(make_layer, current):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     layers = [make_layer(512, 256, torch.bfloat16, device=f"cuda:{i}", seed=i) for i in range(2)]
     compiled = torch.compile(lambda layer: launch.your_dequantize_nf4(layer), fullgraph=True)
     with torch.cuda.device(current):

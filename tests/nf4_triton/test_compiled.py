@@ -145,16 +145,6 @@ def test_a_single_byte(shape, before, options):
             assert result.shape == (shape[::-1] if size == shape else size)
 
 
-def test_a_weight_of_a_dynamic_length(layer, options):
-    compiled = torch.compile(call, **options)
-    weight, state = layer.weight.data, layer.weight.quant_state
-    torch._dynamo.mark_dynamic(weight, 0)
-    for given in (weight, torch.cat([weight, weight]), weight):
-        assert exact(compiled(given, state), weight, state)
-    with pytest.raises(UNSUPPORTED, match="holds 5000 bytes"):
-        compiled(weight[:5000], state)
-
-
 def test_a_dynamic_number_of_selected_slices(device, options):
     weight, state = random_state((16, 320), torch.float16)
     compiled = torch.compile(lambda ids: dequantize(weight, state, rows=ids) + 0, **options)

@@ -94,11 +94,10 @@ def test_a_new_layer_of_a_known_spec_is_replayed(watched, make_layer):
 def test_every_layout_of_a_weight(watched, layer):
     """All are replayed. A misaligned weight has a launch that loads bytes, which no other weight gets."""
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
-    misaligned = [moved(packed, skip) for skip in (1, 2, 3)]
-    memory = torch.cat([packed[:64], packed, packed[:64]])
+    memory = torch.cat([packed, packed])
     stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
-    views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0])]
-    views += [memory, memory[64:], memory[64:][: len(packed)], memory[4:], *stored, *misaligned]
+    views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0]), *stored]
+    views += [memory, memory[64:], memory[64:][: len(packed)], memory[4:], moved(packed, 3)]
     for turn in range(3):
         for i, weight in enumerate(views):
             result, replayed = watched(weight, state)
@@ -108,15 +107,6 @@ def test_every_layout_of_a_weight(watched, layer):
 
 
 # The state of torch
-def in_backward(call):
-    """Return what call() returns in a backward pass."""
-    results = []
-    x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda gradient: results.append(call()))
-    x.sum().backward()
-    return results[0]
-
-
 def test_every_state_of_torch(watched, layer, make_layer, device):
     """Guards depend on these, so one spec has several launches; after one round all are replayed."""
     modes = {
@@ -137,8 +127,6 @@ def test_every_state_of_torch(watched, layer, make_layer, device):
                 assert exact(result, weight, state) and replayed >= (turn > 0), name
                 assert result.is_inference() == (name == "inference_mode")
                 assert not result.requires_grad
-            replayed = in_backward(lambda weight=weight, state=state: watched.check(weight, state))
-            assert replayed >= (turn > 0)
     assert len(replay.cached) == 1
 
 
@@ -271,32 +259,22 @@ def test_autograd_notices_that_out_was_overwritten(case, out):
 HOOKS = triton.knobs.runtime
 
 
-@contextlib.contextmanager
-def hooked(which, how, seen):
-    def call(metadata):
+@pytest.mark.parametrize("how", ["in a chain", "assigned"])
+@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_launch_hook_sees_every_launch(warm, device, monkeypatch, which, how):
+    watched, weight, state = warm
+    seen, chain = [], type(getattr(HOOKS, which))
+
+    def hook(metadata):
         seen.append(metadata.get()["name"])
 
-    before = getattr(HOOKS, which)
-    if how == "assigned":
-        setattr(HOOKS, which, call)
-    elif hasattr(before, "add"):
-        before.add(call)
-    else:
-        pytest.skip("this Triton has no chains of hooks")
-    try:
-        yield
-    finally:
-        setattr(HOOKS, which, before)
-        if how == "added":
-            before.remove(call)
-
-
-@pytest.mark.parametrize("how", ["added", "assigned"])
-@pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_hook_sees_every_launch(warm, device, which, how):
-    watched, weight, state = warm
-    seen = []
-    with hooked(which, how, seen):
+    if how == "in a chain":
+        if not hasattr(chain, "add"):
+            pytest.skip("this Triton has no chains of hooks")
+        call, hook = hook, chain()
+        hook.add(call)
+    with monkeypatch.context() as patched:
+        patched.setattr(HOOKS, which, hook)
         for _ in range(3):
             assert not watched.check(weight, state)
     if device == "cuda":  # the interpreter calls no hooks
@@ -414,23 +392,18 @@ def test_nothing_about_a_layer_is_kept(watched, make_layer):
 
 
 def test_eight_threads(watched, make_layer, device):
-    """First and replayed calls at the same time, in two states of torch and, on a GPU, eight streams."""
+    """First and replayed calls at the same time, in two states of torch."""
     made = [make_layer(64, 320, torch.bfloat16, seed=i) for i in range(4)] * 2
-    count, streams = 5, [contextlib.nullcontext()] * 8
-    if device == "cuda":
-        count, streams = 100, [torch.cuda.stream(torch.cuda.Stream()) for _ in range(8)]
-        torch.cuda.synchronize()
+    count = 5 if device == "cpu" else 100
     start = threading.Barrier(8)
 
     def work(i):
         start.wait()
-        with streams[i], torch.inference_mode(i % 2 == 0):
+        with torch.inference_mode(i % 2 == 0):
             return [launch.your_dequantize_nf4(made[i]) for _ in range(count)]
 
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(work, range(8)))
-    if device == "cuda":
-        torch.cuda.synchronize()
     for layer, of_layer in zip(made, results, strict=True):
         expected = oracle(layer.weight, layer.weight.quant_state)
         assert all(same_bits(result, expected) for result in of_layer)
