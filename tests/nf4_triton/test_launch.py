@@ -28,13 +28,6 @@ def layer(make_layer):
     return make_layer(64, 320, torch.bfloat16)
 
 
-@pytest.fixture
-def warm(watched, layer):
-    """(watched, weight, state) of a layer whose launch is cached."""
-    weight, state = watched.warm(layer)
-    return watched, weight, state
-
-
 @pytest.fixture(params=[False, True], ids=["first", "warm"])
 def case(request, watched, layer):
     """(watched, plain weight, state), before and after a launch was cached."""
@@ -64,8 +57,8 @@ IN_PLACE = {
 
 @pytest.mark.parametrize("how", IN_PLACE)
 @pytest.mark.parametrize("name", ["weight", *SECOND])
-def test_a_tensor_changes_in_place(warm, layer, name, how):
-    watched, weight, state = warm
+def test_a_tensor_changes_in_place(watched, layer, name, how):
+    weight, state = watched.warm(layer)
     before = watched(weight, state)[0]
     IN_PLACE[how](get(layer, name))
     result, replayed = watched(weight, state)
@@ -73,8 +66,8 @@ def test_a_tensor_changes_in_place(warm, layer, name, how):
 
 
 @pytest.mark.parametrize("name, change", CHANGES)
-def test_a_field_changes(warm, layer, name, change):
-    watched, weight, state = warm
+def test_a_field_changes(watched, layer, name, change):
+    weight, state = watched.warm(layer)
     before = watched(weight, state)[0]
     replace(layer, name, change)
     for again in (False, True):
@@ -261,8 +254,8 @@ HOOKS = triton.knobs.runtime
 
 @pytest.mark.parametrize("how", ["in a chain", "assigned"])
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_hook_sees_every_launch(warm, device, monkeypatch, which, how):
-    watched, weight, state = warm
+def test_a_launch_hook_sees_every_launch(watched, layer, device, monkeypatch, which, how):
+    weight, state = watched.warm(layer)
     seen, chain = [], type(getattr(HOOKS, which))
 
     def hook(metadata):
@@ -327,8 +320,8 @@ def test_vmap_over_stacked_weights(case):
 
 
 # Settings, and the kernel itself
-def test_forced_settings_are_honored_at_once(warm):
-    watched, weight, state = warm
+def test_forced_settings_are_honored_at_once(watched, layer):
+    weight, state = watched.warm(layer)
     for forced in ({"card": "t4"}, {"rows": 64}):
         with settings.force(**forced):
             for expected in (False, True):

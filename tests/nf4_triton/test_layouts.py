@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from nf4_triton import launch
-from nf4_triton.reference import same_bits
 from states import right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-ON_GPU = pytest.mark.gpu
 
 
 def test_loaded_from_a_checkpoint(make_layer, device):
@@ -22,21 +20,13 @@ def test_loaded_from_a_checkpoint(make_layer, device):
     assert right(launch.your_dequantize_nf4(layer), layer)
 
 
-@pytest.mark.parametrize("then", ["cpu", pytest.param("cuda", marks=ON_GPU)])
-def test_repacked_by_bitsandbytes_for_the_cpu(make_layer, then):
-    """By bitsandbytes' own function, as evaluation mode does on a CPU with AVX512-BF16: refused. Moved to a
-    GPU it is unpacked, with statistics in half precision: exact or refused, never wrong."""
+def test_repacked_by_bitsandbytes_for_the_cpu(make_layer):
+    """By bitsandbytes' own function, as evaluation mode does on a CPU with AVX512-BF16."""
     functional = bitsandbytes.functional
     if not hasattr(functional, "_convert_weight_packed_for_cpu"):
         pytest.skip("this bitsandbytes does not repack")
     layer = make_layer(64, 96, torch.bfloat16, device="cpu")
     packed = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
     layer.weight.data, layer.weight.quant_state = packed
-    layer = layer.to(then)
-    try:
-        result = launch.your_dequantize_nf4(layer)
-    except launch.UnsupportedState as error:
-        assert ("repacked this layer for its CPU matmul" if then == "cpu" else "expected") in str(error)
-    else:
-        expected = functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-        assert then == "cuda" and same_bits(result, expected)
+    with pytest.raises(launch.UnsupportedState, match="repacked this layer for its CPU matmul"):
+        launch.your_dequantize_nf4(layer)

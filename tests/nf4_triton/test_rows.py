@@ -79,7 +79,6 @@ def test_ids_out_of_range(device):
 
 BAD = [
     ((4, 320), torch.tensor([True, False, True, True]), "mask.nonzero"),
-    ((4, 320), torch.tensor([0.0]), "rows is torch.float32"),
     ((4, 320), slice(0, 4, 2), "expected step 1"),
     ((4, 320), "all", "rows is str"),
     ((4, 320), [1.5], "rows is not a list of ints"),
@@ -104,11 +103,7 @@ def test_an_out_that_does_not_fit(device):
     for other in (out.view(-1), memory.new_empty(3, 320, dtype=torch.float16)):
         with pytest.raises(UnsupportedState, match="out has"):
             dequantize(weight, state, out=other, rows=[0, 1])
-    inside = memory[: weight.numel()].view(weight.shape).copy_(weight)
-    with pytest.raises(UnsupportedState, match="out shares memory with weight"):
-        dequantize(inside, state, out=out, rows=[0, 1])
-    assert torch.equal(inside, weight)
-    ids = memory.zero_().view(torch.int64)[:2]
+    ids = memory.view(torch.int64)[:2]
     with pytest.raises(UnsupportedState, match="out shares memory with rows"):
         dequantize(weight, state, out=out, rows=ids)
     assert not memory.any()
