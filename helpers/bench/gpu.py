@@ -112,17 +112,17 @@ def moved(layer) -> torch.Tensor:
     return (words ^ layer.weight.quant_state.absmax.int().repeat_interleave(8)).repeat_interleave(4)
 
 
-def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
-    """Call Unsloth's function in its B200 configuration, which is part of its launch cache's key."""
-    with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
-        return unsloth_today(layer)
-
-
 def with_kernels() -> dict[str, Callable]:
     """Return {name: layer -> weight} of every kernel. PEFT launches bitsandbytes'."""
     functions = contenders.some_contenders("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
-    if "unsloth_today" in functions:
-        functions["unsloth_b200"] = functools.partial(as_on_b200, functions["unsloth_today"])
+    if unsloth_today := functions.get("unsloth_today"):
+
+        def as_on_b200(layer):
+            """In its B200 configuration, which is part of its launch cache's key."""
+            with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
+                return unsloth_today(layer)
+
+        functions["unsloth_b200"] = as_on_b200
     return functions
 
 
