@@ -141,6 +141,7 @@ def test_the_same_tensor_twice_in_a_state(watched, layer):
     state.state2.absmax = state.state2.code
     for _ in range(2):
         watched.check(layer.weight, state)
+    assert not replay.cached  # no guards accept it
 
 
 class Wrapper(torch.Tensor):
@@ -236,13 +237,14 @@ def test_a_replayed_out(case, out):
         assert watched.check(weight, state, out)
 
 
-def test_autograd_notices_that_out_was_overwritten(case, out):
-    watched, weight, state = case
-    out.zero_()
-    loss = (torch.ones_like(out, requires_grad=True) * out).sum()
-    watched(weight, state, out)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+def test_autograd_notices_that_out_was_overwritten(watched, layer, out):
+    weight, state = layer.weight, layer.weight.quant_state
+    for replayed in (False, True):
+        out.zero_()
+        loss = (torch.ones_like(out, requires_grad=True) * out).sum()
+        assert watched.check(weight, state, out) == replayed
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
     with torch.inference_mode():
         out = torch.empty_like(out)  # which has no version
     watched.check(weight, state, out)
