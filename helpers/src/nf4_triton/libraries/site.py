@@ -190,7 +190,7 @@ def self_test_device() -> torch.device:
 def without_trace(device: torch.device) -> Iterator[torch.device]:
     """Run on a device, in float32, and put bitsandbytes' tables back as they were.
 
-    Models are often created on "meta", with another default dtype, or in inference mode.
+    Models are often created on "meta", or with another default dtype.
     """
     tables = [table for table in map(current, TABLES) if isinstance(table, dict)]
     copies = [table.copy() for table in tables]
@@ -198,7 +198,7 @@ def without_trace(device: torch.device) -> Iterator[torch.device]:
     guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     try:
         torch.set_default_dtype(torch.float32)
-        with guard, device, torch.inference_mode(False):
+        with guard, device:
             yield device
     finally:
         torch.set_default_dtype(dtype)
