@@ -200,8 +200,11 @@ def check_and_launch(packed, out, selection=None):
 # %% torch.compile, export, and torch.func id="launch-operator" part="launch" folded=true tags=["launch"]
 @torch.compiler.assume_constant_result
 def has_no_bf16(device):
-    """Return whether bf16 is rounded in integers on a GPU, which Inductor then does not compile."""
-    return device.type == "cuda" and settings(device).int_bf16
+    """Return whether Inductor compiles no bf16 on a device: a GPU without bf16 arithmetic."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 @torch.compiler.disable
