@@ -16,21 +16,16 @@ import pandas
 
 from helpers.results import executed, plots, store
 from helpers.results.executed import NOTEBOOK, UNSLOTH
-from helpers.results.plots import H200, SHAPES
+from helpers.results.plots import CARD, SHAPES
 from helpers.results.store import ROOT, Row, one, select
 
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
-H100, TRITON_3_9 = "nvidia-h100-80gb-hbm3", "nvidia-h200-triton-3.9"
 T4, SIMULATED = "tesla-t4", "tesla-t4-simulated"
-TITLES = {  # how contenders, cases and cards are shown; others by their own names
+TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
-    "compiled_grid": "this kernel, compiled[grid]",
-    "unsloth_out": "Unsloth today, `out=`",
-    "ours_out": "this kernel, `out=`",
-    "ours_rows": "this kernel, all `rows=`",
-    "public_launcher": "this kernel, Triton 3.7",
-    "unsloth_stack": "Unsloth, whole stack",
+    "ours_out": "`dequantize(out=)`",
+    "ours_rows": "`dequantize(rows=)`, all rows",
     "copy_kernel": "copy",
     "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
@@ -42,31 +37,23 @@ TITLES = {  # how contenders, cases and cards are shown; others by their own nam
     "until_return": "until it returns",
     "synchronized": "with a synchronize",
     "calls": "launch overhead",
-    H200: "H200",
-    H100: "H100",
-    TRITON_3_9: "H200, Triton 3.9",
 }
-SECTIONS = {  # block: the cards whose rows it shows
-    "protocol": [H200, TRITON_3_9, H100],
-    "host_time": [H200],
-    "gpu_time": [H200, H100],
-    "settings": [H200],
-    "experts": [H200],
-    "compiled": [H200],
-    "training": [H200],
-    "t4_prediction": [SIMULATED],
-    "t4_inputs": [SIMULATED],
-    "simulated": [SIMULATED],
-    "published": [SIMULATED],
-    "machine_code": ["cross-compiled"],
+SECTIONS = {  # block: the folder whose rows it shows
+    "protocol": CARD,
+    "host_time": CARD,
+    "gpu_time": CARD,
+    "settings": CARD,
+    "experts": CARD,
+    "compiled": CARD,
+    "training": CARD,
+    "t4_prediction": SIMULATED,
+    "published": SIMULATED,
+    "machine_code": "cross-compiled",
 }
 
 
 def shown(name: str) -> str:
-    """Return how a contender, case or card is shown, with commas in a number of elements."""
-    for suffix, mode in {"_eager": "eager", "_reduce_overhead": "reduce-overhead"}.items():
-        if name.endswith(suffix):
-            return f"{shown(name.removesuffix(suffix))}, {mode}"
+    """Return how a contender or case is shown, with commas in a number of elements."""
     return re.sub(r"\d{6,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
 
 
@@ -87,21 +74,18 @@ def cell(row: Row) -> str:
     return median if low == high else f"{median} ({low} to {high})"
 
 
-def table(stored: dict, section: str, cards: list[str]) -> str:
+def table(rows: list[Row], section: str) -> str:
     """Return a section's rows as a Markdown table: cases by contenders, the longer side down."""
     found = []
-    for card in cards:
-        for row in select(stored.get(card, []), section):
-            case, contender = shown(row.case), shown(row.contender)
-            if section == "gpu_time":
-                if row.case not in SHAPES:
-                    continue  # speed_by_size shows all sizes
-                case = SHAPES[row.case]
-            if section == "machine_code":
-                contender += f" {row.unit}"
-            if len(cards) > 1:
-                case += f", {shown(card)}"
-            found.append((case, contender, row.unit, cell(row)))
+    for row in select(rows, section):
+        case, contender = shown(row.case), shown(row.contender)
+        if section == "gpu_time":
+            if row.case not in SHAPES:
+                continue  # speed_by_size shows all sizes
+            case = SHAPES[row.case]
+        if section == "machine_code":
+            contender += f" {row.unit}"
+        found.append((case, contender, row.unit, cell(row)))
     if not found:
         return "Not measured yet."
     frame = pandas.DataFrame(found, columns=["case", "contender", "unit", "text"])
@@ -115,7 +99,7 @@ def table(stored: dict, section: str, cards: list[str]) -> str:
 def claim(stored: dict) -> str:
     """Return points and speedups by card; a measured T4 replaces the predicted one."""
     lines = {}
-    for name, card in {"NVIDIA H200": H200, "NVIDIA H100": H100, "Tesla T4": T4}.items():
+    for name, card in {"NVIDIA H100": CARD, "Tesla T4": T4}.items():
         if rows := stored.get(card):
             points = sum(row.median for row in select(rows, "score") if row.contender == "today")
             speedups = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
@@ -143,7 +127,7 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
         if name == "claim":
             body = claim(stored) + "\n"
         elif name in SECTIONS:
-            body = table(stored, name, SECTIONS[name]) + "\n"
+            body = table(stored.get(SECTIONS[name], []), name) + "\n"
         else:  # Colab and GitHub show no files beside a notebook
             data = base64.b64encode(images[name.removeprefix("figure ")]).decode()
             body = re.sub(r"base64,[^)]*", f"base64,{data}", body)

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from helpers.results.store import one, select
 
-H200 = "nvidia-h200"  # the folder that the pictures show
-BANDWIDTH = 4.8  # TB/s, as NVIDIA specifies an H200's memory
+CARD = "nvidia-h100-80gb-hbm3"  # the folder that pages and pictures show
+BANDWIDTH = 3.35  # TB/s, as NVIDIA specifies this card's memory
 BYTES = 0.5 + 1 / 64 + 4 / 16384 + 2  # read and written per weight
 CALLS = 9000  # of the puzzle's test: 1000 rounds, 3 configurations, 3 weights
 SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
@@ -57,10 +57,10 @@ def png(figure: Figure) -> bytes:
 
 
 def protocol(stored: dict) -> Figure:
-    """Bars: seconds of the puzzle's test on an NVIDIA H200, one for each contender."""
-    figure, panel = panel_of("The puzzle's test on an NVIDIA H200", 3.6)
+    """Bars: seconds of the puzzle's test on an NVIDIA H100, one for each contender."""
+    figure, panel = panel_of("The puzzle's test on an NVIDIA H100", 3.6)
     for name, label in NAMES.items():
-        for row in select(stored[H200], "protocol", "total", name):
+        for row in select(stored[CARD], "protocol", "total", name):
             bar = panel.barh(label, row.median, color=COLORS[name])
             panel.bar_label(bar, [f"{row.median:.3f} s"], padding=4)
     panel.invert_yaxis()
@@ -70,9 +70,9 @@ def protocol(stored: dict) -> Figure:
 
 
 def where_time_goes(stored: dict) -> Figure:
-    """Bars: time of an average call of the puzzle's test on an NVIDIA H200, GPU kernels and launch path."""
-    rows = stored[H200]
-    figure, panel = panel_of("An average call of the puzzle's test on an NVIDIA H200", 3.0)
+    """Bars: time of an average call of the puzzle's test on an NVIDIA H100, GPU kernels and launch path."""
+    rows = stored[CARD]
+    figure, panel = panel_of("An average call of the puzzle's test on an NVIDIA H100", 3.0)
     for name in ("bitsandbytes", "unsloth_classic", "unsloth_today", "ours"):
         label, color = NAMES[name], COLORS[name]
         whole = 1e6 * one(rows, "protocol", "total", name).median / CALLS
@@ -90,22 +90,21 @@ def where_time_goes(stored: dict) -> Figure:
 
 
 def speed_by_size(stored: dict) -> Figure:
-    """Lines: memory traffic by size of the weight on an NVIDIA H200, below its specified 4.8 TB/s."""
-    figure, panel = panel_of("Memory traffic of the kernels on an NVIDIA H200, bf16", 4.4)
+    """Lines: memory traffic by size of the weight on an NVIDIA H100, below its specified 3.35 TB/s."""
+    figure, panel = panel_of("Memory traffic of the kernels on an NVIDIA H100, bf16", 4.4)
     for name in ("ours", "unsloth_today", "unsloth_b200", "unsloth_classic"):
         speeds = {}
-        for row in select(stored[H200], "gpu_time"):
+        for row in select(stored[CARD], "gpu_time"):
             size, dtype = row.case.split()
             if row.contender == name and dtype == "bf16":
                 speeds[int(size)] = BYTES * int(size) / row.median / 1e6
-        if speeds:
-            panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
-            panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
+        panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
+        panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
     panel.axhline(BANDWIDTH, color="black", linestyle="--")
-    panel.text(2**16, BANDWIDTH + 0.1, f"specified: {BANDWIDTH} TB/s")
+    panel.text(2**16, BANDWIDTH + 0.07, f"specified: {BANDWIDTH} TB/s")
     panel.minorticks_off()
-    panel.set(xlabel="millions of elements", ylabel="TB/s", ylim=(0, 5.3))
-    panel.set_yticks(range(5))
+    panel.set(xlabel="millions of elements", ylabel="TB/s", ylim=(0, 3.7))
+    panel.set_yticks(range(4))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
     return figure
 

@@ -41,7 +41,10 @@ with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 result = layer(weight)
 """,
     "jit.trace": "result = torch.jit.trace(layer, (weight,), check_trace=False)(weight)",
-    "vmap": "result = torch.func.vmap(lambda x: dequantize(weight, state) * x)(torch.ones(1, device=weight.device).half())[0]",
+    "vmap": """
+ones = torch.ones(1, dtype=torch.float16, device=weight.device)
+result = torch.func.vmap(lambda x: dequantize(weight, state) * x)(ones)[0]
+""",
     "inference mode": """
 with torch.inference_mode():
     result = layer(weight)
