@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SECTION",
         help=f"any of {', '.join(SECTIONS)}; by default all but training",
     )
-    into = "folder under results/ in place of this card's, such as nvidia-h200-triton-3.9 for another Triton"
+    into = "folder under results/ in place of this card's, such as nvidia-h100-triton-3.9 for another Triton"
     parser.add_argument("--into", metavar="FOLDER", help=into)
     options = parser.parse_args(argv)
     if not clocks.ON_GPU:

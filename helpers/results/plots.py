@@ -20,7 +20,7 @@ SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
     "16777216 fp16": "2048x8192 fp16",
     "58720256 bf16": "4096x14336 bf16",
 }
-NAMES = {  # slowest first
+NAMES = {
     "peft": "PEFT",
     "bitsandbytes": "bitsandbytes",
     "unsloth_classic": "Unsloth classic",
@@ -59,10 +59,9 @@ def png(figure: Figure) -> bytes:
 def protocol(stored: dict) -> Figure:
     """Bars: seconds of the puzzle's test on an NVIDIA H100, one for each contender."""
     figure, panel = panel_of("The puzzle's test on an NVIDIA H100", 3.6)
-    for name, label in NAMES.items():
-        for row in select(stored[CARD], "protocol", "total", name):
-            bar = panel.barh(label, row.median, color=COLORS[name])
-            panel.bar_label(bar, [f"{row.median:.3f} s"], padding=4)
+    for row in sorted(select(stored[CARD], "protocol", "total"), key=lambda row: -row.median):
+        bar = panel.barh(NAMES[row.contender], row.median, color=COLORS[row.contender])
+        panel.bar_label(bar, [f"{row.median:.3f} s"], padding=4)
     panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("seconds for 9,000 calls, each with a synchronize (shorter is better)")
