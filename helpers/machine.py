@@ -87,7 +87,7 @@ def python(
     )
     try:
         out, err = process.communicate(timeout=timeout)
-        how = f"ended with {process.returncode}"
+        how = f"ended with {process.returncode}" if process.returncode else ""
     except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # and what it started: they share a session
@@ -95,7 +95,7 @@ def python(
             raise
         out, err = process.communicate()
         how = f"did not end within {timeout:g} s"
-    if check and process.returncode != 0:
+    if check and how:
         text = f"{out.strip()[-2000:]}\n{err.strip()[-6000:]}".strip()
         raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
     return Done(out, err)

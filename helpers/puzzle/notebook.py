@@ -64,11 +64,12 @@ def sync(notebook, root: Path = machine.ROOT) -> list[str]:
     for file in MODULES:
         made |= {cell.id: cell for cell in cells_of_module(file, root)}
     changed, cells = [], []
+    modules = {Path(file).stem for file in MODULES}
     for old in notebook.cells:
         cell = made.pop(old.id, None)
         if cell:
             cell.outputs, cell.execution_count = old.outputs, old.execution_count
-        elif "tags" not in old.metadata:  # of no module
+        elif modules.isdisjoint(old.metadata.get("tags", ())):
             cell = old
         if cell != old:
             changed.append(old.id)

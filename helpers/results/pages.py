@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
             kept = [row for row in stored.get(card, []) if row.section not in new]
             stored[card] = sum(new.values(), kept)
         files = draw(stored)
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     for section, rows in new.items():
         print(f"stored in {store.write(section, rows, environment=environment)}")

@@ -97,8 +97,9 @@ def speed_by_size(stored: dict) -> Figure:
             size, dtype = row.case.split()
             if row.contender == name and dtype == "bf16":
                 speeds[int(size)] = BYTES * int(size) / row.median / 1e6
-        panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
-        panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
+        if speeds:
+            panel.semilogx([*speeds], speeds.values(), "o-", label=NAMES[name], color=COLORS[name])
+            panel.set_xticks([*speeds], [f"{size / 1e6:.3g}" for size in speeds])
     panel.axhline(BANDWIDTH, color="black", linestyle="--")
     panel.text(2**16, BANDWIDTH + 0.07, f"specified: {BANDWIDTH} TB/s")
     panel.minorticks_off()

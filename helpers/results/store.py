@@ -128,10 +128,10 @@ def write(
     machine that measured, with "commit" and "kernel" if it measured another code than this checkout's.
     """
     here = {"commit": commit(), "kernel": kernel_hash(), **(environment or describe())}
-    folder = root() / (card or slug(here))
-    sections = meta(folder.name).get("sections", {})
+    card = card or slug(here)
+    folder, sections = root() / card, meta(card).get("sections", {})
     sections[section] = {"date": here["date"][:10], "note": note, **{name: here.get(name) for name in FACTS}}
-    kept = [row for row in rows(folder.name) if row.section != section]
+    kept = [row for row in rows(card) if row.section != section]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rows.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")

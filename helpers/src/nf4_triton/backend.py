@@ -7,7 +7,7 @@ import os
 import torch
 
 from . import autoload, environment, private, reference
-from .state import DTYPES, UnsupportedState, check_call, read_rows, read_state
+from .state import DTYPES, UnsupportedState, check, check_call, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 
@@ -99,6 +99,7 @@ def no_state(given) -> str:
 
 def dequantize_in_torch(packed, out=None, rows=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
+    check(packed)
     selection = None if rows is None else read_rows(rows, packed)
     check_call(packed, out, selection, memory=not private.is_traced(packed.weight))
     result = reference.dequantize(packed, selection=selection)

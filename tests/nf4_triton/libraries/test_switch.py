@@ -306,6 +306,10 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     assert f"{DEQUANTIZE}: it was wrapped or replaced by another library since" in str(on)
     right = launch._your_dequantize_nf4
     monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda *arguments: right(*arguments) + 1)
+    with pytest.raises(RuntimeError, match="bits differ"):
+        quietly("bitsandbytes", strict=True)
+    quietly("axolotl")  # replaces again what is on
+    assert library_function() is wrapper
     assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").report[DEQUANTIZE]
     assert dequantizes()
     restore()

@@ -98,15 +98,16 @@ class Site:
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
         importlib.import_module(self.name.rpartition(".")[0])
-        self.replacement, self.original = None, current(self.name)
+        original = current(self.name)
         # The original may wrap an earlier replacement.
         before, self.why_not = self.why_not, "its self-test runs"
         try:
-            self_test(Site(self.name, self.answer, self.results, original=self.original, why_not=""))
+            self_test(Site(self.name, self.answer, self.results, original=original, why_not=""))
         finally:
             self.why_not = before
-        self.replacement = self.make_replacement(self.original)
-        ORIGINALS[self.replacement] = self.original
+        replacement = self.make_replacement(original)
+        ORIGINALS[replacement] = original  # first: restore() must know every replacement
+        self.replacement, self.original = replacement, original
 
     def make_replacement(self, original: Callable) -> Callable:
         """Return a function that answers calls with known arguments and passes on the others."""
