@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import re
 import threading
 import weakref
@@ -17,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nf4_triton import launch, private, replay, settings
 from nf4_triton.reference import same_bits
+from nf4_triton.state import read_state
 from states import CHANGES, DTYPES, SECOND, exact, freed, get, moved, noise, oracle, replace, right
 
 pytest.importorskip("bitsandbytes")
@@ -292,6 +294,16 @@ def test_fake_tensors_get_fake_results(case, layer):
         assert isinstance(result, FakeTensor)
         assert (result.shape, result.dtype) == (state.shape, state.dtype)
     watched.check(weight, state)
+
+
+def test_a_fake_weight_on_a_gpu_compiles_without_a_gpu(layer):
+    packed = read_state(layer.weight.data, layer.weight.quant_state)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fields = ("weight", "absmax", "code2", "absmax2", "offset")
+        fake = {name: torch.empty_like(getattr(packed, name), device="cuda") for name in fields}
+        call = functools.partial(launch.dequantize_packed, packed._replace(**fake))
+        result = torch.compile(call, backend="eager", fullgraph=True)()
+    assert (result.shape, result.device.type) == (packed.shape, "cuda")
 
 
 @pytest.mark.parametrize("how", ["make_fx", "jit.trace"])

@@ -201,7 +201,7 @@ def check_and_launch(packed, out, selection=None):
 @torch.compiler.assume_constant_result
 def has_no_bf16(device):
     """Return whether Inductor compiles no bf16 on a device: a GPU without bf16 arithmetic."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor needs no GPU
         return False
     with torch.cuda.device(device):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
