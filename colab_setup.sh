@@ -4,7 +4,7 @@
 # bash colab_setup.sh test [PYTEST OPTION ...]                 set up, run the tests
 #
 # In Colab and Kaggle it adds what is missing to the running Python; torch and triton stay as they are. Elsewhere it
-# makes .venv beside this file: 2 to 5 minutes and 2.5 GB, or 6 GB with a GPU. A second run needs no network. It changes
+# makes .venv beside this file: 2 to 5 minutes and 3 GB, or 6 GB with a GPU. A second run needs no network. It changes
 # no environment that it did not make: PYTHON=/path/to/python, or a .venv of yours, is used as it is.
 set -euo pipefail
 here=$PWD

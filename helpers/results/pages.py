@@ -60,7 +60,7 @@ def shown(name: str) -> str:
 def number(value: float, unit: str, median: float = 1) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
-        return f"{math.floor(round(100 * value, 6)) / 100:.2f}"
+        return f"{math.floor(round(100 * value, 6)) / 100:.2f}x"
     whole = unit in ("points", "registers")
     decimals = 0 if whole else max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
@@ -111,9 +111,9 @@ def claim(stored: dict) -> str:
         best = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
         speedups = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in UNSLOTH]
         lines["Tesla T4, predicted"] = [*map(cell, (best, *speedups)), "-"]
-    columns = ["points of 14", "over Unsloth today", "over Unsloth classic", "over bitsandbytes"]
+    columns = ["score (of 14)", "vs Unsloth today", "vs Unsloth classic", "vs bitsandbytes"]
     frame = pandas.DataFrame.from_dict(lines, orient="index", columns=columns)
-    return frame.rename_axis("speedup").to_markdown(disable_numparse=True)
+    return frame.rename_axis("card").to_markdown(disable_numparse=True)
 
 
 def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:

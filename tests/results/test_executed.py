@@ -42,7 +42,7 @@ def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw([TOTAL, *ROWS]) == draw([TOTAL, *ROWS]) == 0  # the second replaces the first
     assert [[*key, [*values]] for *key, values in store.rows("tesla-t4")] == [TOTAL, *ROWS]
     page = (folder / "page").read_text()
-    assert re.search("Tesla T4 .* 1.17 .* 1.30 .* 1.14 ", page) and "predicted" not in page
+    assert re.search("Tesla T4 .* 1.17x .* 1.30x .* 1.14x ", page) and "predicted" not in page
     assert store.meta("tesla-t4")["sections"]["score"]["kernel"] == store.kernel_hash()
 
 

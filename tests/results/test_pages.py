@@ -29,7 +29,7 @@ def test_blocks_are_filled(stored, tmp_path):
     figure = "<!-- figure idea -->\n![](data:image/png;base64,old)\n<!-- /figure idea -->\nAfter.\n"
     page.write_text(f"Before.\n<!-- claim -->\nold\n<!-- /claim -->\n{figure}")
     text = pages.filled(page, stored, IMAGES)
-    assert text.startswith("Before.\n<!-- claim -->\n| speedup ") and "old" not in text
+    assert text.startswith("Before.\n<!-- claim -->\n| card ") and "old" not in text
     assert text.endswith(figure.replace("old", "cG5n"))
     page.write_text("<!-- no such block -->\n<!-- /no such block -->")
     with pytest.raises(KeyError, match="no such block"):
