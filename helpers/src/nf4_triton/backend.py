@@ -119,8 +119,7 @@ def choose(device) -> str:
     if name != "auto":
         return name
     if private.is_compiling():  # what why_torch asks cannot be traced
-        cpu = device is None or device.type == "cpu"
-        return "torch" if cpu and not environment.interpreted() else "triton"
+        return "torch" if device.type == "cpu" and not environment.interpreted() else "triton"
     if problem := why_torch(device):
         if device is not None and device.type == "cuda":
             say_once(f"dequantize() uses PyTorch: {problem}")
