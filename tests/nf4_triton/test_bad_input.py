@@ -16,7 +16,10 @@ BAD_SCALES = {
     "freed": freed,
 }
 BAD_WEIGHTS = {
-    "too short": lambda x: x[:-1],
+    "one byte short": lambda x: x[:-1],
+    "one byte long": lambda x: torch.cat([x, x[:1]]),
+    "of a larger layer": lambda x: torch.cat([x, x]),
+    "of converted bytes": lambda x: x.float(),
     "partitioned": lambda x: x[:0],  # by FSDP or DeepSpeed ZeRO-3
     "expanded": lambda x: x[:1].expand(x.shape),
     "strided": strided,
@@ -102,7 +105,7 @@ def test_more_elements_than_the_kernel_counts(layer):
 def test_without_the_last_scale(layer):
     """512 blocks, the last not whole, are half a group of 1024: both need their scales."""
     state = layer.weight.quant_state
-    state.shape, state.state2.blocksize = torch.Size([511 * 64 + 1]), 1024
+    state.shape, state.state2.blocksize = torch.Size([512 * 64 - 1]), 1024
     absmax = state.absmax
     state.absmax = absmax[:511]
     refused(layer.weight, state, "absmax has 511 elements .*expected 512")

@@ -90,9 +90,10 @@ def test_every_layout_of_a_weight(watched, layer):
     """All are replayed. A misaligned weight has a launch that loads bytes, which no other weight gets."""
     state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
     memory = torch.cat([packed, packed])
+    size = len(packed)
     stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
     views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0]), *stored]
-    views += [memory, memory[64:], memory[64:][: len(packed)], memory[4:], moved(packed, 3)]
+    views += [memory[size:], memory[64:][:size], memory[4:][:size], moved(packed, 3)]
     for turn in range(3):
         for i, weight in enumerate(views):
             result, replayed = watched(weight, state)

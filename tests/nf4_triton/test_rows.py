@@ -64,7 +64,7 @@ def test_misaligned_memory_and_other_storages(device):
 def test_ids_out_of_range(device):
     """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
     packed = read_state(*random_state((4, 320), torch.bfloat16))
-    for bad in ([0, -1], torch.tensor([2, 4])):
+    for bad in ([0, -1], torch.tensor([2, 4]), [2**63], range(3, 5), torch.tensor([[1, 9]])):
         with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 3"):
             launch.dequantize_packed(packed, rows=bad)
     ids = torch.tensor([-1, 2, 4, -(2**40), 2**40], device=device)
@@ -77,11 +77,91 @@ def test_ids_out_of_range(device):
         launch.launch_ordinary(read_state(empty, its_state), None, selection)
 
 
+# An id list or a result of one slice has any first stride; another call's strides may not be contiguous.
+VIEWS = {
+    "whole": lambda memory, count: memory[:count, :1].contiguous().view(-1),
+    "column": lambda memory, count: memory[:count, 0],
+    "every other": lambda memory, count: memory.view(-1)[: 2 * count : 2],
+    "expanded": lambda memory, count: memory[0, :1].expand(count),
+}
+
+
+def by_device_ids(packed, ids):
+    """Return slices by ids that need no copy to the weight's device, as on a GPU."""
+    selection = Selection(ids, 0, ids.numel())
+    result = launch.replay(packed.tensors, packed.spec, None, selection)
+    return launch.check_and_launch(packed, None, selection) if result is None else result
+
+
+@pytest.mark.parametrize("order", [(1, 4), (4, 1, 4)], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_ids_that_are_not_contiguous(watch, device, view, order):
+    """A router's top-k column of one token, then of several, and the other way round."""
+    watch(launch)
+    packed = read_state(*random_state((10, 64), torch.bfloat16))
+    whole = reference.dequantize(packed)
+    pairs = torch.tensor([[3, 9], [5, 2], [7, 8], [1, 0]], device=device)
+    for count in order:
+        ids = VIEWS[view](pairs, count)
+        if ids.is_contiguous():
+            assert same_bits(by_device_ids(packed, ids), whole[ids]), count
+        else:
+            with pytest.raises(UnsupportedState, match="expected contiguous int32 or int64 ids"):
+                by_device_ids(packed, ids)
+
+
+OUTS = {
+    "columns": lambda memory, count: memory[:count, :64],
+    "every other row": lambda memory, count: memory[: 2 * count : 2],
+    "expanded": lambda memory, count: memory[:1].expand(count, -1),
+    "transposed": lambda memory, count: memory[:64, :count].t(),
+}
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4], slice(0, 5)], ids=["ids", "range"])
+@pytest.mark.parametrize("view", OUTS)
+def test_an_out_that_is_not_contiguous(watch, device, view, rows):
+    """Also after a call with one slice, whose first stride means nothing: nothing is written."""
+    watch(launch)
+    packed = read_state(*random_state((8, 64), torch.bfloat16))
+    memory = torch.full((128, 64 if "row" in view or view == "expanded" else 128), torch.nan, device=device)
+    memory = memory.to(torch.bfloat16)
+    for count in (1, 5, 1, 5):
+        out = OUTS[view](memory, count)
+        few = rows[:count] if isinstance(rows, list) else slice(0, count)
+        if out.is_contiguous():
+            launch.dequantize_packed(packed, out, few)
+            assert same_bits(out, reference.dequantize(packed)[few])
+            out.fill_(torch.nan)
+        else:
+            with pytest.raises(UnsupportedState, match="out has"):
+                launch.dequantize_packed(packed, out, few)
+        assert memory.isnan().all(), "written outside"
+
+
+def test_a_slice_of_another_alignment_has_a_launch_of_its_own(watch):
+    """Rows of 12 bytes: every fourth begins at a multiple of 16. A replayed 16-byte load would fail."""
+    watched = watch(launch)
+    packed = read_state(*random_state((16, 24), torch.float16))
+    whole = reference.dequantize(packed)
+    for turn in range(2):
+        for first in (0, 1, 4, 2, 8, 3):
+            before = watched.checked
+            result = launch.dequantize_packed(packed, rows=slice(first, first + 4))
+            assert same_bits(result, whole[first : first + 4]), first
+            assert watched.checked == before or (turn, first) in ((0, 0), (0, 1)), "not replayed"
+    aligned = {kept.aligned: kept.constexprs for launches in replay.cached.values() for kept in launches}
+    assert aligned.keys() == {True, False} and aligned[True] != aligned[False]
+
+
 BAD = [
     ((4, 320), torch.tensor([True, False, True, True]), "mask.nonzero"),
-    ((4, 320), slice(0, 4, 2), "expected step 1"),
+    ((4, 320), slice(0, 4, 2), "expected ints and step 1"),
     ((4, 320), "all", "rows is str"),
-    ((4, 320), [1.5], "rows is not a list of ints"),
+    ((4, 320), [1.5], "rows has 1.5, expected ints"),
+    ((4, 320), [True, False, True], "rows has True, expected ints: use mask.nonzero"),
+    ((4, 320), [torch.tensor(True)], "rows has tensor.True., expected ints"),
+    ((4, 320), slice(1.0, 3.0), "expected ints and step 1"),
     ((4, 12), [1], "a slice of .* has 12 elements, expected a multiple of 8"),
 ]
 

@@ -67,6 +67,9 @@ def replay(tensors, spec, out=None, selection=None):
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or ((address + skip) % 16 == 0) is not launch.aligned:
                 continue
+            # A guard leaves the first size open, and the stride that follows from it.
+            if not all(tensor.is_contiguous() for tensor in guarded[len(tensors):]):
+                continue
             if out is not None and not can_write(out, guarded[:-1], launch, layout):
                 continue
             result = empty_cuda(*layout) if out is None else out

@@ -90,11 +90,15 @@ def keep(packed, out, selection, ordinary, result):
     sizes = [list(tensor.shape) for tensor in guarded]
     if out is not None or selection is not None:
         key, guarded = key_with(key, guarded, out, selection)
-        # Another call selects another number of slices: no guard on the first size of ids and out.
+        # Another call selects another number of slices: no guard on the first size of ids and out,
+        # nor on its stride, which means nothing for one slice. replay asks whether they are contiguous.
         for tensor in guarded[len(sizes):]:
             size = list(tensor.shape)
             sizes.append([None, *size[1:]] if selection else size)
     strides = [list(tensor.stride()) for tensor in guarded]
+    if selection is not None:
+        for stride in strides[len(packed.tensors):]:
+            stride[0] = None
     guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if not guards.check(*guarded):  # one tensor given twice
         return

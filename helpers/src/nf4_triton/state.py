@@ -3,7 +3,7 @@
 # %% tags=["module-only"]
 import operator
 
-from .private import is_compiling, is_fake
+from .private import is_traced
 
 # %% Read and check a state id="state" part="state" folded=true tags=["launch"]
 import math
@@ -177,19 +177,20 @@ def check_weight(weight, n, shape, device):
         raise UnsupportedState(
             f"the weight is on {weight.device}, expected CUDA: move the layer, or set "
             "TRITON_INTERPRET=1 before Python starts to run on the CPU")
-    # A float tensor in the full shape is an unpacked weight, unless it has at most 3 elements.
-    unpacked = weight.is_floating_point() and n > 3 and tuple(weight.shape) == tuple(shape)
-    if weight.dtype not in STORAGES or not weight.dim() or unpacked:
+    if weight.dtype not in STORAGES or not weight.dim():
         raise UnsupportedState(
             f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, expected packed 4-bit "
             f"codes, as (n / 2, 1) in one of {STORAGES}: quantize the layer again")
     check_tensor("weight", weight, weight, 0, *STORAGES)
     held = weight.numel() * weight.itemsize
-    if held * 2 < n:
+    needed = -(-n // (2 * weight.itemsize)) * weight.itemsize  # whole elements of the storage type
+    if held != needed:
+        do = ("it belongs to another state, or .float() or .half() converted it; reload the layer"
+              if held > needed else
+              "gather it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass "
+              "the whole with rows=")
         raise UnsupportedState(
-            f"the weight holds {held} bytes, expected {(n + 1) // 2} for the shape {shape}: gather "
-            "it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass the whole "
-            "with rows=")
+            f"the weight holds {held} bytes, expected {needed} for the shape {tuple(shape)}: {do}")
 
 
 def check_tensor(name, tensor, weight, least, *dtypes):
@@ -335,23 +336,34 @@ def read_rows(rows, packed):
         return Selection(rows, 0, rows.numel())
     size = packed.shape[0] if len(packed.shape) else 0
     if isinstance(rows, slice):
-        first, stop, step = rows.indices(size)
+        try:
+            first, stop, step = rows.indices(size)
+        except TypeError:
+            check(packed)  # of its shape
+            step = None
         if step != 1:
-            raise UnsupportedState(f"rows is {rows}, expected step 1: pass a list of ids")
+            raise UnsupportedState(f"rows is {rows}, expected ints and step 1: pass a list of ids")
         return Selection(None, first, max(0, stop - first))
     check(packed)  # before its device is asked for
     if isinstance(rows, (list, tuple, range)):
-        try:
-            rows = torch.tensor(list(map(operator.index, rows)), dtype=torch.int64, device="cpu")
-        except TypeError as error:
-            raise UnsupportedState(f"rows is not a list of ints ({error}): pass ids") from error
-    if not isinstance(rows, torch.Tensor):
+        rows = torch.tensor([read_id(row, size) for row in rows], dtype=torch.int64, device="cpu")
+    elif isinstance(rows, torch.Tensor):
+        if not is_traced(rows):  # a tracer knows no values
+            for row in rows[(rows < 0) | (rows >= size)].tolist():
+                read_id(row, size)
+    else:
         raise UnsupportedState(
             f"rows is {type(rows).__name__}, expected a slice, a list of ints, or a tensor of int32 "
             "or int64 ids")
-    check_ids(packed, rows.to(packed.weight.device))
-    if not (is_compiling() or is_fake(rows)):
-        outside = rows[(rows < 0) | (rows >= size)]
-        if len(outside):
-            raise IndexError(f"rows has {outside[0]}, expected ids from 0 to {size - 1}")
-    return Selection(rows.to(packed.weight.device), 0, rows.numel())
+    rows = rows.to(packed.weight.device)
+    return Selection(rows, 0, rows.numel())
+
+
+def read_id(row, size):
+    """Return an id that a caller gave as an int. Raises UnsupportedState, or IndexError out of range."""
+    if isinstance(row, (bool, torch.Tensor)) or not hasattr(row, "__index__"):
+        raise UnsupportedState(
+            f"rows has {row!r}, expected ints: use mask.nonzero().view(-1) for a mask")
+    if not 0 <= row < size:
+        raise IndexError(f"rows has {row}, expected ids from 0 to {size - 1}")
+    return operator.index(row)
