@@ -40,10 +40,11 @@ def changed_kernel(tmp_path):
 
     def load(name, old="", new=""):
         text = ""
-        for part in ("kernel", "settings", "private", "state", "replay", "launch"):
+        for part in ("kernel", "settings", "private", "launch", "tracing"):
             file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
             text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
         text = text.replace('"nf4_triton::dequantize"', f'"{name}::dequantize"')
+        text = text.replace("torch.ops.nf4_triton.", f"torch.ops.{name}.")
         assert old in text
         path = tmp_path / f"{name}.py"
         path.write_text(text.replace(old, new), encoding="utf-8")

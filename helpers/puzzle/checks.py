@@ -13,11 +13,9 @@ from helpers.puzzle.protocol import (
     synchronize,
     wrong_elements,
 )
-from nf4_triton.launch import launch_ordinary
+from nf4_triton.launch import CAN_RELAUNCH, launch_ordinary, launches, read
 from nf4_triton.reference import dequantize_in_pytorch
-from nf4_triton.replay import CAN_REPLAY
-from nf4_triton.settings import cached, force, settings
-from nf4_triton.state import read_state
+from nf4_triton.settings import force, settings
 
 # %% A kernel that moves the bytes and does no math id="move-bytes" folded=true
 
@@ -156,9 +154,10 @@ def own_launches(candidate, layer):
     """
     with force(**vars(settings())):  # the same settings; this empties the cache
         events = gpu_events(candidate, layer, first=True)
-        kernels = [launch.owner for launches in cached.values() for launch in launches]
-    if not CAN_REPLAY:  # then every call is an ordinary launch
-        kernels = [launch_ordinary(read_state(layer.weight, layer.weight.quant_state)).compiled]
+        kernels = [kept.owner for known in launches.values() for kept in known]
+    if not CAN_RELAUNCH:  # then every call is an ordinary launch
+        tensors, layout = read(layer.weight, layer.weight.quant_state)
+        kernels = [launch_ordinary(tensors, layout, candidate(layer))]
     return events, kernels
 
 

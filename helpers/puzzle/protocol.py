@@ -5,10 +5,10 @@
 import torch
 
 from helpers.puzzle.layers import DEVICE, LARGE, ON_GPU, quantized_layer
+from nf4_triton import tracing  # noqa: F401  it registers the operator
 from nf4_triton.kernel import _your_dequantize_nf4_kernel
-from nf4_triton.launch import launch_ordinary
+from nf4_triton.launch import prepare, read
 from nf4_triton.reference import different
-from nf4_triton.state import read_state
 
 # %% Run a cell's function, compare with bitsandbytes id="protocol-attempt" folded=true
 import contextlib
@@ -371,26 +371,17 @@ LABELS = {
 
 
 def by_kernel_grid(layer, known):
-    """Allocate, launch by Triton's kernel[grid], check nothing. known: first launches by shape and dtype."""
-    packed = read_state(layer.weight.data, layer.weight.quant_state)
-    key = packed.shape, packed.dtype
-    if key not in known:
-        known[key] = launch_ordinary(packed)._replace(result=None, pointers=())  # keeps no tensor
-    first = known[key]
-    out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.weight.device)
-    _your_dequantize_nf4_kernel[(first.grid,)](
-        packed.weight,
-        out,
-        packed.absmax,
-        packed.code2,
-        packed.absmax2,
-        packed.offset,
-        packed.absmax,
-        *first.numbers,
-        *first.constexprs,
-        **first.options,
-    )
-    return out
+    """Allocate, launch by Triton's kernel[grid], check nothing. known: what follows the kernel's tensors, by
+    layout."""
+    tensors, layout = read(layer.weight.data, layer.weight.quant_state)
+    (weight, *scales), (shape, dtype, *_) = tensors, layout
+    result = torch.empty(shape, dtype=dtype, device=weight.device)
+    if layout not in known:
+        grid, arguments, options = prepare(tensors, layout, result)
+        known[layout] = grid, arguments[6:], options
+    grid, rest, options = known[layout]
+    _your_dequantize_nf4_kernel[(grid,)](weight, result, *scales, *rest, **options)
+    return result
 
 
 def launch_forms(candidate) -> dict[str, Callable]:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from helpers.puzzle.layers import DEVICE
-from nf4_triton import launch, settings
+from nf4_triton import launch_general, reference, settings
 from nf4_triton.reference import different
-from nf4_triton.state import STORAGES
+from nf4_triton.state import STORAGES, Selection, UnsupportedState, make_packed, read_fields
 from states import DTYPES, SPECIAL, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -103,10 +103,51 @@ def random_layer(source, kind, shape):
     size = storage.itemsize
     length = -(-math.prod(shape) // (2 * size))
     transposed = len(shape) == 2 and source.choice([True, False, False])
-    if not transposed:
-        length = max(length, 2)  # of one element it would be transposed
+    if length == 1:  # counts as transposed, which only a matrix can be
+        state.shape = torch.Size((1, math.prod(shape)))
     weight = view(packed, length * size, size).view(storage)
     return weight.view((1, -1) if transposed else (-1, 1)), state
+
+
+def random_selection(source, slices):
+    """Return (a Selection, the same for indexing): a range, or ids that may be strided."""
+    count = source.choice([0, 1, 1, 2, source.randint(0, 9)])
+    if source.choice([True, False]):
+        first = source.randint(0, slices - 1)
+        count = min(count, slices - first)
+        return Selection(None, first, count), slice(first, first + count)
+    pairs = [[source.randrange(slices), source.randrange(slices)] for _ in range(count + 1)]
+    pairs = torch.tensor(pairs, device=DEVICE, dtype=source.choice([torch.int32, torch.int64]))
+    column = pairs[:count, 0]
+    ids = source.choice([column.contiguous(), column, pairs.view(-1)[: 2 * count : 2]])
+    return Selection(ids, 0, count), ids.long()
+
+
+def check_rows(kind, seed):
+    """Compare calls with rows= with the oracle: allocating, and into an `out`. What is not contiguous is
+    refused, also after a call with one slice."""
+    source = random.Random(seed)
+    shape = source.randint(1, 12), 8 * source.choice([1, 2, 3, 8, source.randint(1, 40)])
+    weight, state = random_layer(source, kind, shape)
+    shape, fields = tuple(state.shape), read_fields(weight, state)
+    whole = reference.dequantize(make_packed(*fields)._replace(weight=weight.reshape(-1, 1))).view(shape)
+    memory = torch.full((20, 2 * shape[1]), math.nan, dtype=kind.dtype, device=weight.device)
+    with settings.force(**WAYS[kind.way]):
+        for _ in range(6):
+            selection, rows = random_selection(source, shape[0])
+            count = selection.number
+            narrow = memory[:count, : shape[1]]
+            wide = memory.view(-1)[: count * shape[1]].view(count, shape[1])
+            out = source.choice([None, narrow, wide])
+            fits = all(x is None or x.is_contiguous() for x in (out, selection.ids))
+            try:
+                result = launch_general.dequantize(*fields, out, selection)
+                assert fits and different(result, whole[rows]) == 0, (kind, seed)
+                (memory[:0] if out is None else out).fill_(math.nan)
+            except UnsupportedState:
+                assert not fits, (kind, seed)
+            assert memory.isnan().all(), (kind, seed, "written outside")
+    return memory.numel()
 
 
 def check_case(kind, seed, largest):
@@ -117,15 +158,15 @@ def check_case(kind, seed, largest):
     expected = oracle(weight, state)
     skip = source.choice([None, None, 0, 1, 4, 8])  # elements before `out`; None: the kernel allocates
     n = math.prod(shape)
-    call = launch._your_dequantize_nf4
+    call = launch_general.dequantize_weight
     with settings.force(**WAYS[kind.way]):
         if skip is None:
             wrong = different(call(weight, state), expected)
-            wrong += different(call(weight, state), expected)  # on a GPU: the launch replayed
+            wrong += different(call(weight, state), expected)  # on a GPU: a kept launch
         else:
             first = GUARD + skip
             memory = torch.full((first + n + GUARD,), math.nan, dtype=state.dtype, device=weight.device)
-            out = memory[first : first + n].view(shape)
+            out = memory[first : first + n].view(state.shape)
             wrong = different(call(weight, state, out), expected)
             out.fill_(math.nan)
             wrong += int((~memory.isnan()).sum())
@@ -139,7 +180,10 @@ def check_cases(chosen, count, largest):
 
 def test_random_cases():
     """The settings of this card: layout, size, values."""
-    check_cases(kinds("own", flat=48, nested=64), 400, largest=3000)
+    chosen = kinds("own", flat=48, nested=64)
+    check_cases(chosen, 400, largest=3000)
+    for seed in range(100):
+        check_rows(chosen[seed % len(chosen)], seed)
 
 
 @pytest.mark.gpu
@@ -147,5 +191,7 @@ def test_random_cases():
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("way", WAYS)
 def test_very_many_random_cases(way):
-    sizes = check_cases(kinds(way, flat=8, nested=11), CASES // len(WAYS), largest=40_000)
+    chosen = kinds(way, flat=8, nested=11)
+    sizes = check_cases(chosen, CASES // len(WAYS), largest=40_000)
+    sizes += [check_rows(chosen[seed % len(chosen)], seed) for seed in range(CASES // len(WAYS) // 4)]
     print(f"{len(sizes):,} layers of {sum(sizes):,} elements, none wrong")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_triton import launch
+from nf4_triton import launch_general
 from nf4_triton.reference import different
 from states import DTYPES, oracle, random_state
 
@@ -29,7 +29,7 @@ def new_layer(seed):
     weight, state = random_state((size, 1), dtype, seed=seed)
     expected = oracle(weight, state)
     for _ in range(2):
-        assert different(launch._your_dequantize_nf4(weight, state), expected) == 0, seed
+        assert different(launch_general.dequantize_weight(weight, state), expected) == 0, seed
     return weight, state
 
 
@@ -44,7 +44,7 @@ def resident_bytes():
 def test_nothing_grows():
     """Call 64 layers in rotation and replace one every 2000 launches. The lowest time and memory of the
     first and of the last third are compared: other programs only raise them."""
-    call = launch._your_dequantize_nf4
+    call = launch_general.dequantize_weight
     layers = [new_layer(seed) for seed in range(LAYERS)]
     made = 0
     windows = []

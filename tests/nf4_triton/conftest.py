@@ -1,7 +1,7 @@
-"""Replayed launches for the tests of the launch path.
+"""Kept launches for the tests of the launch path.
 
-Without a GPU nothing is replayed, so Triton's interpreter stands in for the compiled kernel: it reads and
-writes at the addresses given, as a GPU would. A stale address, layout, or setting gives wrong bits in both.
+Without a GPU nothing is kept, so Triton's interpreter stands in for the compiled kernel: it reads and writes
+at the addresses given, as a GPU would. A stale address, layout, or setting gives wrong bits in both.
 """
 
 import contextlib
@@ -11,16 +11,17 @@ import threading
 import pytest
 import torch
 
-from nf4_triton import replay
+from nf4_triton import launch, launch_general
 from states import exact
 
 
 class Watched:
-    """Calls of a launch module, each with whether a cached launch was replayed."""
+    """Calls of a launch room, each with whether a kept launch was used."""
 
     def __init__(self, module, monkeypatch):
         self.module = module
-        self.checked = 0  # calls for which no cached launch fit
+        self.call = getattr(module, "dequantize_weight", None) or module._your_dequantize_nf4
+        self.checked = 0  # calls for which no kept launch fit
         check_and_launch = module.check_and_launch
 
         def count(*arguments):
@@ -29,20 +30,20 @@ class Watched:
 
         monkeypatch.setattr(module, "check_and_launch", count)
 
-    def __call__(self, weight, state, out=None):
-        """Return (result, whether it was replayed)."""
+    def __call__(self, *arguments):
+        """Return (result, whether it was launched again)."""
         before = self.checked
-        result = self.module._your_dequantize_nf4(weight, state, out)
+        result = self.call(*arguments)
         return result, self.checked == before
 
-    def check(self, weight, state, out=None):
-        """Fail if the result is not exact. Return whether it was replayed."""
-        result, replayed = self(weight, state, out)
+    def check(self, weight, state, *out):
+        """Fail if the result is not exact. Return whether it was launched again."""
+        result, relaunched = self(weight, state, *out)
         assert exact(result, weight, state)
-        return replayed
+        return relaunched
 
     def warm(self, layer):
-        """Call until a launch is replayed. Return (weight, state)."""
+        """Call until a kept launch is used. Return (weight, state)."""
         weight, state = layer.weight, layer.weight.quant_state
         self.check(weight, state)
         assert self.check(weight, state)
@@ -51,28 +52,32 @@ class Watched:
 
 @pytest.fixture
 def watch(device, monkeypatch):
-    """watch(module): that launch module as Watched, with an empty launch cache."""
+    """watch(module): that launch room as Watched, with nothing kept."""
     with contextlib.ExitStack() as after:
 
         def start(module):
-            if device == "cuda" and not replay.CAN_REPLAY:
-                pytest.skip("this Triton launches the ordinary way: nothing is replayed")
-            place = module if hasattr(module, "CachedLaunch") else replay  # one module has all cells
-            place.cached.clear()
-            after.callback(place.cached.clear)
-            if device == "cpu":
-                interpret(module, place, monkeypatch)
+            if device == "cuda" and not module.CAN_RELAUNCH:
+                pytest.skip("this Triton launches the ordinary way: nothing is kept")
+            for room in {module, launch} if module is launch_general else {module}:
+                room.launches.clear()
+                after.callback(room.launches.clear)
+                if device == "cpu":
+                    interpret(room, monkeypatch)
             return Watched(module, monkeypatch)
 
         yield start
 
 
-@pytest.fixture
-def watched(watch):
-    """The launch module as Watched."""
-    from nf4_triton import launch
+@pytest.fixture(params=[launch, launch_general], ids=["puzzle", "general"])
+def watched(request, watch):
+    """Each launch room as Watched: the puzzle's alone, and the package's entry on top of it."""
+    return watch(request.param)
 
-    return watch(launch)
+
+@pytest.fixture
+def general(watch):
+    """The package's entry as Watched."""
+    return watch(launch_general)
 
 
 @pytest.fixture
@@ -89,40 +94,40 @@ ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads
 class Interpreted:
     """What the interpreter lacks: a compiled kernel whose run(...) takes addresses."""
 
-    function = packed_metadata = None
-
-    def __init__(self, kernel, pointers):
+    def __init__(self, kernel, arguments):
         self.kernel = kernel
-        self.like = [(tensor.dtype, tensor.numel()) for tensor in pointers]
+        self.like = [(x.dtype, x.numel()) for x in arguments if isinstance(x, torch.Tensor)]
 
-    def run(self, grid, y, z, stream, function, metadata, launch_metadata, enter, leave, *arguments):
+    def run(self, grid, y, z, stream, *arguments):
         tensors = []
         for address, (dtype, numel) in zip(arguments, self.like, strict=False):
-            content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
-            tensors.append(torch.frombuffer(content, dtype=dtype))
+            if address:
+                content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
+                tensors.append(torch.frombuffer(content, dtype=dtype))
+            else:  # not read
+                tensors.append(torch.empty(0, dtype=dtype))
         with ONE_AT_A_TIME:
             self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
 
 
-def interpret(module, place, monkeypatch):
-    """Give the interpreter what a replay takes from CUDA: an allocator, a stream, a compiled kernel."""
-    launch_ordinary = module.launch_ordinary
+def interpret(room, monkeypatch):
+    """Give a launch room what it takes from CUDA: an allocator, a stream, a compiled kernel."""
+    launch_ordinary = room.launch_ordinary
 
-    def launch_and_compile(packed, out=None, selection=None):
+    def launch_and_compile(*given):
         with ONE_AT_A_TIME:
-            launched = launch_ordinary(packed, out, selection)
-        if not launched.grid:
-            return launched
-        compiled = Interpreted(module._your_dequantize_nf4_kernel, launched.pointers)
-        return launched._replace(compiled=compiled)
+            launch_ordinary(*given)
+        if room is not launch_general:
+            return Interpreted(room._your_dequantize_nf4_kernel, room.prepare(*given)[1])
+        ready, _ = given
+        return Interpreted(ready.kernel, ready.arguments) if ready.grid else None
 
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
 
-    monkeypatch.setattr(module, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(module, "empty_cuda", empty)
-    monkeypatch.setattr(module, "current_stream", lambda index: 0)
-    monkeypatch.setattr(module, "current_device", lambda: -1)  # of a tensor on the CPU
-    for one in {module, place}:
-        monkeypatch.setattr(one, "CAN_REPLAY", True)
-    monkeypatch.setattr(place, "SKIP_PYTHON_LAUNCHER", False)
+    monkeypatch.setattr(room, "launch_ordinary", launch_and_compile)
+    monkeypatch.setattr(room, "launcher", lambda compiled, version: (compiled.run, ()))
+    monkeypatch.setattr(room, "empty_cuda", empty)
+    monkeypatch.setattr(room, "current_stream", lambda index: 0)
+    monkeypatch.setattr(room, "current_device", lambda: -1)  # of a tensor on the CPU
+    monkeypatch.setattr(room, "CAN_RELAUNCH", True)

@@ -1,12 +1,16 @@
 """`nf4_triton.dequantize`: its arguments, its errors, and NF4_BACKEND=triton|torch|auto."""
 
+import subprocess
+
 import pytest
 import torch
+import triton
 
 from helpers import machine
-from nf4_triton import backend, environment, launch
+from nf4_triton import backend, environment, launch_general
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.reference import same_bits
+from nf4_triton.settings import UnsupportedState
 from states import freed, odd_states, oracle, random_state
 
 ODD = odd_states("cpu")
@@ -51,6 +55,21 @@ def test_the_rule(monkeypatch, device):
         choose(torch.device("cpu"))
 
 
+def test_compiled_on_a_cpu_without_the_interpreter():
+    """The kernel cannot run there: PyTorch is traced."""
+    code = """
+import torch
+from nf4_triton import dequantize
+import sys; sys.path.append("tests/nf4_triton")
+import states
+weight, state = states.random_state((64, 64), torch.float16, device="cpu")
+compiled = torch.compile(lambda w: dequantize(w, state), backend="aot_eager", fullgraph=True)
+print(states.exact(compiled(weight), weight, state))
+"""
+    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
+    assert said.endswith("True\n"), said
+
+
 def test_without_triton():
     """Importing and calling works, in PyTorch; the kernel by name says what is missing."""
     code = """
@@ -71,12 +90,17 @@ print(whole.shape, part.shape, "nf4_triton.kernel" in sys.modules)
     assert said.endswith("torch.Size([8, 64]) torch.Size([1, 64]) False\n"), said
 
 
-def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device):
-    def broken(*_):
-        raise OSError("No space left on device")
+CANNOT = [OSError("no space"), ImportError("no file")]
+CANNOT += [subprocess.SubprocessError("ptxas"), triton.TritonError("IR")]
 
-    monkeypatch.setattr(launch, "dequantize_packed", broken)
-    with pytest.raises(RuntimeError, match="No space left on device.: set NF4_BACKEND=torch"):
+
+@pytest.mark.parametrize("error", CANNOT, ids=repr)
+def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device, error):
+    def broken(*_):
+        raise error
+
+    monkeypatch.setattr(launch_general, "dequantize_packed", broken)
+    with pytest.raises(RuntimeError, match=f"{error}.: set NF4_BACKEND=torch"):
         dequantize(*random_state((8, 64), torch.float16))
 
 
@@ -85,7 +109,7 @@ def test_the_fallback_accepts_and_refuses_what_the_kernel_does(monkeypatch, name
     weight, state = ODD[name]
     monkeypatch.setenv("NF4_BACKEND", "torch")
     if "not contiguous" in name:
-        with pytest.raises(launch.UnsupportedState, match="is not contiguous.*expected"):
+        with pytest.raises(UnsupportedState, match="is not contiguous.*expected"):
             dequantize(weight, state)
         return
     expected = oracle(weight, state)
@@ -109,7 +133,7 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((freed(weight), state), "weight has no memory"),  # torch's own operators would read it
         ((weight, state, None, torch.float64), "^dtype is torch.float64, expected one of"),
     ):
-        with pytest.raises(launch.UnsupportedState, match=text):
+        with pytest.raises(UnsupportedState, match=text):
             dequantize(*arguments)
     with pytest.raises(TypeError, match=r"^dequantize\(\) missing"):
         dequantize()

@@ -4,8 +4,9 @@ import pytest
 import torch
 import triton
 
-from nf4_triton import launch
-from states import SECOND, freed, random_state, replace, right, strided
+from nf4_triton import launch, launch_general
+from nf4_triton.settings import UnsupportedState
+from states import SECOND, freed, moved, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 BAD_SCALES = {
@@ -68,49 +69,101 @@ def cases():
     yield from OTHERS
 
 
-def refused(weight, state, pattern):
-    with pytest.raises(launch.UnsupportedState, match=pattern) as caught:
-        launch._your_dequantize_nf4(weight, state)
+@pytest.fixture(params=["cells", "package"])
+def room(request, watch, changed_kernel):
+    """The notebook's cells alone, and the package's entry."""
+    return watch(changed_kernel("cells") if request.param == "cells" else launch_general)
+
+
+def refused(room, weight, state, pattern):
+    """Fail unless there is one clear error. The cells name the package, the package what is wrong."""
+    cells = room.module is not launch_general
+    with pytest.raises(ValueError, match="dequantize takes other layouts" if cells else pattern) as caught:
+        room(weight, state)
+    assert type(caught.value).__name__ == "UnsupportedState"
     assert "expected" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name, what, change", list(cases()))
-def test_broken(watched, make_layer, layer, name, what, change):
-    if what != "freed" or name == "weight":  # a replay looks for the weight's memory only
-        watched.warm(make_layer(64, 512, torch.float16, seed=1))
+def test_broken(room, make_layer, layer, name, what, change):
+    if what != "freed" or name == "weight":  # a kept launch looks for the weight's memory only
+        room.warm(make_layer(64, 512, torch.float16, seed=1))
     replace(layer, name, change)
-    refused(layer.weight, layer.weight.quant_state, CALLED.get(name, name))
+    refused(room, layer.weight, layer.weight.quant_state, CALLED.get(name, name))
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_tensor_on_another_device(watched, layer, name):
-    watched.warm(layer)
+def test_a_tensor_on_another_device(room, layer, name):
+    room.warm(layer)
     replace(layer, name, lambda x: x.to("meta"))
-    refused(layer.weight, layer.weight.quant_state, f"{CALLED.get(name, name)} is on meta, expected")
+    refused(room, layer.weight, layer.weight.quant_state, f"{CALLED.get(name, name)} is on meta, expected")
 
 
 @pytest.mark.parametrize("name", ["absmax", "state2.code"])
-def test_a_missing_field(watched, make_layer, layer, name):
-    watched.warm(make_layer(64, 512, torch.float16, seed=1))
+def test_a_missing_field(room, make_layer, layer, name):
+    room.warm(make_layer(64, 512, torch.float16, seed=1))
     state, field = layer.weight.quant_state, name.removeprefix("state2.")
     delattr(state if field == name else state.state2, field)
-    refused(layer.weight, state, f"quant_state is incomplete .*'{field}'")
+    refused(room, layer.weight, state, f"quant_state is incomplete .*'{field}'")
 
 
-def test_more_elements_than_the_kernel_counts(layer):
+def test_more_elements_than_the_kernel_counts(room, layer):
     replace(layer, "shape", lambda x: torch.Size([2**17, 2**17]))
-    refused(layer.weight, layer.weight.quant_state, "expected fewer than 2.*34")
+    refused(room, layer.weight, layer.weight.quant_state, "expected fewer than 2.*34")
 
 
-def test_without_the_last_scale(layer):
+def test_without_the_last_scale(room, layer):
     """512 blocks, the last not whole, are half a group of 1024: both need their scales."""
     state = layer.weight.quant_state
     state.shape, state.state2.blocksize = torch.Size([512 * 64 - 1]), 1024
     absmax = state.absmax
     state.absmax = absmax[:511]
-    refused(layer.weight, state, "absmax has 511 elements .*expected 512")
+    refused(room, layer.weight, state, "absmax has 511 elements .*expected 512")
     state.absmax, state.state2.absmax = absmax, state.state2.absmax[:0]
-    refused(layer.weight, state, "absmax2 has 0 elements .*expected 1 or more")
+    refused(room, layer.weight, state, "absmax2 has 0 elements .*expected 1 or more")
+
+
+def test_a_transposed_weight_of_three_dimensions(room, layer):
+    """`out` is not touched: only a matrix can be transposed."""
+    state = layer.weight.quant_state
+    state.shape = torch.Size([8, 64, 64])
+    refused(room, layer.weight.t(), state, "packed as one row.*expected a matrix")
+    if room.module is launch_general:
+        out = torch.full(tuple(state.shape), torch.nan, dtype=state.dtype, device=layer.weight.device)
+        with pytest.raises(UnsupportedState, match="packed as one row"):
+            room(layer.weight.t(), state, out)
+        assert out.isnan().all()
+
+
+NOT_THE_PUZZLES = {
+    "fp4": dict(quant_type="fp4"),
+    "flat": dict(nested=False),
+    "fp32": dict(dtype=torch.float32),
+    "1 x 65": dict(shape=(1, 65)),
+    "63 x 97": dict(shape=(63, 97)),
+    "blocks of 32": dict(blocksize=32),
+    "blocks of 8192": dict(blocksize=8192),
+    "empty": dict(shape=(0, 64)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_THE_PUZZLES)
+def test_what_the_cells_do_not_take_and_the_package_does(room, name):
+    weight, state = random_state(**(dict(shape=(64, 64), dtype=torch.float16) | NOT_THE_PUZZLES[name]))
+    if room.module is launch_general:
+        room.check(weight, state)
+    else:
+        refused(room, weight, state, "")
+
+
+def test_odd_addresses_of_the_weight(room):
+    weight, state = random_state((64, 64), torch.float16)
+    room.check(weight, state)
+    for odd in (moved(weight, 1), moved(weight, 8), weight.view(-1).view(torch.bfloat16)):
+        if room.module is launch_general:
+            room.check(odd, state)
+        else:
+            refused(room, odd, state, "")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +176,10 @@ def test_without_the_last_scale(layer):
     ids=["None", "a Linear", "not quantized"],
 )
 def test_not_a_quantized_layer(given):
-    with pytest.raises(launch.UnsupportedState, match="no quant_state.*quantize.*8-bit layers have none"):
+    with pytest.raises(UnsupportedState, match="'state2', expected a Linear4bit on a GPU"):
         launch.your_dequantize_nf4(given)
+    with pytest.raises(UnsupportedState, match="no quant_state.*quantize.*8-bit layers have none"):
+        launch_general.dequantize_weight(getattr(given, "weight", None), None)
 
 
 # What an import decides
@@ -138,7 +193,7 @@ def test_a_triton_too_old(changed_kernel, monkeypatch, version):
 def test_a_triton_never_tested(changed_kernel, layer, monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.99.0")
     module = changed_kernel("newest")
-    assert not module.CAN_REPLAY
+    assert not module.CAN_RELAUNCH
     monkeypatch.undo()
     assert right(module.your_dequantize_nf4(layer), layer)
 
@@ -149,5 +204,5 @@ def test_the_interpreter_switched_on_or_off(changed_kernel, monkeypatch, value):
     module = changed_kernel(f"interpreted_{value}")
     assert module.INTERPRETED == (type(module._scale).__name__ == "InterpretedFunction")
     if not module.INTERPRETED:
-        with pytest.raises(module.UnsupportedState, match="on cpu, expected CUDA.*TRITON_INTERPRET=1"):
+        with pytest.raises(module.UnsupportedState, match="expected a Linear4bit on a GPU"):
             module._your_dequantize_nf4(*random_state((64, 64), torch.float16, device="cpu"))

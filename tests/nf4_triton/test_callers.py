@@ -1,22 +1,37 @@
 """Who calls: bitsandbytes, PEFT, Unsloth, accelerate, FSDP, other threads, streams, processes and GPUs."""
 
+import functools
 import textwrap
 
 import pytest
 import torch
 
 from helpers import machine
-from nf4_triton import launch
+from nf4_triton import launch, launch_general
+from nf4_triton.settings import UnsupportedState
 from states import right
 
 pytest.importorskip("bitsandbytes")
 ON_GPU = pytest.mark.gpu
 
 
+@pytest.fixture(params=["puzzle", "general"])
+def room(request, make_layer):
+    """(make, call) for the puzzle's layers and room, and for flat layers: the general kernel."""
+    nested = request.param == "puzzle"
+    if nested:
+        return make_layer, launch.your_dequantize_nf4
+    return functools.partial(make_layer, nested=False), by_general
+
+
+def by_general(layer):
+    return launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
+
+
 # Libraries
 @pytest.mark.parametrize("start", [0, 8])
 @pytest.mark.parametrize("storage", [torch.uint8, torch.int8, torch.float32, torch.float64])
-def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, make_layer, storage, start):
+def test_fsdp_gathers_and_frees_a_weight_for_each_use(general, make_layer, storage, start):
     """As FSDP1 with quant_storage: the weight is a view of a flat parameter that is freed after each use.
     Its address is then the view's offset, not 0."""
     layer = make_layer(64, 96, torch.bfloat16)
@@ -25,28 +40,28 @@ def test_fsdp_gathers_and_frees_a_weight_for_each_use(watched, make_layer, stora
     layer.weight.data, values = flat[start:], flat.clone()
     size = flat.untyped_storage().nbytes()
     for turn in range(3):
-        assert watched.check(layer.weight, layer.weight.quant_state) == (turn > 0)
+        assert general.check(layer.weight, layer.weight.quant_state) == (turn > 0)
         flat.untyped_storage().resize_(0)
         for _ in range(2):
-            with pytest.raises(launch.UnsupportedState, match="weight has no memory.*gather it first"):
-                launch.your_dequantize_nf4(layer)
+            with pytest.raises(UnsupportedState, match="weight has no memory.*gather it first"):
+                launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
         flat.untyped_storage().resize_(size)
         flat.copy_(values)
 
 
 # Processes
 def run(code, **variables):
-    """Run `code` with `make` and `same` at hand; return what it printed."""
+    """Run `code` with `cases`, `call`, and `same` at hand; return what it printed."""
     head = """
         from helpers import machine; machine.prepare()
         import torch
-        from nf4_triton import launch
+        from nf4_triton import launch_general
         import sys; sys.path.append("tests/nf4_triton")
         import states
-        def make(seed=0): return states.random_state((64, 96), torch.float16, seed=seed)
-        def same(case):
-            results = [launch._your_dequantize_nf4(*case) for _ in range(2)]
-            return all(states.exact(result, *case) for result in results)
+        cases = [((64, 96), torch.float16, nested) for nested in (True, False)]  # for both kernels
+        cases = lambda given=cases: [states.random_state(*case) for case in given]
+        call = launch_general.dequantize_weight
+        def same(): return all(states.exact(call(*case), *case) for case in 2 * cases())
     """
     done = machine.python(["-c", textwrap.dedent(head) + textwrap.dedent(code)], variables=variables)
     return done.out + done.err
@@ -56,7 +71,7 @@ def test_worker_processes():
     """As data loaders and launchers start theirs: before anything has used CUDA."""
     code = """
         import multiprocessing, os, sys
-        def worker(queue): queue.put("exact" if same(make()) else "wrong")
+        def worker(queue): queue.put("exact" if same() else "wrong")
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
         process = context.Process(target=worker, args=(queue,))
@@ -76,7 +91,7 @@ def test_devices_that_appear_after_the_import():
     code = """
         import os
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
-        print("exact", same(make()))
+        print("exact", same())
     """
     assert "exact True" in run(code, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="0")
 
@@ -84,21 +99,23 @@ def test_devices_that_appear_after_the_import():
 # CUDA graphs, streams, GPUs
 @ON_GPU
 @pytest.mark.parametrize("warm", [1, 3])
-def test_a_captured_graph_follows_its_weights(make_layer, warm):
-    layers = [make_layer(512, 256 * (i + 1), torch.float16, seed=i) for i in range(3)]
+def test_a_captured_graph_follows_its_weights(room, warm):
+    make, call = room
+    layers = [make(512, 256 * (i + 1), torch.float16, seed=i) for i in range(3)]
     for _ in range(warm):
         for layer in layers:
-            launch.your_dequantize_nf4(layer)
+            call(layer)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [launch.your_dequantize_nf4(layer) for layer in layers]
+        results = [call(layer) for layer in layers]
     for _ in range(2):
         for result, layer in zip(results, layers, strict=True):
             result.fill_(float("nan"))
             layer.weight.data.bitwise_xor_(255)
-            layer.weight.quant_state.absmax.bitwise_xor_(255)
-            layer.weight.quant_state.offset.add_(1)
+            layer.weight.quant_state.absmax.copy_(layer.weight.quant_state.absmax.flip(0))
+            if layer.weight.quant_state.nested:
+                layer.weight.quant_state.offset.add_(1)
         graph.replay()
         torch.cuda.synchronize()
         assert all(map(right, results, layers))
@@ -108,48 +125,51 @@ def test_a_captured_graph_follows_its_weights(make_layer, warm):
 def test_the_first_call_of_a_process_inside_a_capture():
     """A kernel cannot always be loaded during a capture: then there is an error, and later calls work."""
     code = """
-        case, graph = make(), torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                result = launch._your_dequantize_nf4(*case)
-            result.fill_(float("nan"))
-            graph.replay()
-            print("captured", states.exact(result, *case))
-        except RuntimeError as error:
-            print("refused:", error)
-        print("after it", same(case))
+        for case in cases():
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph):
+                    result = call(*case)
+                result.fill_(float("nan"))
+                graph.replay()
+                print("captured", states.exact(result, *case))
+            except RuntimeError as error:
+                print("refused:", error)
+        print("after it", same())
     """
     said = run(code)
-    assert ("captured True" in said or "refused: " in said) and "after it True" in said, said
+    assert said.count("captured True") + said.count("refused: ") == 2 and "after it True" in said, said
 
 
 @ON_GPU
-def test_on_the_current_stream(make_layer):
+def test_on_the_current_stream(room):
     """A weight written on a side stream after a long wait there: only work on that stream sees it."""
-    layer = make_layer(2048, 2048, torch.float16)
-    launch.your_dequantize_nf4(layer)
+    make, call = room
+    layer = make(2048, 2048, torch.float16)
+    call(layer)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for _ in range(3):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
             layer.weight.data.bitwise_xor_(255)
-            result = launch.your_dequantize_nf4(layer)
+            result = call(layer)
         stream.synchronize()
         assert right(result, layer)
 
 
 @ON_GPU
 @pytest.mark.parametrize("current", [0, 1])
-def test_it_runs_where_the_tensors_are(make_layer, current):
+def test_it_runs_where_the_tensors_are(room, current):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    layers = [make_layer(512, 256, torch.bfloat16, device=f"cuda:{i}", seed=i) for i in range(2)]
-    compiled = torch.compile(lambda layer: launch.your_dequantize_nf4(layer), fullgraph=True)
+    make, call = room
+    layers = [make(512, 256, torch.bfloat16, device=f"cuda:{i}", seed=i) for i in range(2)]
+    compiled = torch.compile(lambda layer: call(layer), fullgraph=True)
     with torch.cuda.device(current):
         for _ in range(3):
             for layer in layers:
-                for call in (launch.your_dequantize_nf4, compiled):
-                    result = call(layer)
+                for function in (call, compiled):
+                    result = function(layer)
                     assert result.device == layer.weight.device and right(result, layer)
                     assert torch.cuda.current_device() == current

@@ -5,7 +5,7 @@ import torch
 
 from helpers import machine
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import dequantize, launch, settings
+from nf4_triton import dequantize, launch, launch_general, settings
 from nf4_triton.reference import same_bits
 from nf4_triton.state import UnsupportedState, read_state
 from states import CHANGES, exact, moved, odd_states, oracle, random_state, replace, right
@@ -13,7 +13,7 @@ from states import CHANGES, exact, moved, odd_states, oracle, random_state, repl
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
 ON_GPU = pytest.mark.gpu
-call = launch._your_dequantize_nf4
+call = launch_general.dequantize_weight
 UNSUPPORTED = (UnsupportedState, torch._dynamo.exc.Unsupported)  # if tracing itself fails
 AOT_EAGER = {"backend": "aot_eager"}
 ON_A_GPU = [  # on a CPU Inductor runs a C++ compiler
@@ -49,7 +49,7 @@ def layer(make_layer):
 def test_one_kernel_per_dequantization(make_layer, nested):
     """No copy, no cast, no second kernel."""
     layers = [make_layer(64, size, torch.float16, nested=nested) for size in (320, 96)]
-    compiled = torch.compile(lambda: [launch.your_dequantize_nf4(x) for x in layers], fullgraph=True)
+    compiled = torch.compile(lambda: [call(x.weight, x.weight.quant_state) for x in layers], fullgraph=True)
     names = [name for name, _ in gpu_events(compiled, count=3)]
     assert len(names) == 6 and all("dequantize_nf4" in name for name in names), names
     assert all(map(right, compiled(), layers))
@@ -210,31 +210,45 @@ def test_a_fresh_process_with_t4_settings():
     code = """
 from helpers import machine; machine.prepare()
 import torch
-from nf4_triton import launch, reference
+from nf4_triton import launch_general, settings
 import sys; sys.path.append("tests/nf4_triton")
 import states
-print(launch.settings().reason)
+print(settings.settings().rows)
 for dtype in (torch.float16, torch.bfloat16):
     weight, state = states.random_state((64, 64), dtype)
-    compiled = torch.compile(lambda w: launch._your_dequantize_nf4(w, state))
+    compiled = torch.compile(lambda w: launch_general.dequantize_weight(w, state))
     print([states.exact(compiled(weight), weight, state) for _ in range(2)])
 """
     variables = {"NF4_FORCE": "t4", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = machine.python(["-c", code], variables=variables)
-    assert done.out.split("\n")[:3] == ["T4 settings forced"] + ["[True, True]"] * 2, done
+    assert done.out.split("\n")[:3] == ["128"] + ["[True, True]"] * 2, done
 
 
 # The operator itself
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-def test_opcheck(nested):
-    packed = read_state(*random_state((96, 64), torch.bfloat16, nested))
-    verdicts = torch.library.opcheck(torch.ops.nf4_triton.dequantize.default, (), packed._asdict())
+IDS = torch.tensor([3, 1])
+
+
+@pytest.mark.parametrize("kind", ["puzzle", "flat", "ids", "range"])
+def test_opcheck(kind, device):
+    *tensors, shape, dtype, quant_type, blocksize, blocksize2, nested = read_state(
+        *random_state((96, 64), torch.bfloat16, nested=kind != "flat")
+    )
+    operators, rows = torch.ops.nf4_triton, {"ids": (IDS.to(device), 0, 2), "range": (None, 5, 3)}
+    if kind == "puzzle":
+        operator, rest = operators.dequantize, (blocksize, blocksize2)
+    else:
+        operator = operators.dequantize_general
+        rest = quant_type, blocksize, blocksize2, nested, *rows.get(kind, (None, 0, None))
+    arguments = *tensors, shape, dtype, *rest, launch.launch_text()
+    verdicts = torch.library.opcheck(operator.default, arguments)
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 
-def test_forced_settings_are_part_of_the_graph(layer):
-    """Code compiled under other settings, in this process or an earlier one, is then not taken for this."""
-    weight, state, seen = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state, []
+@pytest.mark.parametrize("nested", [True, False], ids=["puzzle", "general"])
+def test_what_decides_a_launch_is_part_of_the_graph(nested, monkeypatch):
+    """Code compiled by another version, for other tiles, or under forced settings is not taken for this, even
+    from a cache on disk. An exported program still chooses where it loads: nothing reads the text."""
+    (weight, state), seen = random_state((64, 96), torch.float16, nested), []
 
     def keep_graph(graph, inputs):
         seen.append(graph.print_readable(print_output=False))
@@ -245,7 +259,25 @@ def test_forced_settings_are_part_of_the_graph(layer):
     with settings.force(rows=64):
         assert exact(compiled(weight), weight, state)
     compiled(weight)
-    assert len(seen) == 2 and "forced" not in seen[0] and "('rows', 64)" in seen[1]
+    assert len(seen) == 2 and "('rows', 64)" in seen[1] and "rows" not in seen[0]
+    assert all(launch.VERSION in graph and "(9, 0): (32, 2)" in graph for graph in seen)
+    monkeypatch.setitem(settings.TILES, (9, 0), (16, 2))
+    settings.force()
+    assert "(9, 0): (16, 2)" in launch.launch_text()
+    monkeypatch.undo()
+    settings.force()
+    exported = torch.export.export(Layer(state), (weight,)).module()
+    with settings.force(rows=16):
+        assert exact(exported(weight), weight, state)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def forward(self, weight):
+        return call(weight, self.state)
 
 
 @ON_GPU
@@ -253,7 +285,7 @@ def test_a_second_process_with_other_settings_shares_the_cache(tmp_path):
     code = """
 import torch
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import launch, kernel
+from nf4_triton import launch, tracing
 import sys; sys.path.append("tests/nf4_triton")
 import states
 weight, state = states.random_state((1024, 4096), torch.float16)

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nf4_triton import launch, settings
-from nf4_triton.kernel import _your_dequantize_nf4_kernel
+from nf4_triton import launch, launch_general, settings
 from nf4_triton.reference import same_bits
 from nf4_triton.state import Selection, check, read_state
 from states import oracle, random_state
 
 # Options of random_state, and of settings.force.
 VARIANTS = {
+    "puzzle": ({}, {"asm": False}),
+    "puzzle, asm": ({}, {"asm": True}),
+    "puzzle, T4": ({"dtype": torch.bfloat16}, {"card": "t4", "asm": True}),
     "nested": ({}, {"asm": False}),
     "flat": ({"nested": False}, {"asm": False}),
     "bytes": ({"shape": (65, 1)}, {"asm": False}),
@@ -30,7 +32,7 @@ VARIANTS = {
 SELECTIONS = {"ids": Selection(torch.tensor([3, 1]), 0, 2), "range": Selection(None, 1, 2)}
 
 
-def written(layout, forced, selection):
+def written(name, layout, forced):
     """Return the tensors that torch.compile takes the kernel to write."""
     from torch._higher_order_ops import triton_kernel_wrap
 
@@ -38,13 +40,16 @@ def written(layout, forced, selection):
     packed = read_state(*random_state(**layout))
     out = torch.empty(packed.shape, dtype=packed.dtype)
     with settings.force(**forced):
-        ready = launch.prepare(packed, check(packed), out, selection, 0, 0)
-    named = dict(zip(_your_dequantize_nf4_kernel.arg_names, ready.arguments, strict=True))
+        if name.startswith("puzzle"):
+            ready = launch_general.prepare_puzzles(packed.tensors, packed.layout, out)
+        else:
+            ready = launch_general.prepare(packed, check(packed), out, SELECTIONS.get(name))
+    named = dict(zip(ready.kernel.arg_names, ready.arguments, strict=True))
     assert type(named["n"]) is int
     analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
     if analyze:
-        return sorted(dep.name for dep in analyze(_your_dequantize_nf4_kernel, named, {}).read_writes.writes)
-    return sorted(triton_kernel_wrap.identify_mutated_tensors(_your_dequantize_nf4_kernel, named, {}))
+        return sorted(dep.name for dep in analyze(ready.kernel, named, {}).read_writes.writes)
+    return sorted(triton_kernel_wrap.identify_mutated_tensors(ready.kernel, named, {}))
 
 
 def main():
@@ -57,7 +62,7 @@ def main():
         get_current_stream=lambda device: 0,
     )
     triton.runtime.driver.set_active(driver)
-    print(json.dumps({name: written(*variant, SELECTIONS.get(name)) for name, variant in VARIANTS.items()}))
+    print(json.dumps({name: written(name, *variant) for name, variant in VARIANTS.items()}))
 
 
 def test_only_the_result_is_written():
@@ -80,7 +85,9 @@ class Both(torch.nn.Module):
         self.layers = torch.nn.ModuleList(made)
 
     def forward(self, x):
-        return x + 1, *(launch.your_dequantize_nf4(layer) for layer in self.layers)
+        nf4, fp4 = self.layers
+        other = launch_general.dequantize_weight(fp4.weight, fp4.quant_state)
+        return x + 1, launch.your_dequantize_nf4(nf4), other
 
 
 @pytest.mark.parametrize("strict", [True, False])

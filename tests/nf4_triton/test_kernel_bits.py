@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from helpers.puzzle import layers, protocol
-from nf4_triton import launch, reference, settings
+from nf4_triton import launch_general, reference, settings
 from nf4_triton.reference import same_bits
 from states import (
     DTYPES,
@@ -58,7 +58,7 @@ def wrong(weight, state, skip=0):
     skip: elements between the guard and `out`, to give it another alignment.
     """
     before, out, after = between_guards(state.shape, state.dtype, weight.device, skip)
-    result = launch._your_dequantize_nf4(weight, state, out=out)
+    result = launch_general.dequantize_weight(weight, state, out=out)
     assert result.data_ptr() == out.data_ptr()
     assert before.isnan().all() and after.isnan().all(), "written out of bounds"
     expected = oracle(weight, state)
@@ -141,7 +141,7 @@ def test_more_than_2_to_the_31_elements(way, dtype):
         pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
     weight, state = random_state((n, 1), dtype)
     for _ in range(2):
-        result = launch._your_dequantize_nf4(weight, state).view(-1)
+        result = launch_general.dequantize_weight(weight, state).view(-1)
         for start in (0, 2**30, 2**31 - 2**14, 2**31, n - 24):
             expected = oracle(*part(weight, state, start, (min(2**14, n - start), 1)))
             assert same_bits(result[start : start + len(expected)], expected.view(-1)), start
@@ -161,5 +161,5 @@ def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     for baseline, layer in itertools.product(protocol.baselines().values(), tested):
         assert baseline.fn, f"{baseline.label}: {baseline.reason}"
         expected = baseline.fn(layer).detach()
-        result = launch._your_dequantize_nf4(layer.weight, layer.weight.quant_state)
+        result = launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
         assert same_bits(result, expected), baseline.label

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nf4_triton import launch
+from nf4_triton import launch_general
+from nf4_triton.settings import UnsupportedState
 from states import right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -17,7 +18,7 @@ def test_loaded_from_a_checkpoint(make_layer, device):
     layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.float16, quant_type="nf4")
     load = bitsandbytes.nn.Params4bit.from_prequantized
     layer.weight = load(data=data, quantized_stats=stats, requires_grad=False, device=device)
-    assert right(launch.your_dequantize_nf4(layer), layer)
+    assert right(launch_general.dequantize_weight(layer.weight, layer.weight.quant_state), layer)
 
 
 def test_repacked_by_bitsandbytes_for_the_cpu(make_layer):
@@ -28,5 +29,5 @@ def test_repacked_by_bitsandbytes_for_the_cpu(make_layer):
     layer = make_layer(64, 96, torch.bfloat16, device="cpu")
     packed = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
     layer.weight.data, layer.weight.quant_state = packed
-    with pytest.raises(launch.UnsupportedState, match="repacked this layer for its CPU matmul"):
-        launch.your_dequantize_nf4(layer)
+    with pytest.raises(UnsupportedState, match="repacked this layer for its CPU matmul"):
+        launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)

@@ -1,4 +1,4 @@
-"""dequantize() as the first call of a process, inside each tracer: the trial of the kernel is not traced."""
+"""A call of each launch room as the first of a process, inside each tracer."""
 
 import re
 
@@ -11,16 +11,21 @@ START = """
 import torch, torch._dynamo, torch._inductor.compile_fx, torch.export  # once, not in each process
 from helpers import machine
 machine.prepare()
-from nf4_triton import dequantize
+from nf4_triton import dequantize, launch, tracing
 import sys
 sys.path.append("tests/nf4_triton")
 from states import exact, random_state
 
 class Layer(torch.nn.Module):
     def forward(self, packed):
-        return dequantize(packed, state)
+        return call(packed, state)
 
 layer = Layer()
+ROOMS = {  # function, options of random_state
+    "puzzle": (launch._your_dequantize_nf4, {}),
+    "package, the puzzle's layout": (dequantize, {}),
+    "package, flat": (dequantize, {"nested": False}),
+}
 """
 TRACERS = {
     "torch.compile": "result = torch.compile(layer, backend='aot_eager', fullgraph=True)(weight)",
@@ -43,7 +48,7 @@ result = layer(weight)
     "jit.trace": "result = torch.jit.trace(layer, (weight,), check_trace=False)(weight)",
     "vmap": """
 ones = torch.ones(1, dtype=torch.float16, device=weight.device)
-result = torch.func.vmap(lambda x: dequantize(weight, state) * x)(ones)[0]
+result = torch.func.vmap(lambda x: call(weight, state) * x)(ones)[0]
 """,
     "inference mode": """
 with torch.inference_mode():
@@ -54,16 +59,16 @@ with torch.inference_mode():
 
 # Each tracer gets a process of its own, forked after the imports and before the first call.
 FORK = """
-import os, time, traceback
-for name, code in TRACERS.items():
+import itertools, os, traceback
+for (room, (call, options)), (name, code) in itertools.product(ROOMS.items(), TRACERS.items()):
     sys.stdout.flush()
     if os.fork() == 0:
         try:
-            weight, state = random_state((64, 64), torch.float16)
+            weight, state = random_state((64, 64), torch.float16, **options)
             exec(code, globals())
-            print(f"<{name}> exact: {exact(result, weight, state)}", flush=True)
+            print(f"<{room}: {name}> exact: {exact(result, weight, state)}", flush=True)
         except BaseException:
-            print(f"<{name}> {traceback.format_exc()[-2000:]}", flush=True)
+            print(f"<{room}: {name}> {traceback.format_exc()[-2000:]}", flush=True)
         os._exit(0)
     os.wait()
 """
@@ -78,5 +83,5 @@ def printed():
 
 @pytest.mark.parametrize("name", TRACERS)
 def test_the_first_call_of_a_process(printed, name):
-    (found,) = re.findall(rf"<{name}> (.*(?:\n[^<].*)*)", printed)
-    assert found == "exact: True"
+    found = re.findall(rf"<(?:puzzle|package.*): {name}> (.*(?:\n[^<].*)*)", printed)
+    assert found == ["exact: True"] * 3

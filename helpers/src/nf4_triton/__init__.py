@@ -40,7 +40,7 @@ torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "1.2.0"
+__version__ = "1.3.0"
 __all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "restore", "use_nf4_kernel"]
 # NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 

@@ -108,12 +108,12 @@ def check_kernel() -> str | None:
     backend.choose(None)  # raises for an unknown NF4_BACKEND
     if problem := environment.cannot_run():
         return f"{problem} {UNTIL_THEN}"
-    from . import launch
+    from . import launch_general
 
     device = torch.device("cpu" if environment.interpreted() else "cuda")
     for dtype in state.DTYPES:
         packed = small_weight(device, dtype)
-        if not reference.same_bits(launch.dequantize_packed(packed), reference.dequantize(packed)):
+        if not reference.same_bits(launch_general.dequantize_packed(packed), reference.dequantize(packed)):
             return f"{dtype}: the kernel is not bit-exact here: please report it."
     print("The kernel is bit-identical to PyTorch in float16, bfloat16, and float32.")
     return None

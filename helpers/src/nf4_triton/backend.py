@@ -56,11 +56,11 @@ def dequantize(
     # Where the weight is, too, or the checks say so: a Params4bit takes 1.9 us longer to say its device.
     if choose(getattr(packed.absmax, "device", None)) == "torch":
         return dequantize_in_torch(packed, out, rows)
-    from . import launch  # needs Triton
+    from . import launch_general  # needs Triton
 
     try:
-        return launch.dequantize_packed(packed, out, rows)
-    except launch.CANNOT_LAUNCH as error:
+        return launch_general.dequantize_packed(packed, out, rows)
+    except launch_general.CANNOT_LAUNCH as error:
         problem = f"the kernel could not be launched ({type(error).__name__}: {error})"
         raise RuntimeError(f"{problem}: set NF4_BACKEND=torch to dequantize in PyTorch") from error
 

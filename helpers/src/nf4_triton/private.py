@@ -1,10 +1,7 @@
-"""Every private name of torch that the package uses, what it saves or costs, what replaces it.
-
-Times were measured on a slow host of an H200, where a call takes 15 us. Triton's are in replay.py.
-"""
+"""Private names of torch and Triton that the launch path uses, what each is for, what replaces it."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-# %% Private names of torch id="private" part="private" folded=true tags=["launch"]
+# %% Private names of torch and Triton id="private" part="private" folded=true tags=["launch"]
 import contextlib
 import operator
 
@@ -20,22 +17,20 @@ def private(root, path, public=None):
 
 
 # For speed.
-# Costs 0.5 us for five tensors: compares type, dispatch keys, dtype, device, sizes, and strides.
-TensorGuards = private(torch._C, "_dynamo.guards.TensorGuards")
-# Saves 2.9 us over torch.empty_strided. Inductor's generated code allocates with it too.
-empty_cuda = private(
-    torch._C, "_dynamo.guards._empty_strided_cuda",
-    lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
-# Saves 1.6 us: Params4bit sends every tensor method through a Python __torch_function__.
+TensorGuards = private(torch._C, "_dynamo.guards.TensorGuards")  # compares tensors in one C++ call
+# Allocates without the dispatcher's Python part.
+empty_cuda = private(torch._C, "_dynamo.guards._empty_strided_cuda",
+                     lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
+# Params4bit's methods take their Python path through __torch_function__; not inside of this.
 plain_tensors = private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
-# Saves 4.2 us: the stream's handle without a Stream object.
+# The stream's handle without a Stream object.
 current_stream = private(torch._C, "_cuda_getCurrentRawStream",
                          lambda index: torch.cuda.current_stream(index).cuda_stream)
-# Saves 0.5 us: does not check that CUDA is initialized.
+# Does not check that CUDA is initialized.
 current_device = private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 # For correctness: who else must see a call. Without one of these names every call goes through
-# the operator, and no launch is replayed.
+# the operator, and no launch is kept.
 dispatch_modes = private(torch._C, "_len_torch_dispatch_stack")
 transforms = private(torch._C, "_functorch.peek_interpreter_stack")
 is_fake = private(torch, "_subclasses.fake_tensor.is_fake")
@@ -63,3 +58,30 @@ def is_traced(weight):
         return True
     return bool(dynamo_callback() is not None or dispatch_modes() or in_transform()
                 or torch.jit.is_tracing() or is_fake(weight))
+
+
+def launcher(compiled, triton_version):
+    """Return what launches a CompiledKernel of Triton again, and its arguments before the kernel's own:
+    run(grid, 1, 1, stream, *before, *arguments). No hooks of profilers."""
+    run, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+    if triton_version in ((3, 5), (3, 6)) and not (run.global_scratch_size or run.profile_scratch_size):
+        # Without the Python part: no cooperative or dependent launch, no scratch memory.
+        function, *rest = before
+        return run.launch, (function, 0, 0, None, None, *rest)
+    return run, before
+
+
+def address_of(tensor):
+    """Return a tensor's address, or a fake tensor's offset in its storage, in bytes. Inductor copies an input
+    that was 16-byte aligned when it was traced and is not at run time, but no nn.Parameter, whose
+    storage must not move to such an address."""
+    return tensor.storage_offset() * tensor.itemsize if is_fake(tensor) else tensor.data_ptr()
+
+
+def has_memory(tensor):
+    """Return whether a tensor has its storage. FSDP frees a gathered weight by resizing its storage to 0:
+    its address is then its offset in bytes."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize
+    except RuntimeError:  # a wrapper such as a DTensor has no storage
+        return False

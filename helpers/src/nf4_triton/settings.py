@@ -15,10 +15,15 @@ import os
 import torch
 
 TILES = {  # by compute capability: rows of 64 elements and warps per program
-    (7, 5): (128, 4),  # Tesla T4: 64 rows take 2 to 5% longer at 4.2M (simulated)
-    (9, 0): (32, 2),  # H100: 64 rows take 5% longer at 16.8M bf16
+    (7, 5): (128, 4),  # Tesla T4
+    (9, 0): (32, 2),  # H100
 }
-cached: dict = {}  # the launches that replay.py keeps, all of the same settings
+KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+class UnsupportedState(ValueError):
+    """A weight or quant_state that cannot be dequantized. The message says what is wrong, what was
+    expected, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,27 +35,23 @@ class Settings:
     int_bf16: bool  # sm_75: bf16 is rounded in integers
     rows: int  # of 64 elements, per program
     num_warps: int
-    capability: tuple | None
-    reason: str
 
 
-T4 = dict(int_bf16=True, rows=128, num_warps=4, capability=(7, 5), reason="T4 settings forced")
+T4 = dict(int_bf16=True, rows=128, num_warps=4)
+when_forced: list = []  # functions that force() calls: launches that were kept have other settings
 _forced: dict = {}
-_forced_text = ""
+_text = f"{TILES}, forced: []"
 
 
 @functools.cache
 def default_settings(index):
     """Return the Settings of a GPU by its index, ignoring force()."""
     if INTERPRETED or not torch.cuda.is_available():
-        return Settings(asm=False, hints=True, int_bf16=True, num_warps=4, capability=None,
-                        rows=512,  # the interpreter needs 15 ms a program, whatever its size
-                        reason="no GPU in use: plain Triton")
+        # The interpreter needs 15 ms a program, whatever its size.
+        return Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
     card = torch.cuda.get_device_properties(index)
-    capability = card.major, card.minor
-    rows, num_warps = TILES.get(capability, TILES[9, 0] if card.major >= 8 else TILES[7, 5])
-    return Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps,
-                    capability=capability, reason=f"{card.name}, sm_{card.major}{card.minor}")
+    rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
+    return Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps)
 
 
 def settings(device=None):
@@ -60,6 +61,20 @@ def settings(device=None):
         index = torch.cuda.current_device() if torch.cuda.is_available() and not INTERPRETED else 0
     chosen = default_settings(index)
     return dataclasses.replace(chosen, **_forced) if _forced else chosen
+
+
+def settings_text():
+    """Return the table of tiles and what is forced as text: a part of what compiled code is cached by."""
+    return _text
+
+
+@torch.compiler.assume_constant_result
+def has_no_bf16(device):
+    """Return whether Inductor compiles no bf16 on a device: a GPU without bf16 arithmetic."""
+    if device.type != "cuda" or not torch.cuda.is_available():  # a fake tensor needs no GPU
+        return False
+    with torch.cuda.device(device):
+        return not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def force(card=None, **overrides):
@@ -76,9 +91,10 @@ def force(card=None, **overrides):
         raise TypeError(f"unknown settings {sorted(unknown)}, expected fields of Settings")
 
     def apply(fields):
-        global _forced, _forced_text
-        _forced, _forced_text = fields, repr(sorted(fields.items())) if fields else ""
-        cached.clear()
+        global _forced, _text
+        _forced, _text = fields, f"{TILES}, forced: {sorted(fields.items())}"
+        for forget in when_forced:
+            forget()
 
     @contextlib.contextmanager
     def restore():
@@ -89,11 +105,6 @@ def force(card=None, **overrides):
 
     apply(chosen)
     return restore()
-
-
-def forced():
-    """Return what force() changed as text, "" for nothing: compiled code is cached by it."""
-    return _forced_text
 
 
 if os.environ.get("NF4_FORCE"):

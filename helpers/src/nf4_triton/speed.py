@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from bitsandbytes import functional
 
-from . import launch
+from . import launch_general
 
 LEAST = 1.03  # speedup; below it the noise of a host decides
 SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
@@ -39,7 +39,7 @@ def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
 
 def compare(sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500) -> dict[str, float]:
     """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}."""
-    functions = {"this kernel": launch._your_dequantize_nf4, **libraries()}
+    functions = {"this kernel": launch_general.dequantize_weight, **libraries()}
     ratios: dict = {name: [] for name in libraries()}
     for rows, columns in sizes:
         for dtype in (torch.float16, torch.bfloat16):

@@ -1,15 +1,13 @@
-"""Read a bitsandbytes state into a Packed, and check it. Needs no Triton. `# %%`: a notebook cell."""
-# ruff: noqa: E402, I001
-# %% tags=["module-only"]
-import operator
+"""Read a bitsandbytes state into a Packed, and check it. Needs no Triton."""
 
-from .private import is_traced
-
-# %% Read and check a state id="state" part="state" folded=true tags=["launch"]
 import math
+import operator
 import typing
 
 import torch
+
+from .private import has_memory, is_traced
+from .settings import UnsupportedState
 
 MAX_ELEMENTS = 1 << 34  # of one tensor: the kernel counts rows of 8 elements in 31 bits
 STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -18,37 +16,30 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class UnsupportedState(ValueError):
-    """A weight or quant_state that cannot be dequantized. The message says what is wrong, what was
-    expected, and what to do."""
-
-
 class Packed(typing.NamedTuple):
     """A 4-bit weight, whichever library holds it."""
 
     weight: torch.Tensor  # packed codes, two a byte, high nibble first
     absmax: torch.Tensor  # one per block: uint8 index into code2, or the fp32 scale (flat)
+    code2: torch.Tensor | None  # (256,) fp32; this and the next two are None if flat
+    absmax2: torch.Tensor | None  # fp32, one for every blocksize2 blocks
+    offset: torch.Tensor | None  # one value
     shape: tuple  # of the result
     dtype: torch.dtype  # of the result
     quant_type: str  # "nf4" or "fp4"
     blocksize: int  # elements
-    nested: bool = False  # absmax is quantized too; the rest is then given
-    code2: torch.Tensor | None = None  # (256,) fp32
-    absmax2: torch.Tensor | None = None  # fp32, one for every blocksize2 blocks
-    offset: torch.Tensor | None = None  # one value
     blocksize2: int | None = None  # blocks
+    nested: bool = False  # absmax is quantized too
 
     @property
     def tensors(self):
         """The tensors that the kernel reads: five, or two if flat."""
-        second = (self.code2, self.absmax2, self.offset) if self.nested else ()
-        return self.weight, self.absmax, *second
+        return self[:5] if self.nested else self[:2]
 
     @property
-    def spec(self):
-        """The other fields, in read_fields' order."""
-        return (tuple(self.shape), self.dtype, self.quant_type, self.blocksize, self.blocksize2,
-                self.nested)
+    def layout(self):
+        """The other fields."""
+        return tuple(self.shape), *self[6:]
 
 
 class Selection(typing.NamedTuple):
@@ -60,40 +51,42 @@ class Selection(typing.NamedTuple):
 
 
 def read_fields(weight, quant_state):
-    """Return the tensors (five, or two if flat) and the other fields of a Packed, as two tuples.
-
-    A record costs 0.33 us a call, so the replay takes these. Raises UnsupportedState.
-    """
+    """Return the tensors (five, or two if flat) and the layout of a Packed. Raises UnsupportedState."""
     q = quant_state
     try:
         if q.nested:
             q2 = q.state2
             if q2.dtype is not torch.float32:
                 raise UnsupportedState(
-                    f"state2.dtype is {q2.dtype}, expected torch.float32: quantize the layer again")
+                    f"state2.dtype is {q2.dtype}, expected torch.float32: quantize the layer again"
+                )
             return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
-                tuple(q.shape), q.dtype, q.quant_type, q.blocksize, q2.blocksize, True)
+                tuple(q.shape),
+                q.dtype,
+                q.quant_type,
+                q.blocksize,
+                q2.blocksize,
+                True,
+            )
         repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
         tensors = weight, q.absmax
-        spec = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
+        layout = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
         if not repacked:
-            return tensors, spec
-        problem = ("bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
-                   "expected the usual layout: reload the layer, and dequantize it before its first "
-                   "forward pass")
+            return tensors, layout
+        problem = (
+            "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
+            "expected the usual layout: reload the layer, and dequantize it before its first "
+            "forward pass"
+        )
     except (AttributeError, TypeError) as error:
         problem = missing_field(quant_state, error)
     raise UnsupportedState(problem)  # here: torch 2.11 cannot trace `raise ... from error`
 
 
-def make_packed(tensors, spec):
+def make_packed(tensors, layout):
     """Return the Packed of read_fields' two tuples."""
     weight, absmax, *second = tensors
-    code2, absmax2, offset = second or (None, None, None)
-    shape, dtype, quant_type, blocksize, blocksize2, nested = spec
-    return Packed(weight=weight, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset,
-                  shape=shape, dtype=dtype, quant_type=quant_type, blocksize=blocksize,
-                  blocksize2=blocksize2, nested=nested)
+    return Packed(weight, absmax, *(second or (None, None, None)), *layout)
 
 
 def read_state(weight, quant_state):
@@ -105,10 +98,14 @@ def read_state(weight, quant_state):
 def missing_field(quant_state, error):
     """Return the text of an error for a state that cannot be read."""
     if quant_state is None:
-        return ("there is no quant_state, expected bitsandbytes' QuantState: quantize the layer "
-                "first by moving it with layer.to(device); plain and 8-bit layers have none")
-    return (f"the quant_state is incomplete ({error}), expected bitsandbytes' QuantState with all "
-            "fields: reload the layer")
+        return (
+            "there is no quant_state, expected bitsandbytes' QuantState: quantize the layer "
+            "first by moving it with layer.to(device); plain and 8-bit layers have none"
+        )
+    return (
+        f"the quant_state is incomplete ({error}), expected bitsandbytes' QuantState with all "
+        "fields: reload the layer"
+    )
 
 
 def check(packed, device=None):
@@ -121,19 +118,23 @@ def check(packed, device=None):
     if not isinstance(p.quant_type, str) or p.quant_type not in ("nf4", "fp4"):
         raise UnsupportedState(
             f"quant_type is {p.quant_type!r}, expected 'nf4' or 'fp4': use the library's own "
-            "dequantization for other states")
+            "dequantization for other states"
+        )
     if p.dtype not in DTYPES:
-        raise UnsupportedState(f"quant_state.dtype is {p.dtype}, expected one of {DTYPES}: set "
-                               "quant_state.dtype to one of them")
+        raise UnsupportedState(
+            f"quant_state.dtype is {p.dtype}, expected one of {DTYPES}: set quant_state.dtype to one of them"
+        )
     if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in p.shape):
         raise UnsupportedState(
-            f"quant_state.shape is {p.shape}, expected the weight's shape: reload the layer")
+            f"quant_state.shape is {p.shape}, expected the weight's shape: reload the layer"
+        )
     log2_block = log2_of("quant_state.blocksize", p.blocksize, 8, 37)
     n = math.prod(p.shape)
     blocks = -(-n // p.blocksize)
     if n >= MAX_ELEMENTS:
-        raise UnsupportedState(f"the weight has {n} elements, expected fewer than 2**34: "
-                               "dequantize it in parts")
+        raise UnsupportedState(
+            f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts"
+        )
     check_weight(p.weight, n, p.shape, device)
     kind = torch.uint8 if p.nested else torch.float32
     check_tensor("absmax", p.absmax, p.weight, blocks, kind)
@@ -147,7 +148,8 @@ def check(packed, device=None):
     if p.offset.numel() != 1 or (p.offset.dim() and p.offset.dtype == torch.float64):
         raise UnsupportedState(
             f"offset has shape {tuple(p.offset.shape)} and {p.offset.dtype}, expected one value, "
-            "in float64 without a dimension: reload the layer")
+            "in float64 without a dimension: reload the layer"
+        )
     return n, log2_block, log2_block2
 
 
@@ -156,7 +158,8 @@ def log2_of(name, size, least, most):
     if not isinstance(size, (int, torch.SymInt)) or size < least or size & (size - 1):
         raise UnsupportedState(
             f"{name} is {size!r}, expected a power of two from {least} on (bitsandbytes uses 32 to "
-            "4096): quantize the layer again")
+            "4096): quantize the layer again"
+        )
     return min(int(size).bit_length() - 1, most)
 
 
@@ -165,32 +168,38 @@ def check_weight(weight, n, shape, device):
     if not isinstance(weight, torch.Tensor):
         raise UnsupportedState(
             f"the weight is {type(weight).__name__}, expected a tensor of packed 4-bit codes: pass "
-            "a Linear4bit, or its weight and weight.quant_state")
+            "a Linear4bit, or its weight and weight.quant_state"
+        )
     if type(weight).__name__ == "DTensor":
-        raise UnsupportedState(
-            "the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
+        raise UnsupportedState("the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
     if weight.device.type == "meta":
         raise UnsupportedState(
             "the weight is on meta, expected its values: the layer is offloaded, so call inside "
-            "`with accelerate.utils.align_module_device(layer, device):`")
+            "`with accelerate.utils.align_module_device(layer, device):`"
+        )
     if device and weight.device.type not in ("cuda", device):
         raise UnsupportedState(
             f"the weight is on {weight.device}, expected CUDA: move the layer, or set "
-            "TRITON_INTERPRET=1 before Python starts to run on the CPU")
+            "TRITON_INTERPRET=1 before Python starts to run on the CPU"
+        )
     if weight.dtype not in STORAGES or not weight.dim():
         raise UnsupportedState(
             f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, expected packed 4-bit "
-            f"codes, as (n / 2, 1) in one of {STORAGES}: quantize the layer again")
+            f"codes, as (n / 2, 1) in one of {STORAGES}: quantize the layer again"
+        )
     check_tensor("weight", weight, weight, 0, *STORAGES)
     held = weight.numel() * weight.itemsize
     needed = -(-n // (2 * weight.itemsize)) * weight.itemsize  # whole elements of the storage type
     if held != needed:
-        do = ("it belongs to another state, or .float() or .half() converted it; reload the layer"
-              if held > needed else
-              "gather it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass "
-              "the whole with rows=")
+        do = (
+            "it belongs to another state, or .float() or .half() converted it; reload the layer"
+            if held > needed
+            else "gather it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass "
+            "the whole with rows="
+        )
         raise UnsupportedState(
-            f"the weight holds {held} bytes, expected {needed} for the shape {tuple(shape)}: {do}")
+            f"the weight holds {held} bytes, expected {needed} for the shape {tuple(shape)}: {do}"
+        )
 
 
 def check_tensor(name, tensor, weight, least, *dtypes):
@@ -199,18 +208,22 @@ def check_tensor(name, tensor, weight, least, *dtypes):
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedState(
             f"{name} is {type(tensor).__name__}, expected a tensor: the quant_state is incomplete; "
-            "reload the layer")
+            "reload the layer"
+        )
     if tensor.dtype not in dtypes or tensor.numel() < least:
         raise UnsupportedState(
             f"{name} has {tensor.numel()} elements of {tensor.dtype}, expected {least} or more of "
-            f"{dtypes[0]}: state and weight do not belong together; reload the layer")
+            f"{dtypes[0]}: state and weight do not belong together; reload the layer"
+        )
     if tensor.device != weight.device:
         raise UnsupportedState(
             f"{name} is on {tensor.device}, expected {weight.device}, where the weight is: move "
-            "the whole layer with layer.to(device)")
+            "the whole layer with layer.to(device)"
+        )
     if not tensor.is_contiguous():
         raise UnsupportedState(
-            f"{name} is not contiguous, expected contiguous memory: use {name}.contiguous()")
+            f"{name} is not contiguous, expected contiguous memory: use {name}.contiguous()"
+        )
 
 
 def check_memory(packed, out=None, ids=None):
@@ -225,16 +238,19 @@ def check_memory(packed, out=None, ids=None):
             continue
         if tensor.is_neg():
             raise UnsupportedState(
-                f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()")
-        if is_freed(tensor):
+                f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()"
+            )
+        if not has_memory(tensor):
             raise UnsupportedState(
-                f"{name} has no memory, expected its values: gather it first if FSDP freed it")
+                f"{name} has no memory, expected its values: gather it first if FSDP freed it"
+            )
     if out is None:
         return
     for name, tensor in read.items():
         if overlaps(out, tensor):
             raise UnsupportedState(
-                f"out shares memory with {name}, expected its own: pass another tensor, or None")
+                f"out shares memory with {name}, expected its own: pass another tensor, or None"
+            )
 
 
 def overlaps(out, tensor):
@@ -243,27 +259,18 @@ def overlaps(out, tensor):
     return start < first + tensor.nbytes and first < start + out.nbytes
 
 
-def is_freed(tensor):
-    """Return whether a tensor lost its storage: its address is then its offset in bytes."""
-    try:
-        offset = tensor.storage_offset() * tensor.itemsize
-        return tensor.numel() > 0 and tensor.data_ptr() == offset
-    except RuntimeError:  # a wrapper such as a DTensor has no storage
-        return True
-
-
 def check_out(out, packed, selection=None):
     """Check that `out` can hold the result. Raises UnsupportedState."""
     if not isinstance(out, torch.Tensor):
-        raise UnsupportedState(
-            f"out is {type(out).__name__}, expected a tensor, or None for a new one")
+        raise UnsupportedState(f"out is {type(out).__name__}, expected a tensor, or None for a new one")
     shape = result_shape(packed, selection)
     expected = (shape, packed.dtype, packed.weight.device, True, False)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), out.requires_grad)
     if given != expected:
         raise UnsupportedState(
             f"out has (shape, dtype, device, contiguous, requires_grad) {given}, expected "
-            f"{expected}: pass such a tensor, or None for a new one")
+            f"{expected}: pass such a tensor, or None for a new one"
+        )
 
 
 def result_shape(packed, selection=None):
@@ -273,27 +280,15 @@ def result_shape(packed, selection=None):
     return (selection.number, *packed.shape[1:])
 
 
-# %% Selected slices id="state-slices" part="state" folded=true tags=["launch"]
 def slice_elements(packed):
     """Return the elements of one slice. Raises UnsupportedState for one that no row can begin at."""
     n = math.prod(packed.shape[1:]) if packed.shape else 0
     if n % 8 or not n:
         raise UnsupportedState(
             f"a slice of {tuple(packed.shape)} has {n} elements, expected a multiple of 8: "
-            "dequantize the whole weight, then index it")
+            "dequantize the whole weight, then index it"
+        )
     return n
-
-
-def extent(shape, selection, tile):
-    """Return the kernel's (n, first, slices), and how many programs of `tile` elements it needs."""
-    if selection is None:
-        n = math.prod(shape)
-        return (n, 0, 1), -(-n // tile)
-    n = math.prod(shape[1:])
-    if selection.ids is not None:
-        return (n, 0, shape[0]), selection.number * -(-n // tile)
-    size = selection.number * n
-    return (size, selection.first * n, shape[0]), -(-size // tile)
 
 
 def check_ids(packed, ids):
@@ -304,12 +299,14 @@ def check_ids(packed, ids):
     if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
         raise UnsupportedState(
             f"rows is {ids.dtype} of shape {tuple(ids.shape)}, expected contiguous int32 or int64 "
-            "ids in one dimension: use mask.nonzero().view(-1) for a mask")
+            "ids in one dimension: use mask.nonzero().view(-1) for a mask"
+        )
     if not packed.shape[0] and ids.numel():
         raise IndexError("rows has ids, expected none: the weight has no slices")
     if ids.device != packed.weight.device:
         raise UnsupportedState(
-            f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is")
+            f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is"
+        )
 
 
 def check_call(packed, out=None, selection=None, device=None, memory=True):
@@ -319,6 +316,11 @@ def check_call(packed, out=None, selection=None, device=None, memory=True):
     if selection is not None:
         ids = selection.ids
         check_ids(packed, ids)
+    elif packed.weight.shape[0] == 1 and len(packed.shape) > 2:
+        raise UnsupportedState(
+            f"the weight is packed as one row, so its result is transposed, and quant_state.shape is "
+            f"{tuple(packed.shape)}, expected a matrix: pass weight.view(-1, 1)"
+        )
     if out is not None:
         check_out(out, packed, selection)
     if memory:
@@ -326,7 +328,6 @@ def check_call(packed, out=None, selection=None, device=None, memory=True):
     return sizes
 
 
-# %% tags=["module-only"]
 def read_rows(rows, packed):
     """Return the Selection of `rows`: a slice of step 1, a tensor of ids, or a list of ints.
 
@@ -354,7 +355,8 @@ def read_rows(rows, packed):
     else:
         raise UnsupportedState(
             f"rows is {type(rows).__name__}, expected a slice, a list of ints, or a tensor of int32 "
-            "or int64 ids")
+            "or int64 ids"
+        )
     rows = rows.to(packed.weight.device)
     return Selection(rows, 0, rows.numel())
 
@@ -362,8 +364,7 @@ def read_rows(rows, packed):
 def read_id(row, size):
     """Return an id that a caller gave as an int. Raises UnsupportedState, or IndexError out of range."""
     if isinstance(row, (bool, torch.Tensor)) or not hasattr(row, "__index__"):
-        raise UnsupportedState(
-            f"rows has {row!r}, expected ints: use mask.nonzero().view(-1) for a mask")
+        raise UnsupportedState(f"rows has {row!r}, expected ints: use mask.nonzero().view(-1) for a mask")
     if not 0 <= row < size:
         raise IndexError(f"rows has {row}, expected ids from 0 to {size - 1}")
     return operator.index(row)

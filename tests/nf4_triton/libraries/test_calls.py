@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 
-from nf4_triton import launch  # noqa: E402
+from nf4_triton import launch_general  # noqa: E402
 from nf4_triton.libraries import axolotl, site, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from states import fast_dequantize, oracle, strided  # noqa: E402
@@ -38,7 +38,7 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
         def launched(*_):
             raise error
 
-        monkeypatch.setattr(launch, "_your_dequantize_nf4", launched)
+        monkeypatch.setattr(launch_general, "dequantize_weight", launched)
 
     packed, state = quantized((48, 64), BF16, device)
     expected = bnb.functional.dequantize_4bit(packed, state)

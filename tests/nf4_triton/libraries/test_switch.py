@@ -14,11 +14,12 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 
 from helpers.puzzle.layers import DEVICE  # noqa: E402
-from nf4_triton import autoload, launch, replay  # noqa: E402
+from nf4_triton import autoload, launch_general  # noqa: E402
 from nf4_triton.libraries import site, switch  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE  # noqa: E402
 from nf4_triton.libraries.site import UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
+from nf4_triton.settings import UnsupportedState  # noqa: E402
 from states import fast_dequantize, oracle  # noqa: E402
 from switching import (  # noqa: E402
     BF16,
@@ -209,10 +210,10 @@ def full(*_):
 
 
 def refuses(*_):
-    raise launch.UnsupportedState("it is new")
+    raise UnsupportedState("it is new")
 
 
-KERNEL = launch, "_your_dequantize_nf4"
+KERNEL = launch_general, "dequantize_weight"
 REFUSED = {  # {case: (module, name, what is there instead, error, its text)}
     "missing": (
         bnb.functional,
@@ -264,7 +265,7 @@ def test_which_libraries(monkeypatch):
 
 def test_without_replays_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
     """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
-    monkeypatch.setattr(replay, "CAN_REPLAY", False)
+    monkeypatch.setattr(launch_general, "CAN_RELAUNCH", False)
     monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
         assert fake_unsloth.fast_dequantize is fast_dequantize and dequantizes()
@@ -304,8 +305,8 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", wrapper)
     assert dequantizes() and by_kernel(on) == 1
     assert f"{DEQUANTIZE}: it was wrapped or replaced by another library since" in str(on)
-    right = launch._your_dequantize_nf4
-    monkeypatch.setattr(launch, "_your_dequantize_nf4", lambda *arguments: right(*arguments) + 1)
+    right = launch_general.dequantize_weight
+    monkeypatch.setattr(launch_general, "dequantize_weight", lambda *arguments: right(*arguments) + 1)
     with pytest.raises(RuntimeError, match="bits differ"):
         quietly("bitsandbytes", strict=True)
     quietly("axolotl")  # replaces again what is on

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .. import launch
+from .. import launch_general
 from ..state import Packed, UnsupportedState
 from .site import Site, dequantize_rows, small_stack
 
@@ -18,7 +18,7 @@ def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, block
         weight=W, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset, shape=tuple(shape), dtype=dtype,
         quant_type="nf4", blocksize=blocksize, blocksize2=blocksize2, nested=True,
     )  # fmt: skip
-    return site.dequantize(launch.dequantize_packed, packed)
+    return site.dequantize(launch_general.dequantize_packed, packed)
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):

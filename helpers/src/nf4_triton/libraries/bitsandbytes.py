@@ -4,7 +4,7 @@ multiplies."""
 import torch
 from torch.nn.functional import linear
 
-from .. import launch
+from .. import launch_general
 from ..state import Packed
 from .site import Site
 
@@ -16,7 +16,7 @@ def dequantize_4bit(site, A, quant_state=None, absmax=None, out=None, blocksize=
     """Answer for a weight. The other arguments are read only if there is no quant_state."""
     if quant_state is None:
         return None
-    return site.dequantize(launch._your_dequantize_nf4, A, quant_state, out)
+    return site.dequantize(launch_general.dequantize_weight, A, quant_state, out)
 
 
 def dequant_linear_fallback(
@@ -30,7 +30,7 @@ def dequant_linear_fallback(
         absmax2=absmax if nested else None, shape=tuple(shapeB), dtype=A.dtype, quant_type=quant_type,
         blocksize=blocksize, blocksize2=256 if nested else None, nested=nested,
     )  # fmt: skip
-    weight = site.dequantize(launch.dequantize_packed, packed)
+    weight = site.dequantize(launch_general.dequantize_packed, packed)
     if weight is None:
         return None
     return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import launch, private, replay
+from .. import launch_general, private
 from ..autoload import local_rank, say
 from ..kernel import INTERPRETED
 from ..reference import same_bits
@@ -64,7 +64,7 @@ class Site:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
                 self.reasons[str(error).split(":")[0]] += 1
             return None
-        except launch.CANNOT_LAUNCH as error:
+        except launch_general.CANNOT_LAUNCH as error:
             self.reasons[self.fail(error)] += 1
             return None
         if not private.is_compiling():
@@ -93,7 +93,7 @@ class Site:
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
         self.failures = 0
-        if self.replays and not (replay.CAN_REPLAY or INTERPRETED):
+        if self.replays and not (launch_general.CAN_RELAUNCH or INTERPRETED):
             raise RuntimeError("launches cannot be replayed here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
@@ -140,7 +140,7 @@ def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
         raise UnsupportedState(
             f"a state of shape {tuple(packed.shape)} is not that of the stack {tuple(shape)}"
         )
-    return launch.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
+    return launch_general.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
 
 
 def contents(module) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from .. import launch
+from .. import launch_general
 from ..state import UnsupportedState, read_state
 from .site import Site, dequantize_rows, small_stack
 
@@ -20,7 +20,7 @@ def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False
     formats (8 bit, NVFP4, MXFP4), which have other state types."""
     if type(quant_state).__name__ != "QuantState":
         return None
-    return site.dequantize(launch._your_dequantize_nf4, W, quant_state, out)
+    return site.dequantize(launch_general.dequantize_weight, W, quant_state, out)
 
 
 def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
@@ -33,7 +33,7 @@ def expert_stack(weight, quant_state, out_shape, out):
     packed = read_state(weight.reshape(-1, 1), quant_state)
     if out_shape is not None:
         packed = packed._replace(shape=tuple(out_shape))
-    return launch.dequantize_packed(packed, out)
+    return launch_general.dequantize_packed(packed, out)
 
 
 def dequantize_experts(site, param, experts, target_dtype=None):

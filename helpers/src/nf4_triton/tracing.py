@@ -1,0 +1,58 @@
+"""The puzzle's operator: what torch.compile, torch.export, and torch.func see of a call. `# %%`: a notebook
+cell."""
+
+# ruff: noqa: E402, I001
+# %% tags=["module-only"]
+from .kernel import _your_dequantize_nf4_kernel
+from .launch import fits, launch_ordinary, not_the_puzzles, prepare
+from .private import address_of, is_fake
+from .settings import INTERPRETED
+
+# %% The operator for torch.compile, export, and torch.func id="operator" part="launch" folded=true tags=["launch"]
+import typing
+
+import torch
+
+
+def _dequantize(
+    weight: torch.Tensor,
+    absmax: torch.Tensor,
+    code2: torch.Tensor,
+    absmax2: torch.Tensor,
+    offset: torch.Tensor,
+    shape: typing.Sequence[int],
+    dtype: torch.dtype,
+    blocksize: int,
+    blocksize2: int,
+    launch_text: str,
+) -> torch.Tensor:
+    """Dequantize double-quantized NF4. Real tensors take the ordinary launch. launch_text is not read:
+    compiled code is cached by it, and an exported program chooses its settings where it loads."""
+    if address_of(weight) % 16:
+        weight = weight.clone()
+    tensors = weight, absmax, code2, absmax2, offset
+    layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
+    if not fits(tensors, layout, memory=not is_fake(weight)):
+        raise not_the_puzzles("this weight or its state has another layout")
+    result = torch.empty(shape, dtype=dtype, device=weight.device)
+    if not is_fake(weight):
+        launch_ordinary(tensors, layout, result)
+    elif not INTERPRETED:
+        grid, arguments, options = prepare(tensors, layout, result)
+        # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
+        kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)
+        kernel[(grid,)](*arguments, num_warps=options["num_warps"])
+    return result
+
+
+def register(name, function):
+    """Register an operator. Inductor inlines the kernel of a triton_op. Triton's interpreter cannot be
+    traced, so there the operator is opaque."""
+    register_as = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+    registered = register_as(name, function, mutates_args=())
+    if INTERPRETED:
+        registered.register_fake(function)
+    return registered
+
+
+dequantize_operator = register("nf4_triton::dequantize", _dequantize)

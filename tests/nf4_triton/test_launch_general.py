@@ -1,0 +1,161 @@
+"""The package's entry: kept launches of other layouts, and with `out`. Selected rows: test_rows.py."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nf4_triton import launch, launch_general
+from nf4_triton.settings import UnsupportedState
+from nf4_triton.state import read_state
+from states import DTYPES, exact, freed, moved, odd_states, right
+
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture
+def layer(make_layer):
+    """64 x 320 in bf16: 320 blocks of scales, 2 of the second level."""
+    return make_layer(64, 320, torch.bfloat16)
+
+
+@pytest.fixture(params=[False, True], ids=["first", "warm"])
+def case(request, general, layer):
+    """(general, plain weight, state), before and after a launch was kept."""
+    weight, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
+    if request.param:
+        general.check(weight, state)
+        assert general.check(weight, state)
+    return general, weight, state
+
+
+def test_a_new_layer_of_a_known_layout_is_launched_again(general, make_layer):
+    """In turns with flat layers, whose states have fewer tensors."""
+    for seed in range(3):
+        for nested in (True, False):
+            layer = make_layer(64, 320, torch.bfloat16, nested=nested, seed=seed)
+            assert general.check(layer.weight, layer.weight.quant_state) == (seed > 0)
+
+
+def test_every_layout_of_a_weight(general, layer):
+    """All are launched again, and but for the misaligned ones by the puzzle's kernel."""
+    state, packed = layer.weight.quant_state, layer.weight.data.as_subclass(torch.Tensor)
+    memory = torch.cat([packed, packed])
+    size = len(packed)
+    stored = [packed.view(-1).view(dtype) for dtype in DTYPES]
+    views = [packed, layer.weight, packed.t(), packed.view(-1), torch.nn.Parameter(stored[0]), *stored]
+    views += [memory[size:], memory[64:][:size], memory[4:][:size], moved(packed, 3)]
+    for turn in range(3):
+        for i, weight in enumerate(views):
+            result, relaunched = general(weight, state)
+            assert exact(result, weight, state), f"view {i}"
+            assert result.shape == (state.shape[::-1] if weight.shape[0] == 1 else state.shape)
+            assert relaunched >= (turn > 0), f"view {i}"
+    general_launches = sum(launch_general.launches.values(), [])
+    assert [kept.aligned for kept in general_launches] == [False]
+
+
+# Of odd_states: what the puzzle's kernel takes, the rest is the general one's.
+PUZZLES = {"torch.float16", "torch.bfloat16", "usual", "W.t()", "no code", "shape of a list"}
+PUZZLES |= {f"blocksize 2**{k}" for k in range(7, 13)} | {f"blocksize2 2**{k}" for k in (6, 7, 9)}
+PUZZLES |= {"shape (20480,)", "shape (5, 64, 64)", "offset of shape (1,)"}
+PUZZLES |= {f"stored as {dtype}" for dtype in DTYPES}
+ODD = {name: case for name, case in odd_states().items() if "not contiguous" not in name}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_which_kernel_takes_a_layout(general, monkeypatch, name):
+    """A layout of the puzzle gives the same bits through both kernels, and every layout is launched again."""
+    weight, state = ODD[name]
+    empty = state.shape == (0, 64)  # nothing is launched, nothing kept
+    assert not general.check(weight, state) and general.check(weight, state) is not empty
+    assert bool(launch.launches) == (name in PUZZLES)
+    assert bool(launch_general.launches) == (name not in PUZZLES and not empty)
+    monkeypatch.setattr(launch_general, "puzzles_tensors", lambda packed: None)
+    launch.launches.clear()
+    general.check(weight, state)
+    assert general.check(weight, state) is not empty and not launch.launches
+
+
+# `out`
+@pytest.fixture
+def out(layer):
+    state = layer.weight.quant_state
+    return torch.full(state.shape, float("nan"), dtype=state.dtype, device=layer.weight.device)
+
+
+BAD_OUT = {
+    "of another dtype": lambda out: out.half(),
+    "on another device": lambda out: out.to("meta"),
+    "strided": lambda out: out.new_zeros(320, 128)[:, ::2],
+    "a list": lambda out: out.tolist(),
+    "that requires grad": lambda out: out.clone().requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OUT)
+def test_an_out_that_does_not_fit(case, out, name):
+    general, weight, state = case
+    general(weight, state, torch.empty_like(out))  # keeps a launch
+    with pytest.raises(UnsupportedState, match=r"out (has \(shape|is list).*expected.*None"):
+        general(weight, state, BAD_OUT[name](out))
+    assert out.isnan().all()
+    general.check(weight, state, out)
+
+
+MODES = {"eager": contextlib.nullcontext, "dispatch mode": lambda: FlopCounterMode(display=False)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_out_without_memory_of_its_own(case, out, mode):
+    """Under a dispatch mode the operator copies its result into `out`."""
+    general, weight, state = case
+    general(weight, state, torch.empty_like(out))  # keeps a launch
+    memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
+    over = memory.view(out.dtype).view(out.shape)
+    inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
+    bad = (
+        (freed(out), weight, "out has no memory"),
+        (over, inside, "out shares memory with"),
+        (torch._neg_view(out), weight, "out is a negated view"),
+    )
+    with MODES[mode]():
+        for given_out, given, text in bad:
+            with pytest.raises(UnsupportedState, match=text):
+                general(given, state, given_out)
+        general.check(weight, state, out)
+    assert torch.equal(inside, weight) and exact(out, weight, state)
+
+
+def test_a_packed_whose_shape_is_a_list(general, layer):
+    packed = read_state(layer.weight, layer.weight.quant_state)
+    packed = packed._replace(shape=list(packed.shape))
+    for _ in range(2):
+        assert right(general.module.dequantize_packed(packed), layer)
+
+
+def test_a_relaunched_out(case, out):
+    """Its address may change between calls; each alignment has a launch of its own."""
+    general, weight, state = case
+    memory = torch.empty(out.numel() + 1, dtype=out.dtype, device=out.device)
+    for given in (out, memory[1:].view(out.shape)):
+        for turn in range(3):
+            given.fill_(float("nan"))
+            result, relaunched = general(weight, state, given)
+            assert result.data_ptr() == given.data_ptr() and exact(result, weight, state)
+            assert relaunched == (turn > 0)
+        assert general.check(weight, state, out)
+
+
+def test_autograd_notices_that_out_was_overwritten(general, layer, out):
+    weight, state = layer.weight, layer.weight.quant_state
+    for relaunched in (False, True):
+        out.zero_()
+        loss = (torch.ones_like(out, requires_grad=True) * out).sum()
+        assert general.check(weight, state, out) == relaunched
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with torch.inference_mode():
+        out = torch.empty_like(out)  # which has no version
+    general.check(weight, state, out)
