@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton import kernel, launch, settings
+from nf4_triton import launch_general, settings
 from nf4_triton.state import check, read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -23,10 +23,11 @@ POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8:
 
 
 class Code(NamedTuple):
-    """The kernel as a GPU gets it, for nested layers in bitsandbytes' default blocks of 64."""
+    """A kernel as a GPU gets it, for nested layers in bitsandbytes' default blocks of 64."""
 
     arch: int
     dtype: str  # of the output, a key of DTYPES
+    general: bool  # the general kernel, not the puzzle's
     sass: str  # as cuobjdump prints it
     registers: int  # per thread
     elements: int  # outputs per thread
@@ -34,13 +35,13 @@ class Code(NamedTuple):
     triton: str = ""
 
     def __str__(self):
-        return f"sm_{self.arch} {self.dtype}"
+        return f"sm_{self.arch} {self.dtype}{', general' if self.general else ''}"
 
 
 def settings_of(arch: int):
     """Return the Settings of a GPU of sm_`arch`, whatever is forced."""
     major, minor = divmod(arch, 10)
-    card = types.SimpleNamespace(name=f"sm_{arch}", major=major, minor=minor)
+    card = types.SimpleNamespace(major=major, minor=minor)
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_properties", lambda index: card),
@@ -49,21 +50,21 @@ def settings_of(arch: int):
         return settings.default_settings.__wrapped__(0)
 
 
-def compile_for(arch: int, ready: launch.Ordinary):
+def compile_for(arch: int, ready: launch_general.Ready):
     """Return Triton's CompiledKernel of a launch for a GPU of sm_`arch`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, signature, constexprs = kernel._your_dequantize_nf4_kernel, {}, {}
-    for parameter, value in zip(function.params, ready.arguments, strict=True):
+    signature, constexprs = {}, {}
+    for parameter, value in zip(ready.kernel.params, ready.arguments, strict=True):
         if parameter.is_constexpr:
             constexprs[parameter.name], signature[parameter.name] = value, "constexpr"
         elif isinstance(value, int):
             signature[parameter.name] = "i64"
         else:
             signature[parameter.name] = POINTERS[value.dtype]
-    source = ASTSource(function, signature, constexprs)
+    source = ASTSource(ready.kernel, signature, constexprs)
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ready.options)
 
 
@@ -79,8 +80,8 @@ def disassemble(cubin: bytes) -> str:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout
 
 
-def compiled(arch: int, dtype: str) -> Code:
-    """Return the kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter.
+def compiled(arch: int, dtype: str, general: bool) -> Code:
+    """Return a kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter.
 
     It is that of an aligned layer; its number of elements is no constexpr.
     """
@@ -89,17 +90,21 @@ def compiled(arch: int, dtype: str) -> Code:
     layer = quantized_layer(64, 64, DTYPES[dtype], device="cpu")
     packed = read_state(layer.weight.data, layer.weight.quant_state)
     out = torch.empty(packed.shape, dtype=packed.dtype)
-    with settings.force(**asdict(settings_of(arch))):
-        ready = launch.prepare(packed, check(packed), out, None, 0, 0)
+    chosen = settings_of(arch)
+    with settings.force(**asdict(chosen)):
+        if general:
+            ready = launch_general.prepare(packed, check(packed), out)
+        else:
+            ready = launch_general.prepare_puzzles(packed.tensors, packed.layout, out)
     found = compile_for(arch, ready)
     sass = disassemble(found.asm["cubin"])
     registers = int(re.search(r" REG:(\d+)", sass)[1])
-    elements = ready.tile // (32 * ready.options["num_warps"])
-    return Code(arch, dtype, sass, registers, elements, found.asm["ptx"], triton.__version__)
+    elements = 64 * chosen.rows // (32 * chosen.num_warps)
+    return Code(arch, dtype, general, sass, registers, elements, found.asm["ptx"], triton.__version__)
 
 
-def build(wanted: list[tuple[int, str]]) -> list[Code]:
-    """Compile for each (arch, dtype), in a new process: one with TRITON_INTERPRET=1 cannot compile."""
+def build(wanted: list[tuple[int, str, bool]]) -> list[Code]:
+    """Compile each (arch, dtype, general), in a new process: one with TRITON_INTERPRET=1 cannot compile."""
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)

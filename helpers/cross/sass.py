@@ -21,6 +21,8 @@ CARDS = {  # by sm_ number
     100: "B200",
     120: "RTX 50",
 }
+WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
+WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
 LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)[^;]*;", re.M)
 JUMPS = ("BRA", "BRX", "CALL", "JMP")
 
@@ -70,7 +72,7 @@ def folder(code: Code) -> str:
 
 def case(code: Code) -> str:
     """Return the case of a card's stored rows."""
-    return f"{CARDS[code.arch]} (sm_{code.arch})"
+    return f"{CARDS[code.arch]} (sm_{code.arch}){', general kernel' if code.general else ''}"
 
 
 def stored_registers(code: Code) -> float:
@@ -93,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--store", action="store_true", help="replace the stored table: see it in the diff")
     options = parser.parse_args(argv)
-    codes = build([(arch, dtype) for arch in CARDS for dtype in DTYPES])
+    codes = build(WANTED)
     status = 0
     for code in codes:
         print(f"{code!s:16} {instructions(code):5.2f} instructions, {code.registers} registers")

@@ -8,18 +8,15 @@ kernel_general.py has every other layout.
 import triton
 import triton.language as tl
 
-# scale = code2[absmax] * absmax2 + offset, rounded twice: .rn is never fused into an FMA, which
-# would change a few weights in a million. is_pure below: torch.compile assumes that other assembly
-# changes every input of the kernel.
-SCALE = tl.constexpr("{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }")
-
 
 @triton.jit
 def _scale(code2, absmax2, offset, ASM: tl.constexpr):
-    """Return the fp32 scale of each row."""
-    if ASM:
-        return tl.inline_asm_elementwise(SCALE, "=f,f,f,f", [code2, absmax2, offset],
-                                         dtype=tl.float32, is_pure=True, pack=1)
+    """Return the fp32 scale of each row: code2[absmax] * absmax2 + offset, rounded twice. An FMA, which
+    rounds once, would change a few weights in a million, and .rn is never fused into one."""
+    if ASM:  # is_pure: torch.compile assumes that other assembly changes every input of the kernel
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }", "=f,f,f,f",
+            [code2, absmax2, offset], dtype=tl.float32, is_pure=True, pack=1)
     return _multiply(code2, absmax2) + offset
 
 
@@ -54,7 +51,7 @@ def _your_dequantize_nf4_kernel(
     absmax = tl.load(absmax_ptr + block, eviction_policy=LOAD_HINT)
     absmax2 = tl.load(absmax2_ptr + (block >> LOG2_BLOCK2))
     offset = tl.load(offset_ptr)
-    word = tl.arange(0, TILE // 8)  # of 8 codes
+    word = rows[:, None] * 8 + tl.arange(0, 8)  # 8 codes each
     words_ptr = (weight_ptr + start // 2).to(tl.pointer_type(tl.int32), bitcast=True)
     words = tl.load(tl.multiple_of(words_ptr, 16) + word, word < tl.multiple_of(left // 8, 8),
                     eviction_policy=LOAD_HINT)
@@ -63,7 +60,7 @@ def _your_dequantize_nf4_kernel(
     # Look each code up, multiply, round, store. tl.gather puts the 16 values into shared memory, in
     # 16 different banks, so lookups never conflict.
     shift = (tl.arange(0, 8) ^ 1) * 4  # high nibble first
-    code = (words[:, None] >> shift) & 15
+    code = (words[:, :, None] >> shift) & 15
     value = tl.gather(_codebook(NF4), code.reshape(TILE), 0).reshape(ROWS, 64)
     result = _product(value, scale[:, None], out_ptr, ASM, SM75)
     element = rows[:, None] * 64 + tl.arange(0, 64)
