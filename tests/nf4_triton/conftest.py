@@ -95,7 +95,7 @@ class Interpreted:
     """What the interpreter lacks: a compiled kernel whose run(...) takes addresses."""
 
     def __init__(self, kernel, arguments):
-        self.kernel = kernel
+        self.kernel, self.name = kernel, kernel.fn.__name__
         self.like = [(x.dtype, x.numel()) for x in arguments if isinstance(x, torch.Tensor)]
 
     def run(self, grid, y, z, stream, *arguments):

@@ -43,15 +43,15 @@ def relaunch(tensors, layout):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for guards, device, run, before, grid, after, like, _ in known:
-            if not guards(*tensors) or is_watched():
+        for fits_again, device, run, before, grid, after, like, _ in known:
+            if not fits_again(*tensors) or is_watched():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
                     return relaunch(tensors, layout)
             weight, absmax, code2, absmax2, offset = tensors
             address = weight.data_ptr()
-            if address % 16 or address == weight.storage_offset() * weight.itemsize:  # misaligned, freed
+            if address % 16 or address == weight.storage_offset():  # misaligned, or freed by FSDP
                 continue
             result = empty_cuda(*like)
             run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), absmax.data_ptr(),
@@ -62,7 +62,6 @@ def relaunch(tensors, layout):
 # %% Read, check, launch for the first time, keep id="launch-first" part="launch" folded=true tags=["launch"]
 import contextlib
 import math
-import typing
 
 import torch
 import triton
@@ -75,20 +74,7 @@ CAN_RELAUNCH = (GUARDED and TensorGuards is not None and not INTERPRETED
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
 
-class KeptLaunch(typing.NamedTuple):
-    """A launch that was checked and compiled."""
-
-    guards: typing.Callable  # compares tensors with those that were checked, in one call into torch
-    device: int  # index of the GPU
-    run: typing.Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
-    before: tuple  # what the launcher takes before the kernel's own arguments
-    grid: int  # programs
-    after: tuple  # the kernel's arguments after its pointers
-    like: tuple  # size, stride, and dtype of the result
-    owner: object  # Triton's CompiledKernel, which owns what `before` points to
-
-
-launches: dict = {}  # {layout: its KeptLaunches}
+launches: dict = {}  # {layout: what keep() made for it}
 when_forced.append(launches.clear)
 
 
@@ -206,9 +192,14 @@ def keep(tensors, layout, compiled, result):
         return
     run, before = launcher(compiled, TRITON)
     grid, (_, _, _, _, _, _, *after), _ = prepare(tensors, layout, result)
-    kept = KeptLaunch(guards.check, result.get_device(), run, before, grid, tuple(after),
-                      (tuple(result.shape), result.stride(), result.dtype), compiled)
-    remember(launches, layout, kept)
+    remember(launches, layout, (
+        guards.check,  # compares tensors with those that were checked, in one call into torch
+        result.get_device(),
+        run, before,  # Triton's launcher, and what it takes before the kernel's own arguments
+        grid,  # programs
+        tuple(after),  # the kernel's arguments after its pointers
+        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
+        compiled))  # owns what `before` points to
 
 
 def remember(launches, key, kept):

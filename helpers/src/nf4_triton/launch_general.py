@@ -68,7 +68,7 @@ def dequantize_packed(packed, out=None, rows=None):
 def dequantize(tensors, layout, out=None, selection=None):
     """Return the weight of the two parts of a Packed, by a kept launch or by a new one."""
     result = None
-    if out is None and selection is None:
+    if len(tensors) == 5 and out is None and selection is None:
         result = launch.relaunch(tensors, layout)
     if result is None:
         result = relaunch(tensors, layout, out, selection)
@@ -80,24 +80,7 @@ def dequantize(tensors, layout, out=None, selection=None):
 # --- kept launches ---
 
 
-class KeptLaunch(typing.NamedTuple):
-    """A launch that was checked and compiled."""
-
-    guards: typing.Callable  # compares tensors with those that were checked, in one call into torch
-    device: int  # index of the GPU
-    run: typing.Callable  # Triton's launcher: run(grid, 1, 1, stream, *before, *kernel arguments)
-    before: tuple  # what the launcher takes before the kernel's own arguments
-    grid: int  # programs
-    after: tuple  # the kernel's arguments after six pointers
-    constexprs: tuple  # the last of them
-    tile: int  # elements of a program
-    aligned: bool  # where the kernel starts to read the weight is a multiple of 16
-    out_aligned: bool
-    like: tuple  # size, stride, and dtype of the result, as callers get it
-    owner: object  # Triton's CompiledKernel, which owns what `before` points to
-
-
-launches: dict = {}  # {key_of(...): its KeptLaunches}
+launches: dict = {}  # {a layout, or key_of(...): what keep() made for it}
 when_forced.append(launches.clear)
 
 
@@ -115,54 +98,54 @@ def relaunch(tensors, layout, out, selection):
     """Launch again on tensors of a layout that was checked. Return the result, None if no launch fits."""
     if is_compiling():
         return None  # torch.compile must see the operator
-    key, guarded = key_of(tensors, layout, out, selection)
+    key, guarded = layout, tensors
+    if out is not None or selection is not None:
+        key, guarded = key_of(tensors, layout, out, selection)
+    try:
+        known = launches.get(key, ())
+    except TypeError:  # a list among the fields
+        return None
     with plain_tensors():
-        for kept in find(key):
-            if not kept.guards(*guarded) or is_watched():
+        for fits_again, device, run, before, grid, after, like, more, _ in known:
+            if not fits_again(*guarded) or is_watched():
                 continue  # another type, dtype, device, size, or stride; or a profiler
-            if kept.device != current_device():
-                with torch.cuda.device(kept.device):
+            if device != current_device():
+                with torch.cuda.device(device):
                     return relaunch(tensors, layout, out, selection)
             weight, absmax, *second = tensors
-            grid, after, first = kept.grid, kept.after, 0
-            size, stride, dtype = kept.like
+            size, stride, dtype = like
+            tile, constexprs, aligned, out_aligned = more
+            first = 0
             if selection is not None:
+                # Guards leave the first size of ids and out open, and the stride that follows from it.
+                if not all(tensor.is_contiguous() for tensor in guarded[len(tensors) :]):
+                    continue
                 ids = 0 if selection.ids is None else selection.ids.data_ptr()
-                numbers, grid = extent(layout[0], selection, kept.tile)
-                after, first = (ids, *numbers, *kept.constexprs), numbers[1]
+                numbers, grid = extent(layout[0], selection, tile)
+                after, first = (ids, *numbers, *constexprs), numbers[1]
                 size = selection.number, *size[1:]
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
-            if freed or ((address + first // 2) % 16 == 0) is not kept.aligned:
+            if freed or ((address + first // 2) % 16 == 0) is not aligned:
                 continue
-            # Guards leave the first size of ids and out open, and the stride that follows from it.
-            if not all(tensor.is_contiguous() for tensor in guarded[len(tensors) :]):
-                continue
-            if out is not None and not can_write(out, guarded[:-1], size, kept):
+            if out is not None and not can_write(out, guarded[:-1], size, out_aligned):
                 continue
             result = empty_cuda(size, stride, dtype) if out is None else out
-            second = [tensor.data_ptr() for tensor in second] or (0, 0, 0)  # flat: not read
+            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
             if grid:
-                stream = current_stream(kept.device)
-                pointers = address, result.data_ptr(), absmax.data_ptr(), *second
-                kept.run(grid, 1, 1, stream, *kept.before, *pointers, *after)
+                run(
+                    grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
+                    absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *after,
+                )  # fmt: skip
             return result if out is None or selection else maybe_transpose(out, weight)
 
 
-def find(key):
-    """Return the launches kept under a key."""
-    try:
-        return launches.get(key, ())
-    except TypeError:  # a list among the fields is no key, nor is it a valid state
-        return ()
-
-
-def can_write(out, tensors, size, kept):
-    """Return whether `out` has the result's size and memory of its own, aligned as it was for the launch. If
+def can_write(out, tensors, size, aligned):
+    """Return whether `out` has the result's size and memory of its own, aligned as for the launch. If
     so, tell autograd that it changes."""
     start, end = out.data_ptr(), out.data_ptr() + out.nbytes
     freed = start == out.storage_offset() * out.itemsize
-    if freed or out.shape[:1] != size[:1] or (start % 16 == 0) is not kept.out_aligned:
+    if freed or out.shape[:1] != size[:1] or (start % 16 == 0) is not aligned:
         return False
     for tensor in tensors:
         first = tensor.data_ptr()
@@ -176,7 +159,9 @@ def keep(packed, out, selection, ready, compiled, result):
     """Keep a launch for later calls. result: as callers get it."""
     if not CAN_RELAUNCH or compiled is None:
         return
-    key, guarded = key_of(packed.tensors, packed.layout, out, selection)
+    key, guarded = packed.layout, packed.tensors
+    if out is not None or selection is not None:
+        key, guarded = key_of(packed.tensors, packed.layout, out, selection)
     sizes, strides = [list(x.shape) for x in guarded], [list(x.stride()) for x in guarded]
     if selection is not None:  # another call selects another number of slices
         for of_ids_and_out in (sizes[len(packed.tensors) :], strides[len(packed.tensors) :]):
@@ -187,19 +172,15 @@ def keep(packed, out, selection, ready, compiled, result):
         return
     run, before = launcher(compiled, TRITON)
     after = tuple(0 if isinstance(x, torch.Tensor) else x for x in ready.arguments[6:])
-    kept = KeptLaunch(
-        guards=guards.check,
-        device=result.get_device(),
-        run=run,
-        before=before,
-        grid=ready.grid,
-        after=after,
-        constexprs=after[4:],
-        tile=ready.tile,
-        aligned=ready.aligned,
-        out_aligned=ready.out_aligned,
-        like=(tuple(result.shape), result.stride(), result.dtype),
-        owner=compiled,
+    kept = (
+        guards.check,  # compares tensors with those that were checked, in one call into torch
+        result.get_device(),
+        *(run, before),  # Triton's launcher, and what it takes before the kernel's own arguments
+        ready.grid,
+        after,  # the kernel's arguments after six pointers
+        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
+        (ready.tile, after[4:], ready.aligned, ready.out_aligned),
+        compiled,  # owns what `before` points to
     )
     launch.remember(launches, key, kept)
 
@@ -240,7 +221,7 @@ def check_and_launch(packed, out=None, selection=None):
         compiled = launch_ordinary(ready, weight)
         if selection is None:
             result = maybe_transpose(result, weight)
-        if of_puzzle and out is None:
+        if of_puzzle and out is None and weight.dtype == torch.uint8:
             launch.keep(packed.tensors, packed.layout, compiled, result)
         else:
             keep(packed, out, selection, ready, compiled, result)
