@@ -39,8 +39,10 @@ def relaunch(tensors, layout):
     if is_compiling():
         return None  # torch.compile must see the operator
     try:
-        known = launches.get(layout, ())
+        known = launches.get(layout)
     except TypeError:  # a list among the fields
+        known = None
+    if known is None:
         return None
     with plain_tensors():
         for fits_again, device, run, before, grid, after, like, _ in known:

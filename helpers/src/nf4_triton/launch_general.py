@@ -67,8 +67,8 @@ def dequantize_packed(packed, out=None, rows=None):
 
 def dequantize(tensors, layout, out=None, selection=None):
     """Return the weight of the two parts of a Packed, by a kept launch or by a new one."""
-    result = None
-    if len(tensors) == 5 and out is None and selection is None:
+    result, quant_type = None, layout[2]
+    if quant_type == "nf4" and out is None and selection is None:
         result = launch.relaunch(tensors, layout)
     if result is None:
         result = relaunch(tensors, layout, out, selection)
