@@ -48,6 +48,20 @@ def hide_native_bf16() -> None:
     CudaInterface.is_bf16_supported = staticmethod(is_bf16_supported)  # Inductor asks this one
 
 
+def write_whole(path: Path | str, content: str | bytes) -> None:
+    """Replace a file's content, or leave the file as it was if that fails. Raises OSError, which names it."""
+    target = Path(path).resolve()  # a link stays a link
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
+        os.replace(part, target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk names no file
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
 class ChildFailed(RuntimeError):
     """The process failed or did not end in time; the text holds the end of what it printed."""
 

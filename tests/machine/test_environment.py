@@ -1,7 +1,8 @@
-"""The description of the machine, preparing a process, and child processes."""
+"""The description of the machine, preparing a process, writing files, and child processes."""
 
 import json
 import os
+import resource
 import time
 
 import pytest
@@ -75,6 +76,22 @@ def test_a_process_without_a_home_gets_one(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", "/no/such/home")
     machine.prepare()
     assert os.environ["HOME"] == str(tmp_path / "build" / "home")
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):
+    file, link = tmp_path / "rows.csv", tmp_path / "link"
+    link.symlink_to(file)
+    machine.write_whole(link, "\u00b5s\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a disk that is full after 8 KiB
+        with pytest.raises(OSError) as error:
+            machine.write_whole(file, bytes(8193))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.filename == str(file)
+    assert file.read_text(encoding="utf-8") == "\u00b5s\n"
+    assert sorted(os.listdir(tmp_path)) == ["link", "rows.csv"]
 
 
 def test_after_its_time_a_process_ends_with_those_it_started():
