@@ -8,8 +8,8 @@ draw      fill README and docs from the results; store those of an executed note
 sync      write the modules' sections into the notebook's cells
 """
 
-import argparse
 import importlib
+import signal
 import sys
 
 COMMANDS = {  # module and function
@@ -23,11 +23,10 @@ COMMANDS = {  # module and function
 
 
 def doctor(argv: list[str]) -> int:
-    """Run the package's doctor, told about the checkout."""
-    argparse.ArgumentParser(description="Check this machine, and say what to do.").parse_args(argv)
-    from nf4_triton.__main__ import doctor
+    """Run the package's doctor."""
+    from nf4_triton import __main__ as package
 
-    return doctor("Next: bash colab_setup.sh run")
+    return package.main(["doctor", *argv])
 
 
 def main(argv: list[str]) -> int:
@@ -45,13 +44,19 @@ def main(argv: list[str]) -> int:
 
     module, function = COMMANDS[command]
     sys.argv[0] = f"python -m helpers {command}"  # what argparse shows as the program
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the command ends what it started
+        if signal.getsignal(ending) == signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(ending, signal.default_int_handler)
     try:
         machine.prepare()  # before anything imports triton
         return getattr(importlib.import_module(f"helpers.{module}"), function)(rest)
     except ModuleNotFoundError as error:
         if (error.name or "helpers").split(".")[0] == "helpers":
             raise
-        print(f"{error.name} is not installed: bash colab_setup.sh installs it", file=sys.stderr)
+        print(f"{error.name} is not installed: {sys.executable} -m pip install {error.name}", file=sys.stderr)
+        return 1
+    except OSError as error:  # of a full disk
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What a checkout adds to nf4_triton.environment: its root, child processes, setting a process up."""
+"""What a checkout adds to nf4_triton.environment: its files, child processes, setting a process up."""
 
 import contextlib
 import importlib.util
@@ -10,10 +10,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers import SRC
-from nf4_triton.environment import gpu_name, has_gpu, native_bf16, no_gpu  # noqa: F401
+from helpers import SRC  # noqa: F401
+from nf4_triton.environment import no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use a CUDA GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def native_bf16() -> bool:
+    """Return whether the GPU has bf16 arithmetic (sm_80 and newer; a T4 does not)."""
+    import torch
+
+    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def prepare() -> None:
@@ -83,11 +98,12 @@ def python(
 ) -> Done:
     """Run this Python with `arguments` ("-m", "helpers.x", ... or "-c", code) in `folder`.
 
-    The repository is on its path wherever it runs. variables: added to the environment; None removes one.
+    It can import what this process can, wherever it runs. variables: added to the environment; None removes
+    one.
     After `timeout` seconds it is ended with all processes it started. check: raise ChildFailed unless its
     status is 0.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), str(SRC), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
     process = subprocess.Popen(
         [sys.executable, *map(str, arguments)],

@@ -2,6 +2,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import resource
 import sys
 
 import pytest
@@ -54,6 +55,22 @@ def changed_kernel(tmp_path):
         return module
 
     return load
+
+
+@pytest.fixture
+def full_disk():
+    """with full_disk(): no file grows beyond 8 KiB."""
+
+    @contextlib.contextmanager
+    def limit():
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, most[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, most)
+
+    return limit
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import nbformat
 
 from helpers import machine
+from nf4_triton.environment import describe
 
-NOTEBOOK = machine.ROOT / "Unsloth_Puzzles_A.ipynb"
 LIMIT = 1800  # seconds for a cell
 MODULES = [
     "helpers/src/nf4_triton/kernel.py",
@@ -90,7 +91,8 @@ def without_folders(outputs: list) -> list:
 def execute(notebook, folder: Path) -> str:
     """Run every cell with this Python in `folder`; outputs go into `notebook`. Print when each cell ended.
 
-    Returns why it stopped before the last cell, "" if it did not. The outputs until then are kept.
+    Returns why it stopped before the last cell, "" if it did not. The outputs until then are kept. Processes
+    that a cell started end with it.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -109,13 +111,14 @@ def execute(notebook, folder: Path) -> str:
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=this_python),
         extra_arguments=["--IPKernelApp.log_level=ERROR", *first_lines],
         timeout=LIMIT,
+        shutdown_kernel="immediate",  # SIGKILL to its process group
         record_timing=False,
         coalesce_streams=True,  # keeps only the last state of a progress bar
         resources={"metadata": {"path": str(folder)}},
     )
     cell = code[0]
     try:
-        with client.setup_kernel():
+        with client.setup_kernel(cleanup_kc=True):
             for cell in code:
                 client.execute_cell(cell, notebook.cells.index(cell))
                 print(f"{time.monotonic() - start:6.1f} s  {cell.id}", flush=True)
@@ -136,6 +139,11 @@ def score_text(notebook) -> str:
     return "\n".join(output.get("text", "") for output in outputs).strip()
 
 
+def save(notebook, path: Path) -> None:
+    """Write a notebook whole, or leave the file as it was."""
+    machine.write_whole(path, nbformat.writes(notebook) + "\n")
+
+
 def store(notebook, path: Path) -> int:
     """Store an executed notebook's rows, draw the pages, then put its outputs into the repository's notebook.
 
@@ -144,48 +152,56 @@ def store(notebook, path: Path) -> int:
     status = subprocess.call([sys.executable, "-m", "helpers", "draw", str(path)], cwd=machine.ROOT)
     if status or os.environ.get("NF4_FORCE"):
         return status
-    drawn = nbformat.read(NOTEBOOK, as_version=4)
+    drawn = nbformat.read(machine.NOTEBOOK, as_version=4)
     for cell, ran in zip(drawn.cells, notebook.cells, strict=True):
         if cell.cell_type == "code" and cell.id != "install":  # pip's messages are no result
             cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
-    nbformat.write(drawn, NOTEBOOK)
+    save(drawn, machine.NOTEBOOK)
     return 0
 
 
-def options_of(argv: list[str] | None) -> argparse.Namespace:
+def options_of(argv: list[str]) -> argparse.Namespace:
     """Return the options of `run`, checked before anything runs. `path`: of the executed notebook."""
     parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
     parser.add_argument("--quick", action="store_true", help="200 timed rounds per MLP instead of 1000")
     help = "store a GPU's rows in results/ and its outputs in the notebook (not with NF4_FORCE)"
     parser.add_argument("--in-place", action="store_true", help=help)
-    parser.add_argument("--out", type=Path, default=machine.ROOT / "build", help="folder for what it writes")
+    help = "folder for the executed notebook, build by default; relative to the repository"
+    parser.add_argument("--out", type=Path, default="build", metavar="FOLDER", help=help)
     options = parser.parse_args(argv)
     if options.in_place and not machine.has_gpu():
         parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
     if options.in_place and (options.quick or os.environ.get("NF4_QUICK")):
         parser.error("--in-place stores 1000 timed rounds: leave out --quick and NF4_QUICK")
+    folder = machine.ROOT / options.out.expanduser()
     try:
-        options.path = options.out.expanduser().resolve() / f"{NOTEBOOK.stem}.executed.ipynb"
-        options.path.parent.mkdir(parents=True, exist_ok=True)
-        options.path.touch()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         parser.error(f"--out needs a folder that can be written: {error}")
+    options.path = folder / f"{machine.NOTEBOOK.stem}.executed.ipynb"
     return options
 
 
-def run(argv: list[str] | None = None) -> int:
+def run(argv: list[str]) -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     options = options_of(argv)
     path = options.path
     if options.quick:
         os.environ["NF4_QUICK"] = "1"
-    print(f"executing {NOTEBOOK.name} on {machine.gpu_name() or 'the CPU (Triton interpreter)'}")
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    failure = execute(notebook, NOTEBOOK.parent)
+    if path.exists():
+        print(f"{path} is of {time.ctime(path.stat().st_mtime)} until this run replaces it")
+    card = describe()["card"] or "the CPU (Triton interpreter)"
+    print(f"executing {machine.NOTEBOOK.name} on {card}", flush=True)
+    notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
+    failure = execute(notebook, machine.NOTEBOOK.parent)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = without_folders(cell.outputs)
-    nbformat.write(notebook, path)
+    try:
+        print(f"\n{score_text(notebook)}\n", flush=True)  # first: it is there if the disk is full
+    finally:
+        save(notebook, path)
     if failure:
         print(f"stopped: {failure}; what ran is in {path}", file=sys.stderr)
         return 130 if failure.startswith("interrupted") else 1
@@ -193,15 +209,14 @@ def run(argv: list[str] | None = None) -> int:
     if options.in_place and (status := store(notebook, path)):
         print("not stored: drawing the pages failed, see above", file=sys.stderr)
         return status
-    print(f"\n{score_text(notebook)}")
     return 0
 
 
-def write(argv: list[str] | None = None) -> int:
+def write(argv: list[str]) -> int:
     """`python -m helpers sync`: write the modules' sections into the notebook's cells."""
     parser = argparse.ArgumentParser(description="Write the modules' sections into the notebook's cells.")
     parser.parse_args(argv)
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
     print("changed:", ", ".join(sync(notebook)) or "nothing")
-    nbformat.write(notebook, NOTEBOOK)
+    save(notebook, machine.NOTEBOOK)
     return 0

@@ -1,16 +1,15 @@
 """The notebook: cells in step with the modules, execution, and the file alone as the submission."""
 
-import importlib.metadata
 import os
-import shutil
-import subprocess
+import re
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import pytest
 
+from helpers import __main__ as commands
 from helpers import machine
 from helpers.puzzle import notebook as book
 
@@ -39,7 +38,7 @@ def printed(notebook, name):
 
 @pytest.fixture
 def notebook():
-    return nbformat.read(book.NOTEBOOK, as_version=4)
+    return nbformat.read(machine.NOTEBOOK, as_version=4)
 
 
 # --- what is stored ---
@@ -72,74 +71,101 @@ SCORE = "print('sum 14')"
 
 
 @pytest.fixture
-def execute(tmp_path, monkeypatch):
-    """execute({id: source}, *options) -> (exit status, executed copy, the notebook's path)."""
-    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: print(*command[1:]))
-    for name in ("NF4_QUICK", "NF4_FORCE"):  # run() sets one: undone after each test
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+def small(tmp_path, monkeypatch):
+    """small({id: source}) -> options of a run: the repository's notebook is one with these cells."""
+    for name in ("NF4_QUICK", "NF4_FORCE"):
+        monkeypatch.delenv(name, raising=False)
 
-    def run(sources, *options):
+    def write(sources):
         cells = [nbformat.v4.new_code_cell(source, id=name) for name, source in sources.items()]
-        path = tmp_path / "some.ipynb"
-        monkeypatch.setattr(book, "NOTEBOOK", path)
         kernelspec = {"name": "not-registered", "display_name": "gone", "language": "python"}
-        nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec}), path)
-        status = book.run(["--out", str(tmp_path / "out"), *options])
-        return status, nbformat.read(tmp_path / "out" / "some.executed.ipynb", 4), path
+        notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec})
+        monkeypatch.setattr(machine, "NOTEBOOK", tmp_path / "some.ipynb")
+        book.save(notebook, machine.NOTEBOOK)
+        write.executed.parent.mkdir()
+        return ["--out", str(write.executed.parent)]
 
-    return run
+    write.executed = tmp_path / "out" / "some.executed.ipynb"
+    return write
 
 
-def test_it_prints_the_score_and_stores_where_asked(execute, capsys, tmp_path, monkeypatch):
-    """This very Python runs it; no folder of this machine is in the outputs; in place only if asked."""
+def test_it_prints_the_score_and_keeps_the_outputs(small, capsys):
+    """This very Python runs it; no folder of this machine is in the outputs."""
     same = f"import sys\nassert sys.executable == {sys.executable!r}"
-    status, copy, path = execute({"facts": FACTS, "same": same, "score": SCORE})
-    assert status == 0 and not cell(nbformat.read(path, 4), "score").outputs
-    assert capsys.readouterr().out.endswith("sum 14\n")
-    text = printed(copy, "facts")
+    assert book.run(small({"facts": FACTS, "same": same, "score": SCORE})) == 0
+    assert capsys.readouterr().out.endswith(f"\nsum 14\n\nthe executed notebook is {small.executed}\n")
+    text = printed(nbformat.read(small.executed, 4), "facts")
     assert str(Path.home()) not in text and sys.prefix not in text
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    status, copy, path = execute({"install": SCORE, "score": SCORE}, "--in-place")
-    written = nbformat.read(path, 4)
-    assert status == 0 and printed(written, "score") == "sum 14\n"
-    assert not cell(written, "install").outputs, "pip's messages are no result"
-    assert f"-m helpers draw {tmp_path / 'out' / 'some.executed.ipynb'}\n" in capsys.readouterr().out
+    assert not nbformat.read(machine.NOTEBOOK, 4).cells[-1].outputs
 
 
-@pytest.mark.parametrize("forced, drawn", [("", 3), ("t4", 0)], ids=["drawing fails", "forced settings"])
-def test_the_repositorys_notebook_stays(execute, monkeypatch, forced, drawn):
-    monkeypatch.setenv("NF4_FORCE", forced)
-    # The repository's notebook runs in its folder.
-    monkeypatch.setenv("PYTHONPATH", str(machine.ROOT), os.pathsep)
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setattr(book.subprocess, "call", lambda command, **_: drawn)
-    status, copy, path = execute({"score": SCORE}, "--in-place")
-    assert status == drawn and copy.cells[0].outputs and not nbformat.read(path, 4).cells[0].outputs
+def test_the_score_is_printed_where_the_file_cannot_be_written(small, capsys):
+    options = small({"score": SCORE})
+    small.executed.mkdir()
+    assert commands.main(["run", *options]) == 1
+    shown = capsys.readouterr()
+    assert "\nsum 14\n" in shown.out and os.listdir(small.executed.parent) == [small.executed.name]
+    assert re.fullmatch(f"IsADirectoryError: .*'{small.executed}'\n", shown.err)
 
 
-INTERRUPT = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nimport time; time.sleep(60)"
-KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+def test_a_full_disk_cuts_no_notebook(small, full_disk, capsys):
+    small({"score": SCORE})
+    before = machine.NOTEBOOK.read_bytes()
+    with full_disk():  # `sync` adds every cell of the modules
+        assert commands.main(["sync"]) == 1
+    assert machine.NOTEBOOK.read_bytes() == before
+    assert re.fullmatch(f"OSError: .*'{machine.NOTEBOOK}'\n", capsys.readouterr().err)
+
+
+def test_the_repositorys_notebook_stays_if_drawing_fails(small):
+    small({"score": SCORE})
+    notebook, before = nbformat.read(machine.NOTEBOOK, 4), machine.NOTEBOOK.read_bytes()
+    notebook.cells[0].outputs = [nbformat.v4.new_output("stream", text="sum 14")]
+    book.save(notebook, small.executed)
+    assert book.store(notebook, small.executed) == 1
+    assert machine.NOTEBOOK.read_bytes() == before
 
 
 @pytest.mark.parametrize(
-    "bad, expected, message",
+    "bad, message",
     [
-        ("1 / 0", 1, "cell b failed: ZeroDivisionError: division by zero"),
-        ("import time; time.sleep(60)", 1, "cell b took more than 3 s"),
-        (KILL, 1, "the kernel was killed in cell b"),
-        (INTERRUPT, 130, "interrupted in cell b"),
+        ("1 / 0", "cell b failed: ZeroDivisionError: division by zero"),
+        ("import time; time.sleep(60)", "cell b took more than 3 s"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "the kernel was killed in cell b"),
     ],
 )
-def test_what_ran_is_kept_and_one_line_says_why_it_stopped(
-    bad, expected, message, execute, capsys, monkeypatch
-):
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+def test_what_ran_is_kept_and_one_line_says_why_it_stopped(bad, message, small, capsys, monkeypatch):
     monkeypatch.setattr(book, "LIMIT", 3)
-    status, copy, path = execute({"a": SCORE, "b": bad}, "--in-place")
+    assert book.run(small({"a": SCORE, "b": bad})) == 1
     shown = capsys.readouterr()
-    assert status == expected and message in shown.err and shown.err.count("\n") == 1
-    assert printed(copy, "a") and not cell(nbformat.read(path, 4), "a").outputs
+    assert message in shown.err and shown.err.count("\n") == 1
+    assert printed(nbformat.read(small.executed, 4), "a") == "sum 14\n"
+
+
+START = "import os, signal, subprocess, time\nprint(subprocess.Popen(['sleep', '600']).pid)"
+KILL = "os.kill(os.getppid(), signal.{})\ntime.sleep(60)"
+RUN = """
+import pathlib, signal, sys
+from helpers import __main__ as commands, machine
+signal.signal(signal.{}, signal.SIG_DFL)  # nohup ignores SIGHUP
+machine.NOTEBOOK = pathlib.Path({!r})
+sys.exit(commands.main(["run", *{}]))
+"""
+
+
+@pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP"])
+def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
+    options = small({"a": START, "b": KILL.format(ending)})
+    small.executed.write_text("of an earlier run")
+    code = RUN.format(ending, str(machine.NOTEBOOK), options)
+    done = machine.python(["-c", code], check=False, timeout=60)
+    assert f"{small.executed} is of " in done.out and "until this run replaces it" in done.out
+    assert done.err == f"stopped: interrupted in cell b; what ran is in {small.executed}\n"
+    process = Path("/proc", printed(nbformat.read(small.executed, 4), "a").strip(), "cmdline")
+    until = time.monotonic() + 5
+    while process.exists() and process.read_bytes() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not process.exists() or not process.read_bytes(), "it runs on"  # empty: a zombie
 
 
 def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path):
@@ -171,7 +197,7 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(packages))
 
     def run(notebook):
-        nbformat.write(notebook, tmp_path / book.NOTEBOOK.name)
+        nbformat.write(notebook, tmp_path / machine.NOTEBOOK.name)
         check = "import importlib.util\nassert importlib.util.find_spec('helpers') is None"
         notebook.cells.insert(0, nbformat.v4.new_code_cell(check, id="check"))
         assert book.execute(notebook, tmp_path) == ""
@@ -223,31 +249,3 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
     alone(notebook)
     assert printed(notebook, "rows") == "", "nothing of a quick run"
     assert "14 of 14 points" in book.score_text(notebook)
-
-
-# --- the install cell, with a stand-in for pip ---
-
-
-def test_the_install_cell_adds_what_is_missing_and_torch_and_triton_stay(notebook, monkeypatch):
-    commands, installed = [], {"torch": "2.11", "triton": "3.6", "peft": "0.17.0", "transformers": "5.17.0"}
-
-    def run(command, **options):
-        if command[0] != "nvidia-smi":
-            commands.append([*command, Path(command[command.index("-c") + 1]).read_text()])
-        return SimpleNamespace(returncode=0)
-
-    def version(name):
-        if name not in installed:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed[name]
-
-    distributions = [SimpleNamespace(name=name) for name in installed]
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(shutil, "which", lambda name: name)
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(importlib.metadata, "distributions", lambda: distributions)
-    exec(compile(cell(notebook, "install").source, "install", "exec"), {})
-    needed, for_unsloth, unsloth = commands
-    assert needed[-3].startswith("bitsandbytes>=") and needed[-2].startswith("peft>="), "one is too old"
-    assert needed[-1] == "torch==2.11\ntransformers==5.17.0\ntriton==3.6"
-    assert "torch==2.11" in unsloth[-1] and "--no-deps" in unsloth and "--no-deps" not in for_unsloth
