@@ -2,14 +2,13 @@
 
 import json
 import os
-import resource
 import time
 
 import pytest
 import torch
 
 from helpers import machine
-from nf4_triton import environment
+from nf4_triton import backend, environment
 
 
 def test_the_description_is_json(monkeypatch):
@@ -51,10 +50,11 @@ def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
     assert machine.python(["-c", code]).out.startswith("Triton is not installed, expected 3.4 or newer")
 
 
-def test_a_newer_triton_or_card_than_tested_is_named(monkeypatch):
-    assert environment.newer_than_tested.__wrapped__() is None
+def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):
     monkeypatch.setattr(environment, "NEWEST_TRITON", (3, 0))
-    assert "is newer than the tested ones" in environment.newer_than_tested.__wrapped__()
+    backend.say_once.cache_clear()
+    assert backend.why_torch.__wrapped__(None) is None
+    assert "Triton is newer here than the tested ones" in caplog.text
 
 
 @pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_a_forced_t4_reports_no_native_bf16_to_torch_and_inductor(monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
     for _ in range(2):  # the notebook and its helpers both prepare
         machine.prepare()
-        assert not environment.native_bf16() and torch.cuda.is_bf16_supported()
+        assert not machine.native_bf16() and torch.cuda.is_bf16_supported()
         assert not CudaInterface.is_bf16_supported(False)
     assert environment.describe()["forced"] == "t4"
 
@@ -78,17 +78,12 @@ def test_a_process_without_a_home_gets_one(monkeypatch, tmp_path):
     assert os.environ["HOME"] == str(tmp_path / "build" / "home")
 
 
-def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path):
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, full_disk):
     file, link = tmp_path / "rows.csv", tmp_path / "link"
     link.symlink_to(file)
     machine.write_whole(link, "\u00b5s\n")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))  # a disk that is full after 8 KiB
-        with pytest.raises(OSError) as error:
-            machine.write_whole(file, bytes(8193))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(), pytest.raises(OSError) as error:
+        machine.write_whole(file, bytes(8193))
     assert error.value.filename == str(file)
     assert file.read_text(encoding="utf-8") == "\u00b5s\n"
     assert sorted(os.listdir(tmp_path)) == ["link", "rows.csv"]

@@ -124,15 +124,17 @@ def choose(device) -> str:
         if device is not None and device.type == "cuda":
             say_once(f"dequantize() uses PyTorch: {problem}")
         return "torch"
-    if newer := environment.newer_than_tested():
-        say_once(f"{newer} If it fails, set NF4_BACKEND=torch.")
     return "triton"
 
 
 @functools.cache
 def why_torch(device: torch.device | None) -> str | None:
     """Return why the kernel cannot dequantize on a device, None if it can."""
-    return environment.cannot_run(device)
+    problem = environment.cannot_run(device)
+    version = environment.triton_version()
+    if not problem and version and version > environment.NEWEST_TRITON:
+        say_once("Triton is newer here than the tested ones (up to 3.9). If it fails, set NF4_BACKEND=torch.")
+    return problem
 
 
 @functools.cache

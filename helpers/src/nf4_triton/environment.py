@@ -4,7 +4,6 @@ Importing it imports neither torch nor Triton. The notebook's machine cell makes
 """
 
 import datetime
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -18,7 +17,6 @@ DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/nul
 CPU = Path("/proc/cpuinfo")
 OLDEST_TRITON = (3, 4)  # the first whose tl.gather compiles for this kernel
 NEWEST_TRITON = (3, 9)  # the newest that the tests ran with
-NEWEST_MAJOR = 12  # compute capability: sm_12x are the newest cards that the kernel is compiled for
 
 
 def describe():
@@ -111,35 +109,3 @@ def cannot_run(device=None) -> str | None:
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
     return triton_problem() or (None if interpreted() else no_gpu(device))
-
-
-@functools.cache
-def newer_than_tested(device=None) -> str | None:
-    """Return what is newer here than all that the kernel was tested with, None if nothing is."""
-    import torch
-
-    version = triton_version()
-    if version and version > NEWEST_TRITON:
-        return f"Triton {version[0]}.{version[1]} is newer than the tested ones (up to 3.9)."
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] > NEWEST_MAJOR:
-        return f"{torch.cuda.get_device_name(device)} is newer than the tested cards."
-    return None
-
-
-def has_gpu() -> bool:
-    """Return whether torch can use a CUDA GPU."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def gpu_name() -> str | None:
-    """Return the name of the current GPU, such as "Tesla T4", None without one."""
-    return describe()["card"]
-
-
-def native_bf16() -> bool:
-    """Return whether the GPU has bf16 arithmetic (sm_80 and newer; a T4 does not)."""
-    import torch
-
-    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
