@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# bash colab_setup.sh                                          set up only
-# bash colab_setup.sh run [--quick] [--in-place] [--out DIR]   set up, execute the notebook, print the score
-# bash colab_setup.sh test [PYTEST OPTION ...]                 set up, run the tests
+# bash colab_setup.sh                     set up only
+# bash colab_setup.sh run [OPTION ...]    set up, execute the notebook, print the score: --quick, --in-place, --out FOLDER
+# bash colab_setup.sh test [OPTION ...]   set up, run the tests; options of pytest
 #
 # In Colab and Kaggle it adds what is missing to the running Python; torch and triton stay as they are. Elsewhere it
 # makes .venv beside this file: 2 to 5 minutes and 3 GB, or 6 GB with a GPU. A second run needs no network. It changes
@@ -16,36 +16,15 @@ trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&2; exit 1
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
 usage() { sed -n '2,8s/^# \{0,1\}//p' colab_setup.sh; }
-absolute() { case $1 in /*) echo "$1" ;; "~/"*) echo "$HOME${1#\~}" ;; *) echo "$here/$1" ;; esac; }
-wrong() { usage >&2; printf '\ncolab_setup.sh: %s\n' "$*" >&2; exit 2; }
 
-gpu=$(nvidia-smi -L 2>/dev/null) || gpu=
-hosted=$(compgen -e | grep -E '^(COLAB_|KAGGLE_KERNEL_RUN_TYPE$|KAGGLE_URL_BASE$|KAGGLE_DATA_PROXY_TOKEN$)') || true
 mode=${1:-setup}; [ $# -eq 0 ] || shift
-arguments=()
-case $mode in
-  setup) [ $# -eq 0 ] || wrong "unknown argument of setup: $1" ;;
-  test) arguments=("$@") ;;
-  run)
-    while [ $# -gt 0 ]; do
-      [[ $1 != --out=* ]] || set -- --out "${1#--out=}" "${@:2}"
-      case $1 in
-        -h | --help) usage; exit ;;
-        --quick) arguments+=("$1") ;;
-        --in-place) [ -n "$gpu" ] || fail "--in-place stores what a GPU measured, and there is none. Leave it out."
-          arguments+=("$1") ;;
-        --out) [ -n "${2:-}" ] || wrong "--out needs a folder"
-          out=$(absolute "$2")
-          mkdir -p -- "$out" && [ -w "$out" ] || fail "cannot write to $out. Name another folder with --out."
-          arguments+=("--out=$out")
-          shift ;;
-        *) wrong "unknown option of run: $1" ;;
-      esac
-      shift
-    done ;;
-  -h | --help | help) usage; exit ;;
-  *) wrong "unknown command: $mode" ;;
+case "$mode ${1:-}" in
+  -h\ * | --help\ * | "run -h" | "run --help") usage; exit ;;
+  "setup " | "run "* | "test "*) ;;
+  *) usage >&2; printf '\ncolab_setup.sh: unknown command: %s\n' "$mode $*" >&2; exit 2 ;;
 esac
+gpu=$(nvidia-smi -L 2>/dev/null) || gpu=
+hosted=${COLAB_RELEASE_TAG:-}${KAGGLE_KERNEL_RUN_TYPE:-}
 [ "$(uname)" = Linux ] || fail "Triton runs on Linux only. On Windows use WSL; on a Mac use Google Colab."
 [ -z "$hosted" ] || [ -n "$gpu" ] || [ "${NF4_ALLOW_CPU:-}" = 1 ] || fail "no GPU here. In Colab choose Runtime > Change" \
   "runtime type > T4 GPU; in Kaggle Settings > Accelerator > GPU T4 x2. To go on without one (correctness only, no" \
@@ -57,9 +36,11 @@ skip=unsloth # of requirements.txt
 mapfile -t packages < <(sed -E "${hosted:+/^jupyter/d;}/extra == \"($skip)\"/d; s/ *; extra ==.*//; /^#|^\$/d" requirements.txt)
 mapfile -t alone < <(sed -n 's/ *; extra == "unsloth"$//p' requirements.txt)
 
-quietly() { # WHAT COMMAND...: shows the command's output only if it fails
-  local output; echo "$1 ..."
-  output=$("${@:2}" 2>&1) || fail "$output"
+quietly() { # WHAT COMMAND...: shows the last line of a command that fails
+  echo "$1 ..."
+  mkdir -p build
+  "${@:2}" >build/setup.log 2>&1 || fail "$1: $(tail -n 1 build/setup.log) (all of it: build/setup.log). Is there a" \
+    "network, and room on the disk? Then run the same command again."
 }
 
 pip() { # with uv where it is on PATH
@@ -68,29 +49,35 @@ pip() { # with uv where it is on PATH
 }
 
 make_venv() {
-  mkdir -p .venv
-  : >>$OURS
-  if command -v uv >/dev/null; then uv venv --seed --allow-existing --python ">=3.10,<3.14" .venv; return; fi
+  mkdir -p .venv && : >>$OURS || return
+  if command -v uv >/dev/null; then uv venv --seed -q --allow-existing --python ">=3.10,<3.14" .venv; return; fi
   local base suits="import ensurepip, sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))"
   for base in python3 python3.13 python3.12 python3.11 python3.10; do
     if "$base" -c "$suits" 2>/dev/null; then "$base" -m venv .venv; return; fi
   done
-  echo "no Python 3.10 to 3.13 with venv found ($(python3 -V 2>&1)): install one, or sudo apt install python3-venv"; return 1
+  fail "no Python 3.10 to 3.13 with venv found ($(python3 -V 2>&1)): install one, or sudo apt install python3-venv"
 }
 
 python=$PWD/.venv/bin/python
+remedy="Nothing is installed in an environment of yours: install requirements.txt there, for the tests also its test lines"
 if [ -n "${PYTHON:-}" ]; then
-  [[ $PYTHON != */* ]] || PYTHON=$(absolute "$PYTHON")
+  [[ $PYTHON != [!/]*/* ]] || PYTHON=$here/$PYTHON
   python=$PYTHON; echo "using $python as it is"
 elif [ -n "$hosted" ]; then
-  python=$(command -v python3)
+  python=$(command -v python3) remedy="Restart the runtime, then run this again"
   kept=$("$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(torch|triton)==') || true
   quietly "installing what is missing" pip "${packages[@]}" -c <(echo "$kept")
   [ -z "$gpu" ] || quietly "installing Unsloth" pip --no-deps "${alone[@]}"
+elif [ -L .venv ] && [ ! -e .venv ]; then
+  fail ".venv is a link to nothing. Remove it, then run this again."
 elif [ -e .venv ] && [ ! -e $OURS ]; then
   echo "using .venv as it is: this script did not make it"
 else
-  "$python" -m pip --version >/dev/null 2>&1 || quietly "making .venv" make_venv
+  remedy="Remove .venv, then run this again"
+  if ! "$python" -m pip --version >/dev/null 2>&1; then
+    echo "making .venv ..."
+    make_venv || fail "cannot make .venv, see above. $remedy."
+  fi
   if [ "$(<$OURS)" != "${packages[*]} ${gpu:+${alone[*]}}" ]; then
     if [ -z "$gpu" ] && ! "$python" -c "import torch" 2>/dev/null; then
       echo "installing torch, CPU build ..."
@@ -103,18 +90,22 @@ else
     echo "${packages[*]} ${gpu:+${alone[*]}}" >$OURS
   fi
 fi
+needed="torch triton bitsandbytes"
+[ "$mode" != test ] || needed+=" pytest xdist pytest_timeout"
 found=$("$python" -c '
-import sys
+import importlib, sys
+gpu, remedy, needed = sys.argv[1:]
 if not (3, 10) <= sys.version_info[:2] <= (3, 13): raise SystemExit("expected Python 3.10 to 3.13")
-import torch, triton, bitsandbytes
+try: modules = [importlib.import_module(name) for name in needed.split()]
+except ImportError as error: raise SystemExit(f"{error}. {remedy}.")
 from helpers import machine
-if sys.argv[1] and (problem := machine.no_gpu()): raise SystemExit(problem)
-print(f"torch {torch.__version__}, triton {triton.__version__}, bitsandbytes {bitsandbytes.__version__}")
-' "$gpu" 2>&1) || fail "$python: ${found##*$'\n'}"
+if gpu and (problem := machine.no_gpu()): raise SystemExit(problem)
+print(", ".join(f"{module.__name__} {module.__version__}" for module in modules[:3]))
+' "$gpu" "$remedy" "$needed" 2>&1) || fail "$python: ${found##*$'\n'}"
 echo "${found##*$'\n'}"
 
 case $mode in
   setup) echo "ready: $python" ;;
-  run) exec "$python" -m helpers run ${arguments[@]+"${arguments[@]}"} ;;
-  test) exec "$python" -m pytest -n auto --dist worksteal ${arguments[@]+"${arguments[@]}"} ;;
+  run) exec "$python" -m helpers run "$@" ;;
+  test) exec "$python" -m pytest -n auto --dist worksteal "$@" ;;
 esac
