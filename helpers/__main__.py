@@ -8,17 +8,17 @@ draw      fill README and docs from the results; store those of an executed note
 sync      write the modules' sections into the notebook's cells
 """
 
-import importlib
+import pkgutil
 import signal
 import sys
 
-COMMANDS = {  # module and function
-    "doctor": ("__main__", "doctor"),
-    "run": ("puzzle.notebook", "run"),
-    "bench": ("bench.bench", "main"),
-    "cross": ("cross.sass", "main"),
-    "draw": ("results.pages", "main"),
-    "sync": ("puzzle.notebook", "write"),
+COMMANDS = {
+    "doctor": "helpers.__main__:doctor",
+    "run": "helpers.puzzle.notebook:run",
+    "bench": "helpers.bench.bench:main",
+    "cross": "helpers.cross.sass:main",
+    "draw": "helpers.results.pages:main",
+    "sync": "helpers.puzzle.notebook:write",
 }
 
 
@@ -42,14 +42,13 @@ def main(argv: list[str]) -> int:
         return 2
     from helpers import machine
 
-    module, function = COMMANDS[command]
     sys.argv[0] = f"python -m helpers {command}"  # what argparse shows as the program
     for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the command ends what it started
         if signal.getsignal(ending) == signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(ending, signal.default_int_handler)
     try:
         machine.prepare()  # before anything imports triton
-        return getattr(importlib.import_module(f"helpers.{module}"), function)(rest)
+        return pkgutil.resolve_name(COMMANDS[command])(rest)
     except ModuleNotFoundError as error:
         if (error.name or "helpers").split(".")[0] == "helpers":
             raise

@@ -59,18 +59,11 @@ def changed_kernel(tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """with full_disk(): no file grows beyond 8 KiB."""
-
-    @contextlib.contextmanager
-    def limit():
-        most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, most[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, most)
-
-    return limit
+    """No file grows beyond 8 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(scope="session")

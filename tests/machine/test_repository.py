@@ -1,7 +1,6 @@
 """The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
 
 import re
-import shutil
 
 import nbformat
 import pytest
@@ -19,13 +18,6 @@ IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cac
 )
 def test_what_pyproject_asks_for(arguments):
     machine.python(arguments)
-
-
-def test_the_checkouts_package_is_the_one_that_is_imported(tmp_path):
-    """Also where another one is installed."""
-    shutil.copytree(machine.SRC / "nf4_triton", tmp_path / "nf4_triton")
-    code = "import helpers, nf4_triton; assert 'helpers' in nf4_triton.__file__"
-    machine.python(["-c", code], variables={"PYTHONPATH": f"{tmp_path}:{machine.ROOT}"})
 
 
 def test_a_release_has_one_version_and_date():

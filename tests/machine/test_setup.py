@@ -94,7 +94,7 @@ def setup(tmp_path):
 
 
 def test_a_second_setup_needs_no_network(setup, tmp_path):
-    done, calls = setup()
+    done, calls = setup(COLAB_API_TOKEN="of a user of Colab's API")  # that is not Colab
     assert done.stdout.endswith(f"ready: {setup.folder}/.venv/bin/python\n"), done.stderr
     assert any("download.pytorch.org/whl/cpu" in call for call in calls)
     done, calls = setup("run", "--quick", "--out=some where", cwd=tmp_path)
@@ -112,31 +112,24 @@ def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup):
         script(mine, FAKE_PYTHON)
         done, calls = setup(**variables)
         assert done.stdout.endswith(f"ready: {mine}\n") and not any("install" in call for call in calls)
-        done, _ = setup(BROKEN=": expected Python 3.10", **variables)
-        assert (
-            done.returncode == 1
-            and done.stderr == f"\nSET-UP FAILED: {mine}: versions: expected Python 3.10\n"
-        )
+        done, _ = setup(BROKEN=": Python 3.9", **variables)
+        assert done.returncode == 1 and done.stderr == f"\nSET-UP FAILED: {mine}: versions: Python 3.9\n"
 
 
 def test_an_environment_without_packages_is_told_what_to_install(setup):
     script(setup.folder / "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    done, _ = setup("test", PYTHON=str(setup.folder / "python"))
-    assert done.returncode == 1 and done.stderr.count("\n") == 2
-    assert "python: No module named 'torch'. Nothing is installed in an environment of yours" in done.stderr
+    text = setup(PYTHON="./python")[0].stderr
+    assert text.count("\n") == 2
+    assert "python: No module named 'torch'. Nothing is installed in an environment of yours" in text
 
 
 def test_a_venv_that_is_a_link_to_nothing_is_named(setup):
     (setup.folder / ".venv").symlink_to("gone")
-    done, calls = setup()
-    assert done.stderr == "\nSET-UP FAILED: .venv is a link to nothing. Remove it, then run this again.\n"
-    assert done.returncode == 1 and not calls
+    text = "SET-UP FAILED: .venv is a link to nothing. Remove it, then run this again."
+    assert setup()[0].stderr == f"\n{text}\n"
 
 
 def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
-    done, calls = setup(COLAB_API_TOKEN="of a user of Colab's API, elsewhere")
-    assert done.stdout.endswith("/.venv/bin/python\n")
-    shutil.rmtree(setup.folder / ".venv")
     done, calls = setup("run", COLAB_RELEASE_TAG="release-colab")
     assert done.returncode == 1 and "T4 GPU" in done.stderr and not calls
     two_gpus = "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n"  # as in Kaggle
@@ -171,17 +164,10 @@ def test_a_python_that_is_too_old_is_named(setup):
     assert "no Python 3.10 to 3.13 with venv found (Python 3.8.1)" in setup()[0].stderr
 
 
-@pytest.mark.parametrize(
-    "arguments, status",
-    [
-        ("run --help", 0),
-        ("tset", 2),
-        ("setup now", 2),
-    ],
-)
-def test_help_and_wrong_commands_come_before_any_set_up(setup, arguments, status):
-    done, calls = setup(*arguments.split())
-    assert done.returncode == status and not calls
+def test_help_and_wrong_commands_come_before_any_set_up(setup):
+    for arguments, status in (("--help", 0), ("run --help", 0), ("tset", 2), ("setup now", 2)):
+        done, calls = setup(*arguments.split())
+        assert done.returncode == status and not calls
 
 
 def test_ctrl_c_ends_in_one_line(setup):

@@ -3,6 +3,7 @@
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -13,16 +14,8 @@ from . import launch_general
 
 LEAST = 1.03  # speedup; below it the noise of a host decides
 SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
+OURS = "this kernel"
 FAST = "unsloth.kernels.utils"
-
-
-def libraries() -> dict[str, Callable]:
-    """Return {library: its function} of the imported ones. Call it before the switch replaces them."""
-    found = {"bitsandbytes": functional.dequantize_4bit}
-    if FAST in sys.modules:
-        # As its training's forward pass calls it: every result in one buffer.
-        found["Unsloth"] = partial(sys.modules[FAST].fast_dequantize, use_global_buffer=True)
-    return found
 
 
 def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
@@ -38,9 +31,15 @@ def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
 
 
 def compare(sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500) -> dict[str, float]:
-    """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}."""
-    functions = {"this kernel": launch_general.dequantize_weight, **libraries()}
-    ratios: dict = {name: [] for name in libraries()}
+    """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}.
+
+    It times the functions of the imported libraries as they are: call it before the switch replaces them.
+    """
+    functions = {OURS: launch_general.dequantize_weight, "bitsandbytes": functional.dequantize_4bit}
+    if FAST in sys.modules:
+        # As its training's forward pass calls it: every result in one buffer.
+        functions["Unsloth"] = partial(sys.modules[FAST].fast_dequantize, use_global_buffer=True)
+    ratios = defaultdict(list)
     for rows, columns in sizes:
         for dtype in (torch.float16, torch.bfloat16):
             values = torch.randn(rows, columns, dtype=dtype, device="cuda")
@@ -50,8 +49,9 @@ def compare(sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500) -> dict
             us = medians(calls, rounds)
             texts = [f"{name} {time:.0f} us" for name, time in us.items()]
             print(f"{rows} x {columns} {str(dtype).removeprefix('torch.')}: {', '.join(texts)}", flush=True)
-            for name in ratios:
-                ratios[name].append(us[name] / us["this kernel"])
+            ours = us.pop(OURS)
+            for name, theirs in us.items():
+                ratios[name].append(theirs / ours)
     return {name: statistics.geometric_mean(found) for name, found in ratios.items()}
 
 
