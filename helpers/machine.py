@@ -98,10 +98,9 @@ def python(
 ) -> Done:
     """Run this Python with `arguments` ("-m", "helpers.x", ... or "-c", code) in `folder`.
 
-    It can import what this process can, wherever it runs. variables: added to the environment; None removes
-    one.
-    After `timeout` seconds it is ended with all processes it started. check: raise ChildFailed unless its
-    status is 0.
+    It can import what this process can, wherever it runs. After `timeout` seconds it is ended with all
+    processes it started. variables: added to the environment; None removes one. check: raise ChildFailed
+    unless its status is 0.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}

@@ -217,6 +217,7 @@ def write(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Write the modules' sections into the notebook's cells.")
     parser.parse_args(argv)
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
-    print("changed:", ", ".join(sync(notebook)) or "nothing")
+    changed = sync(notebook)
     save(notebook, machine.NOTEBOOK)
+    print("changed:", ", ".join(changed) or "nothing")
     return 0

@@ -121,11 +121,11 @@ def test_head_ends_the_doctor_quietly():
 
 def test_the_doctor_says_what_is_broken(capsys, monkeypatch):
     def describe():
-        raise OSError("libcudart.so.12 not found")
+        raise SystemExit("libcudart.so.12 not found")
 
     monkeypatch.setattr(environment, "describe", describe)
     assert command_line.main(["doctor"]) == 1
-    assert "It does not work here: OSError: libcudart.so.12" in capsys.readouterr().out
+    assert "It does not work here: SystemExit: libcudart.so.12" in capsys.readouterr().out
 
 
 def test_the_verdict_goes_by_the_time():

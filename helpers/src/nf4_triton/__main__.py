@@ -79,7 +79,7 @@ def doctor() -> int:
     try:
         print_facts()
         problem = check()
-    except Exception as error:  # whatever is broken here is the answer
+    except (Exception, SystemExit) as error:  # whatever is broken here is the answer
         problem = f"{type(error).__name__}: {error}"
     if problem:
         print(f"It does not work here: {problem}")
