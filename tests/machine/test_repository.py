@@ -27,7 +27,7 @@ def test_a_release_has_one_version_and_date():
     version, date = re.search(r"^## (\S+) \((\d{4}-\d\d-\d\d)\)$", changes, re.M).groups()
     citation = (machine.ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert __version__ == version
-    assert f"version: {version}\n" in citation and f"date-released: {date}\n" in citation
+    assert f"\nversion: {version}\n" in citation and f"date-released: {date}\n" in citation
 
 
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
