@@ -17,7 +17,7 @@ import torch
 
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import check, exact_weight, us, why
-from helpers.puzzle.checks import move_bytes
+from helpers.bench.copy import move_bytes
 from helpers.puzzle.layers import quantized_layer
 from helpers.results.store import Row
 from nf4_triton import settings
