@@ -1,14 +1,97 @@
-"""Small and large quantized layers, for the notebook's checks, the benchmarks, and the tests."""
+"""The puzzle's MLPs, and quantized layers for the notebook's checks, the benchmarks, and the tests."""
 
-# %% Layers to dequantize id="layers" folded=true
+# ruff: noqa: E402, I001
+# %% The puzzle's layers and MLP id="layers" folded=true
+import collections
+
 import torch
 import triton
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
 DEVICE = "cuda" if ON_GPU else "cpu"
-LARGE = (4096, 14336) if ON_GPU else (128, 64)  # in and out features; the interpreter is slow
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
+OFFICIAL = (
+    Config(2, 3333, 2048, 8192, 3407, torch.float16),
+    Config(5, 777, 1024, 4096, 3409, torch.bfloat16),
+    Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
+)
+SMALL = [  # for Triton's interpreter
+    c._replace(seq=c.seq // 100, hidden=c.hidden // 16, intermediate=c.intermediate // 32) for c in OFFICIAL
+]
+CONFIGS = OFFICIAL if ON_GPU else SMALL
+LARGE = (4096, 14336) if ON_GPU else (128, 64)  # in and out features
 
 
+def bnb_Linear4bit(hd, m, dtype=torch.float16):
+    """Return a Linear4bit with a random (m, hd) weight in double-quantized NF4."""
+    from bitsandbytes.nn import Linear4bit
+
+    layer = Linear4bit(hd, m, bias=None, compute_dtype=dtype, compress_statistics=True, quant_type="nf4")
+    layer.to(DEVICE)  # quantizes the weight
+    layer.weight.quant_state.dtype = dtype
+    return layer
+
+
+def every_code(dtype):
+    """Return a layer with all 256 bytes under each of the 256 absmax codes: 131,072 elements."""
+    layer = bnb_Linear4bit(64, 2048, dtype)
+    every = torch.arange(256, device=DEVICE)
+    layer.weight.data.copy_(every.repeat(256).view(-1, 1))
+    layer.weight.quant_state.absmax.copy_(every.repeat_interleave(8))
+    return layer
+
+
+class MLP(torch.nn.Module):
+    """Gate, up, and down projections with SiLU, as in Llama."""
+
+    def __init__(self, hd=4096, m=14336, dtype=torch.float16):
+        super().__init__()
+        self.gate_proj = bnb_Linear4bit(hd, m, dtype)
+        self.up_proj = bnb_Linear4bit(hd, m, dtype)
+        self.down_proj = bnb_Linear4bit(m, hd, dtype)
+
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def build(config):
+    """Return (MLP, input) of a configuration, drawn from its seed in the puzzle's order."""
+    from transformers import set_seed
+
+    default = torch.get_default_dtype()
+    set_seed(config.seed)
+    torch.set_default_dtype(torch.float32)
+    mlp = MLP(config.hidden, config.intermediate, config.dtype)
+    X = torch.randn(config.batch, config.seq, config.hidden, dtype=config.dtype, device=DEVICE)
+    torch.set_default_dtype(default)
+    return mlp, X
+
+
+def mlp_forward(X, mlp, fx):
+    """Return the MLP's output, computed with the weights that `fx` returns for its layers."""
+    up = X @ fx(mlp.up_proj).t()
+    gate = X @ fx(mlp.gate_proj).t()
+    return (torch.nn.functional.silu(gate) * up) @ fx(mlp.down_proj).t()
+
+
+def layers_of(mlp):
+    """Return the MLP's layers in the order of a timed round."""
+    return mlp.up_proj, mlp.gate_proj, mlp.down_proj
+
+
+def assert_correct_bnb(layer, dtype):
+    """Check that a layer is double-quantized NF4 with blocks of 64 and 256, dequantized to `dtype`."""
+    state, second = layer.weight.quant_state, layer.weight.quant_state.state2
+    assert layer.weight.dtype == state.absmax.dtype == torch.uint8
+    assert state.dtype == dtype
+    assert state.code.dtype == state.offset.dtype == torch.float32
+    assert second.absmax.dtype == second.code.dtype == torch.float32
+    assert (state.blocksize, second.blocksize) == (64, 256)
+
+
+# %% tags=["module-only"]
 def quantized_layer(
     in_features,
     out_features,
@@ -19,7 +102,7 @@ def quantized_layer(
     device=None,
     seed=3407,
 ):
-    """Return a bitsandbytes Linear4bit: its (out, in) weight is standard normal, its output dtype `dtype`."""
+    """Return a Linear4bit of any kind: its (out, in) weight is standard normal, its output dtype `dtype`."""
     from bitsandbytes.nn import Linear4bit, Params4bit
 
     device = device or DEVICE
@@ -36,14 +119,4 @@ def quantized_layer(
     )
     layer.to(device)  # quantizes the weight
     layer.weight.quant_state.dtype = dtype
-    return layer
-
-
-def every_code(dtype, device=None):
-    """Return a layer with all 256 bytes under each of the 256 absmax codes: 131,072 elements."""
-    layer = quantized_layer(64, 2048, dtype, device=device)
-    weight = layer.weight
-    every = torch.arange(256, device=weight.device)
-    weight.data.copy_(every.repeat(256).view(-1, 1))
-    weight.quant_state.absmax.copy_(every.repeat_interleave(8))
     return layer

@@ -154,7 +154,7 @@ def store(notebook, path: Path) -> int:
         return status
     drawn = nbformat.read(machine.NOTEBOOK, as_version=4)
     for cell, ran in zip(drawn.cells, notebook.cells, strict=True):
-        if cell.cell_type == "code" and cell.id != "install":  # pip's messages are no result
+        if cell.cell_type == "code":
             cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
     save(drawn, machine.NOTEBOOK)
     return 0

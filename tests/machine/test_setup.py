@@ -47,7 +47,7 @@ def test_requirements_fit_colab():
 def test_the_install_cell_asks_for_what_requirements_ask_for():
     """NEEDED are plain lines; FOR_UNSLOTH and UNSLOTH are all lines of the gpu and unsloth groups."""
     cells = nbformat.read(machine.NOTEBOOK, as_version=4).cells
-    (source,) = (cell.source for cell in cells if cell.id == "install")
+    (source,) = (cell.source for cell in cells if cell.id == "machine")
     lists = dict(re.findall(r"^(NEEDED|FOR_UNSLOTH|UNSLOTH) = (\[.*?\])$", source, re.M | re.S))
     asked = {name: set(map(Requirement, ast.literal_eval(text))) for name, text in lists.items()}
     assert asked["NEEDED"] <= requirements("")

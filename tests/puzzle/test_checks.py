@@ -1,30 +1,25 @@
-"""GPU time, and the criteria: the kernel passes, and wrong implementations fail where they should."""
+"""The criteria, one cell each: the kernel passes, and wrong implementations fail where they should."""
+
+import types
 
 import pytest
 import torch
 
-from helpers.puzzle import checks, protocol
+from helpers.puzzle import checks, layers, protocol
 from nf4_triton import settings
 from nf4_triton.launch import your_dequantize_nf4 as candidate
 
 pytest.importorskip("bitsandbytes")
 FP16 = torch.float16
-CHECKS = {
-    "one kernel": checks.single_kernel,
-    "bits": checks.exact,
-    "compile": checks.torch_compile,
-    "assembly": checks.custom_asm,
-    "eviction": checks.cache_eviction,
-    "memory": checks.memory,
-}
-WITHOUT_GPU = {"bits"}  # of those, what has a verdict on a CPU
-LAUNCH = {"one kernel", "assembly", "eviction"}  # what looks at the candidate's launch
+CRITERIA = ("single_kernel", "exact", "torch_compile", "custom_asm", "cache_eviction", "memory")
+LAUNCH = {"single_kernel", "custom_asm", "cache_eviction"}  # they look at the candidate's launch
 
 
 def wrong_bits(layer):
-    """One bit of the last element is wrong."""
+    """One bit of the last element is wrong, except in every_code's layer."""
     weight = candidate(layer)
-    weight.view(torch.int16).view(-1)[-1] ^= 1
+    if weight.numel() != 2**17:
+        weight.view(torch.int16).view(-1)[-1] ^= 1
     return weight
 
 
@@ -39,7 +34,7 @@ def beside_the_kernel(layer):
 
 
 def by_bitsandbytes(layer):
-    return protocol.bitsandbytes_baseline().fn(layer)
+    return protocol.baselines()["bitsandbytes"].fn(layer)
 
 
 def large_buffer(layer):
@@ -55,34 +50,46 @@ def kept_result(layer, kept={}):  # noqa: B006
     return kept[key]
 
 
+def unwritten(layer):
+    """Launch the kernel, and return memory that nobody wrote."""
+    return torch.empty_like(candidate(layer))
+
+
+def twice(layer):
+    candidate(layer)
+    return candidate(layer)
+
+
 @pytest.mark.parametrize(
     "wrong, fails",
     [
-        (wrong_bits, {"bits", *LAUNCH}),
+        (wrong_bits, {"exact", *LAUNCH}),
         (two_kernels, LAUNCH),
+        (twice, {"single_kernel"}),
         (beside_the_kernel, {"memory", *LAUNCH}),
-        (by_bitsandbytes, {"memory", *LAUNCH}),
-        (checks.dequantize_in_pytorch, {"bits", "memory", *LAUNCH}),
+        (by_bitsandbytes, {"exact", "memory", *LAUNCH}),
+        (checks.dequantize_in_pytorch, {"exact", "memory", *LAUNCH}),
         (large_buffer, {"memory"}),
-        (kept_result, {"bits", "memory", *LAUNCH}),
+        (kept_result, {"exact", "memory", *LAUNCH}),
+        (unwritten, {"exact", "custom_asm", "cache_eviction", "memory"}),
     ],
 )
 def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
-    names = CHECKS.keys() - {"compile"} if protocol.ON_GPU else WITHOUT_GPU & fails
+    names = {*CRITERIA} - {"torch_compile"} if protocol.ON_GPU else {"exact"} & fails
     if not names:
         pytest.skip("on a CPU it fails in nothing that has a verdict there")
     for name in names:
-        verdict = protocol.attempt(CHECKS[name], wrong, needs_gpu=name not in WITHOUT_GPU)
+        verdict = protocol.attempt(getattr(checks, name), wrong, gpu=name != "exact")
         assert verdict is (name not in fails), name
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("card", [None, "t4"])
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", CRITERIA)
 def test_the_kernel_passes(name, card):
     """Also with a T4's settings. What is printed without a GPU: test_notebook.py."""
     with settings.force(card=card):
-        assert protocol.attempt(CHECKS[name], candidate) is True
+        assert protocol.attempt(getattr(checks, name), candidate) is True
 
 
 @pytest.mark.parametrize("name", ["code2", "offset"])
@@ -104,15 +111,49 @@ def test_what_was_read_once_is_no_longer_right(name):
     assert checks.changes_show(copies) is False
 
 
+def test_a_state_of_another_kind_must_raise():
+    assert checks.another_state_raises(candidate) and not checks.another_state_raises(torch.nn.Identity())
+
+
 @pytest.mark.gpu  # only torch's GPU allocator gives the same memory again
-def test_a_result_is_compared_in_memory_that_held_nan(make_layer):
-    """An element that a call does not write must not keep the reference's value."""
-    layer = make_layer(64, 64, FP16)
-    assert checks.wrong_elements(lambda layer: torch.empty(64, 64, dtype=FP16, device="cuda"), layer) > 0
+def test_a_result_is_compared_in_memory_that_held_nan():
+    """An element that a call does not write must not keep the right value of an earlier result."""
+    layer = layers.bnb_Linear4bit(1024, 4096)
+    torch.cuda.empty_cache()
+    earlier = [candidate(layer) for _ in range(4)]
+    del earlier
+    unwritten = torch.empty(4096, 1024, dtype=FP16, device="cuda")
+    assert torch.equal(unwritten, candidate(layer)), "the allocator gave an earlier result's memory"
+    del unwritten
+    assert checks.wrong_elements(lambda layer: torch.empty(4096, 1024, dtype=FP16, device="cuda"), layer) > 0
 
 
-# --- what is read from PTX: lines that Triton 3.6 made for sm_90 ---
+# --- what is read from a launch ---
 
+
+@pytest.mark.parametrize(
+    "ran, function, is_single, is_read",
+    [
+        ([checks.KERNEL] * 3, candidate, True, True),
+        ([checks.KERNEL] * 6, candidate, False, True),
+        ([checks.KERNEL] * 3, wrong_bits, True, False),
+        ([checks.KERNEL] * 3 + ["another"], candidate, False, False),
+    ],
+)
+def test_what_a_launch_must_be(ran, function, is_single, is_read, monkeypatch):
+    """Three calls are three launches; code is read from a launch with right bits. The launch is made up."""
+    kernel, layer = (
+        types.SimpleNamespace(name=checks.KERNEL, asm={"ptx": "code"}),
+        layers.bnb_Linear4bit(64, 64),
+    )
+    monkeypatch.setattr(checks, "own_launches", lambda *given: ([(name, 1.0) for name in ran], [kernel]))
+    monkeypatch.setattr(checks, "gpu_us", lambda *given: 1.0)
+    monkeypatch.setattr(checks, "bnb_Linear4bit", lambda *given: layer)
+    assert checks.single_kernel(function) is is_single
+    assert checks.on_and_off(function, "hints") == ["code" if is_read else ""] * 2
+
+
+# Lines that Triton 3.6 made for sm_90.
 LOAD = """	// begin inline asm
 	mov.u16 %rs1, 0x0;
 	@%p9 ld.global.L1::evict_first.L2::cache_hint.b8 { %rs1 }, [ %rd1 + 0 ], %rd7;
@@ -146,7 +187,20 @@ def test_a_graph_break_fails():
         torch._dynamo.graph_break()
         return candidate(layer)
 
-    assert protocol.attempt(checks.torch_compile, breaks, needs_gpu=False) is False
+    assert protocol.attempt(checks.torch_compile, breaks, gpu=False) is False
+
+
+@pytest.mark.gpu
+def test_a_buffer_that_the_first_call_of_a_size_keeps_is_seen():
+    kept = {}
+
+    def keeps(layer):
+        weight = candidate(layer)
+        if weight.shape not in kept:
+            kept[weight.shape] = torch.empty_like(weight)
+        return weight
+
+    assert protocol.attempt(checks.memory, keeps) is False
 
 
 @pytest.mark.gpu

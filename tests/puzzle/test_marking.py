@@ -8,11 +8,10 @@ from helpers.puzzle import marking
 from helpers.results import executed
 from helpers.results.store import Row
 
-LOST = {"one kernel": 3, "compile": 2, "assembly": 3, "eviction": 1, "bits": 2}  # points, if it failed
+LOST = {"single_kernel": 3, "torch_compile": 2, "custom_asm": 3, "cache_eviction": 1, "exact": 2}  # points
 ALL = dict.fromkeys([*LOST, "memory"], True)
-FACTS = {"card": "Tesla T4", "date": "2026-11-23T12:00:00+00:00"}
 SECONDS = {"ours": [1.0, 1.1, 1.2], "bitsandbytes": [3]}
-FAST = {"today": [2.0], "classic": [2.0]}
+FAST = {"unsloth_today": [2.0], "unsloth_classic": [2.0]}
 
 
 def totals(passed, ratios):
@@ -25,7 +24,7 @@ def totals(passed, ratios):
     [(1.0, 6), (1.001, 9), (1.0499, 9), (1.05, 10), (1.0999, 10), (1.10, 12), (1.15, 14)],
 )
 def test_the_median_of_the_puzzles_line_decides(ratio, total):
-    assert totals(ALL, {"today": [0.5, ratio, 9.0], "classic": []}) == [total, 9]
+    assert totals(ALL, {"unsloth_today": [0.5, ratio, 9.0], "unsloth_classic": []}) == [total, 9]
 
 
 def test_what_failed_loses_its_points_and_what_was_not_measured_scores_nothing():
@@ -36,27 +35,33 @@ def test_what_failed_loses_its_points_and_what_was_not_measured_scores_nothing()
     assert totals(ALL, False) == [6, 6], "a wrong weight in the puzzle's test is no speedup"
 
 
-def test_the_printed_score(capsys, monkeypatch):
+@pytest.fixture
+def on_gpu(monkeypatch):
     monkeypatch.setattr(marking, "ON_GPU", True)
-    marking.print_score(ALL | {"memory": False}, {"today": [1.0968], "classic": [2.0]}, FACTS)
+    monkeypatch.setattr(marking.torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(marking.torch.cuda, "get_device_capability", lambda: (7, 5))
+
+
+def test_the_printed_score(capsys, monkeypatch, on_gpu):
+    marking.print_score(ALL | {"memory": False}, FAST | {"unsloth_today": [1.0968]})
     shown = capsys.readouterr().out
-    assert shown.startswith("10 of 14 points on Tesla T4, 2026-11-23") and "Breaks a rule" in shown
+    assert shown.startswith("10 of 14 points on Tesla T4, 20") and "Breaks a rule" in shown
     monkeypatch.setattr(marking, "ON_GPU", False)
-    marking.print_score(dict.fromkeys(ALL), None, FACTS | {"card": None})
+    marking.print_score(dict.fromkeys(ALL), None)
     shown = capsys.readouterr().out
     assert shown.startswith("Nothing but correctness was measured")
     assert "0 of 14 points on this CPU" in shown and shown.count("not measured") == 18
 
 
-def test_the_line_of_rows_is_what_draw_reads(monkeypatch, capsys):
-    points = {"today": marking.points_of(ALL | {"compile": None}, 2.0)}
-    for on_gpu, quick in ((False, ""), (True, "1"), (True, "")):
+def test_the_line_of_rows_is_what_draw_reads(monkeypatch, capsys, on_gpu):
+    points = {"today": marking.points_of(ALL | {"torch_compile": None}, 2.0)}
+    for gpu, quick in ((False, ""), (True, "1"), (True, "")):
         assert capsys.readouterr().out == "", "nothing without a GPU, nothing of a quick run"
-        monkeypatch.setattr(marking, "ON_GPU", on_gpu)
+        monkeypatch.setattr(marking, "ON_GPU", gpu)
         monkeypatch.setenv("NF4_QUICK", quick)
-        marking.print_rows(FACTS, points, FAST, SECONDS)
+        marking.print_rows({"torch": "2.11.0"}, points, FAST | {"unsloth_classic": []}, SECONDS)
     line = json.loads(capsys.readouterr().out)
     rows = [Row(*fields) for fields in line["rows"]]
     executed.check_rows(rows)
-    assert line["environment"] == FACTS
-    assert len(rows) == 2 + len(SECONDS) + 8, "what was not measured has no row"
+    assert line["environment"]["card"] == "Tesla T4" and line["environment"]["versions"]["torch"] == "2.11.0"
+    assert len(rows) == 1 + len(SECONDS) + 8, "what was not measured has no row"

@@ -1,13 +1,12 @@
 """The puzzle's test: what it checks and times, how contenders alternate, and what a missing library says."""
 
 import collections
-import contextlib
 import types
 
 import pytest
 import torch
 
-from helpers.puzzle import protocol
+from helpers.puzzle import layers, protocol
 from nf4_triton import reference
 from nf4_triton.launch import your_dequantize_nf4
 from nf4_triton.state import read_state
@@ -27,44 +26,26 @@ def last_element_off(layer):
 
 
 class Keeps:
-    """Compute the first calls of each layer, then return the old result."""
+    """Compute the first calls of each layer, then return the old result, of which only a part is redone."""
 
-    def __init__(self, calls):
-        self.left, self.kept = collections.defaultdict(lambda: calls), {}
+    def __init__(self, calls, redone=0):
+        self.left, self.kept, self.redone = collections.defaultdict(lambda: calls), {}, redone
 
     def __call__(self, layer):
+        weight = exact(layer)
         if self.left[layer]:
             self.left[layer] -= 1
-            self.kept[layer] = exact(layer)
-        return self.kept[layer]
+            self.kept[layer] = weight
+        weight.view(-1)[self.redone :] = self.kept[layer].view(-1)[self.redone :]
+        return weight
 
 
 class Lazy(torch.Tensor):
-    """A weight that is dequantized when it is first used, after the clock."""
-
-    def t(self):
-        return lazy(lambda: self.make().t())
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        args = [x.make() if isinstance(x, Lazy) else x for x in args]
-        return function(*args, **(kwargs or {}))
+    """Could dequantize when it is first used, after the clock."""
 
 
-def lazy(make):
-    weight = torch.Tensor._make_subclass(Lazy, torch.empty(0))
-    weight.make = make
-    return weight
-
-
-class OneBuffer:
-    """Return right results, but all of a layer in the same memory."""
-
-    def __init__(self):
-        self.buffers = {}
-
-    def __call__(self, layer):
-        return self.buffers.setdefault(layer, exact(layer)).copy_(exact(layer))
+def in_one_buffer(layer, buffers={}):  # noqa: B006
+    return buffers.setdefault(layer, exact(layer)).copy_(exact(layer))
 
 
 @pytest.mark.parametrize(
@@ -74,22 +55,23 @@ class OneBuffer:
         (lambda layer: exact(layer).double(), "dtype"),
         (lambda layer: exact(layer).t().contiguous().t(), "stride"),
         (Keeps(12), "not close"),
-        (lambda layer: lazy(lambda: exact(layer)), "expected a plain tensor"),
-        (OneBuffer(), "same address"),
+        (Keeps(12, redone=2048), "not close"),
+        (lambda layer: exact(layer).as_subclass(Lazy), "expected a plain tensor"),
+        (in_one_buffer, "same address"),
     ],
 )
 def test_a_wrong_implementation_fails_the_test(wrong, message, monkeypatch):
     monkeypatch.setattr(protocol, "ROUNDS", 30)
-    monkeypatch.setattr(protocol.secrets, "randbelow", lambda rounds: rounds - 1)
+    monkeypatch.setattr(protocol.secrets, "randbelow", lambda number: number - 1)
     with pytest.raises((AssertionError, RuntimeError), match=message):
         protocol.test_dequantize(wrong)
 
 
 def test_a_state_that_is_no_double_quantized_nf4_fails_the_test(make_layer):
-    protocol.assert_correct_bnb(make_layer(64, 64, FP16), FP16)
+    layers.assert_correct_bnb(make_layer(64, 64, FP16), FP16)
     for layer in (make_layer(64, 64, FP16, blocksize=128), make_layer(64, 64, BF16)):
         with pytest.raises(AssertionError):
-            protocol.assert_correct_bnb(layer, FP16)
+            layers.assert_correct_bnb(layer, FP16)
 
 
 def test_every_mlp_is_checked_and_then_timed_for_all_rounds(monkeypatch):
@@ -100,36 +82,45 @@ def test_every_mlp_is_checked_and_then_timed_for_all_rounds(monkeypatch):
         return mlp_dequantize(X, mlp, fx)
 
     monkeypatch.setattr(protocol, "ROUNDS", 7)
-    monkeypatch.setattr(protocol, "CONFIGS", protocol.SMALL)
+    monkeypatch.setattr(protocol, "CONFIGS", layers.SMALL)
     monkeypatch.setattr(protocol, "mlp_dequantize", record)
     assert protocol.test_dequantize(exact) > 0
     assert rounds == 3 * ([exact, protocol.reference] * 2 + [exact] * 7 + [protocol.reference])
 
 
-def test_the_puzzles_line_five_times(monkeypatch, capsys):
-    known = {f"unsloth_{name}": protocol.Baseline(name, name) for name in ("today", "classic")}
+@pytest.mark.parametrize("at_import, now, timed", [(True, True, 5), (False, False, 5), (True, False, 0)])
+def test_the_puzzles_line_five_times(at_import, now, timed, monkeypatch, capsys):
+    """Without Unsloth today if its launcher went off on the way, which would flatter this kernel."""
+    known = {f"unsloth_{name}": protocol.Baseline(name, name, "") for name in ("today", "classic")}
     monkeypatch.setattr(protocol, "baselines", lambda: known)
-    seconds = {"ours": 2.0, "today": 2.998, "classic": 4.0}
-    monkeypatch.setattr(protocol, "test_dequantize", seconds.get)
-    assert protocol.puzzles_line("ours") == {"today": [1.499] * 5, "classic": [2.0] * 5}
-    assert "vs Unsloth today: median 1.49x of 1.49x, 1.49x" in capsys.readouterr().out, "rounded down"
+    monkeypatch.setattr(protocol, "launcher_at_import", lambda: (at_import, 0))
+    monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0, "today": 2.998, "classic": 4.0}.get)
+    nf4 = types.SimpleNamespace(_nf4_dequant_kernel=exact)
+    launcher = types.SimpleNamespace(_ENABLED=now, _CACHE={(exact, 0): 1, (None, 0): 2})
+    for name, module in {"nf4": nf4, "triton_launch": launcher}.items():
+        monkeypatch.setitem(protocol.sys.modules, f"unsloth.kernels.{name}", module)
+    ratios = protocol.puzzles_line("ours")
+    assert ratios == {"unsloth_today": [1.499] * timed, "unsloth_classic": [2.0] * 5}
+    shown = capsys.readouterr().out
+    today = "median 1.49x of 1.49x" if timed else "not measured (needs Unsloth's launcher"  # rounded down
+    assert f"vs Unsloth today: {today}" in shown
+    assert f"launcher is {'on' if now else 'OFF'}" in shown and shown.endswith("it keeps: 1\n")
 
 
-def test_how_unsloth_launches_is_said(monkeypatch):
-    """A silent fallback of Unsloth would flatter this kernel."""
-    kernel = object()
-    launches = types.SimpleNamespace(_ENABLED=True, _CACHE={(kernel, 0): 1, (None, 0): 2})
-    monkeypatch.setitem(protocol.sys.modules, "unsloth.kernels.triton_launch", launches)
-    nf4 = types.SimpleNamespace(_nf4_dequant_kernel=kernel)
-    monkeypatch.setitem(protocol.sys.modules, "unsloth.kernels.nf4", nf4)
-    assert protocol.unsloths_launches().startswith("Unsloth today replays its launches: 1 launches of")
-    launches._ENABLED = False
-    assert "does NOT replay" in protocol.unsloths_launches()
+@pytest.mark.parametrize("variable", protocol.SLOWS_UNSLOTH)
+def test_unsloth_that_a_variable_slows_is_not_measured(variable, monkeypatch):
+    monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(protocol, "ON_GPU", True)
+    known = protocol.baselines.__wrapped__()
+    needs = [known[name].reason for name in ("unsloth_today", "unsloth_buffered")]
+    assert needs == [f"{variable} unset: it slows Unsloth"] * 2
 
 
 def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(monkeypatch, capsys):
-    monkeypatch.setattr(protocol, "CONFIGS", protocol.SMALL[1:2])  # one tiny MLP instead of three
-    monkeypatch.setattr(protocol, "ROUNDS", 1)
+    monkeypatch.setattr(protocol, "CONFIGS", layers.SMALL[1:2])  # one tiny MLP instead of three
+    monkeypatch.setattr(protocol, "ROUNDS", 2)
+    monkeypatch.setattr(protocol, "launcher_at_import", lambda: (True, 0))
+    monkeypatch.setattr(protocol, "unsloths_launcher", lambda: (exact not in ran, 0))
     ran = []
 
     def recorded(function):
@@ -139,19 +130,28 @@ def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(
 
         return call
 
-    contenders = {"ours": recorded(exact), "peft": last_element_off}
-    contenders["unsloth_buffered"] = recorded(OneBuffer())
+    def switches_off(layer):
+        ran.append(exact)
+        return exact(layer)
+
+    contenders = {"ours": recorded(exact), "ordinary": recorded(in_one_buffer), "peft": last_element_off}
+    contenders |= {"bitsandbytes": Keeps(1), "unsloth_today": switches_off}
     seconds = protocol.in_turns(contenders, turns=2)
-    assert {name: len(values) for name, values in seconds.items()} == {"ours": 2, "unsloth_buffered": 2}
-    assert "PEFT: not measured (AssertionError: Tensor-likes are not close" in capsys.readouterr().out
-    assert len(set(ran)) == 3 and len(ran) == 18, "checked and then timed twice, on the same three layers"
+    assert {name: len(values) for name, values in seconds.items()} == {"ours": 2, "ordinary": 2}
+    shown = capsys.readouterr().out
+    for label in ("PEFT", "bitsandbytes"):
+        assert f"{label}: not measured (AssertionError: Tensor-likes are not close" in shown
+    assert not protocol.in_turns({"peft": Keeps(1)}, turns=1), "a round's results are checked, too"
+    assert "Unsloth today: not measured (AssertionError: needs Unsloth's launcher" in shown
+    assert len({*ran} - {exact}) == 3 and len(ran) == 36 + ran.count(exact), "checked and timed twice"
 
 
-def test_the_ladder_is_drawn(monkeypatch):
+def test_the_ladder_is_drawn(monkeypatch, capsys):
     pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "show", lambda: None)
-    protocol.draw_seconds({"this kernel": 2.0, "PEFT": 4.5})
+    monkeypatch.setattr(protocol, "in_turns", lambda contenders: {"ours": [1, 2.0, 3], "peft": [4.5] * 3})
+    protocol.ladder(exact)
     assert [text.get_text() for text in pyplot.gca().texts] == ["2.000 s", "4.500 s"]
+    assert "this kernel 2.0000 s 1.0000 s 3.0000 s" in " ".join(capsys.readouterr().out.split())
     pyplot.close("all")
 
 
@@ -164,40 +164,12 @@ def needs_a_module(candidate):
     [
         (lambda candidate: candidate is exact, True, "passed"),
         (lambda candidate: 1 / 0, False, "ZeroDivisionError: division by zero\nFAILED"),
-        (needs_a_module, None, "not measured (No module named 'a_module_that_nobody_has')"),
+        (needs_a_module, None, "not measured (No module named 'a_module_that_nobody_has'): restart"),
     ],
 )
 def test_an_error_fails_and_a_missing_module_does_not(check, verdict, said, capsys):
-    assert protocol.attempt(check, exact, needs_gpu=False) is verdict
-    assert capsys.readouterr().out == f"{said}\n"
-
-
-# --- the libraries ---
-
-
-def imports_half(*candidate):
-    import half  # noqa: F401
-
-
-@pytest.mark.parametrize(
-    "raised, cell",
-    [
-        (KeyboardInterrupt, lambda: protocol.load("Library", imports_half)),
-        (KeyboardInterrupt, lambda: protocol.attempt(imports_half, exact, needs_gpu=False)),
-        (AttributeError, lambda: protocol.attempt(imports_half, exact, needs_gpu=False)),
-    ],
-)
-def test_after_half_an_import_nothing_is_measured_and_no_points_are_lost(
-    raised, cell, monkeypatch, tmp_path, capsys
-):
-    (tmp_path / "half.py").write_text(f"raise {raised.__name__}")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(protocol, "unfinished", [])
-    stops = pytest.raises(KeyboardInterrupt) if raised is KeyboardInterrupt else contextlib.nullcontext()
-    with stops:
-        assert cell() is None
-    assert protocol.attempt(lambda candidate: False, exact, needs_gpu=False) is None
-    assert "restart the runtime and run all cells" in capsys.readouterr().out
+    assert protocol.attempt(check, exact, gpu=False) is verdict
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_bitsandbytes_own_function_is_found_behind_unsloths_wrapper(monkeypatch):
@@ -225,8 +197,8 @@ def test_a_library_loads_without_its_banner_or_says_what_is_missing(capsys):
     def broken():
         raise OSError("no libcudart")
 
-    assert protocol.load("Library", loud).fn is exact and capsys.readouterr().out == ""
-    assert protocol.load("Library", broken).reason == "a working Library: OSError: no libcudart"
+    assert protocol.load("peft", loud).fn is exact and capsys.readouterr().out == ""
+    assert protocol.load("peft", broken).reason == "a working PEFT: OSError: no libcudart"
 
 
 def test_the_launch_forms_are_exact(make_layer, monkeypatch):

@@ -10,7 +10,7 @@ import math
 import torch
 
 
-# %% id="format" call="format_is_right = attempt(compare, dequantize_in_pytorch, needs_gpu=False)"
+# %% id="format"
 def dequantize_in_pytorch(layer):
     """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
     state = layer.weight.quant_state
@@ -108,7 +108,6 @@ def multiply_flushing(a, b):
     return flush(a * b, enlarged < smallest * 2.0**64)
 
 
-# %% Count the elements whose bits differ id="reference" folded=true
 def different(x, y):
     """Count the elements whose bits differ; NaN equals NaN. Raises ValueError if shape or dtype differ."""
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -121,7 +120,6 @@ def different(x, y):
     return int(differ.sum())
 
 
-# %% tags=["module-only"]
 def same_bits(x, y):
     """Return whether dtype, shape, and every bit agree; NaN equals NaN."""
     if x.dtype != y.dtype or x.shape != y.shape:
