@@ -13,7 +13,7 @@ from helpers.bench import gpu
 from helpers.bench.contenders import us, why
 from helpers.puzzle.layers import quantized_layer
 from helpers.results.store import Row
-from nf4_triton.launch import dequantize_packed
+from nf4_triton.launch_general import dequantize_packed
 from nf4_triton.reference import dequantize
 from nf4_triton.state import Packed, read_state
 

@@ -176,9 +176,8 @@ def torch_compile(candidate):
         torch._dynamo.reset()
         counters.clear()
         layer = bnb_Linear4bit(*LARGE, dtype)
-        fullgraph = dtype == torch.float16 or not has_no_bf16(
-            layer.weight.device
-        )  # on a T4 bf16 runs eagerly
+        # On a T4 bf16 runs eagerly.
+        fullgraph = dtype == torch.float16 or not has_no_bf16(layer.weight.device)
         function = torch.compile(candidate, fullgraph=fullgraph, backend=BACKEND)
         wrong, graphs = wrong_elements(function, layer), counters["stats"]["unique_graphs"]
         print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {graphs} graph, {wrong} elements differ", end="; ")

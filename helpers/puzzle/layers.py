@@ -1,13 +1,15 @@
 """The puzzle's MLPs, and quantized layers for the notebook's checks, the benchmarks, and the tests."""
 
 # ruff: noqa: E402, I001
+# %% tags=["module-only"]
+from nf4_triton.settings import INTERPRETED
+
 # %% The puzzle's layers and MLP id="layers" folded=true
 import collections
 
 import torch
-import triton
 
-ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret  # TRITON_INTERPRET=1
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
