@@ -1,28 +1,35 @@
-"""Clocks: contenders take turns under one clock, on the host or on the GPU.
+"""Clocks, and the loop in which contenders take turns under them.
 
 Outer loop rounds, inner loop contenders: drifting clocks and temperatures hit all of them alike. Neither
-`do_bench` nor torch.utils.benchmark interleaves. On a CPU every function runs, but its times mean nothing.
+`do_bench` nor torch.utils.benchmark interleaves. On a CPU everything runs, but its times mean nothing.
+
+Two such loops are elsewhere, because their files must run without this one: that of the notebook's cells
+(helpers/puzzle/protocol.py) and that of the installed package (nf4_triton/speed.py).
 """
 
 import contextlib
 import functools
 import gc
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from helpers.puzzle.layers import ON_GPU
+from helpers.puzzle.protocol import synchronize
 
 ROUNDS = 20
 INNER = 100  # calls a round of host times; far below the launch queue's depth
 
 
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
+def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Return what each timer returned in each round. Another one goes first every round."""
+    found = {name: [] for name in timers}
+    order = list(timers)
+    for _ in range(rounds):
+        for name in order:
+            found[name].append(timers[name]())
+        order = order[1:] + order[:1]
+    return found
 
 
 @contextlib.contextmanager
@@ -35,35 +42,49 @@ def collector_off():
         gc.enable()
 
 
-def turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Yield every name once in every round; another one goes first each round."""
-    order = list(names)
-    for _ in range(rounds):
-        yield from order
-        order = order[1:] + order[:1]
+def host_timer(call: Callable, count: int, wait: int = 0, inside=contextlib.nullcontext) -> Callable:
+    """Return a function that times `count` calls and returns the microseconds of one.
 
-
-def host_seconds(calls: dict[str, Callable], rounds: int, inner: int, wait: bool = False) -> dict[str, list]:
-    """Return host seconds per call of each function, one value a round.
-
-    wait=False: time `inner` calls until they return; the GPU is drained between batches, off the clock.
-    wait=True: wait for the GPU after every call, on the clock. One untimed call precedes each batch. `inner`
-    must stay below the depth of the launch queue (about 1,000 kernels), or the calls would wait for the GPU.
+    wait: wait for the GPU, on the clock, after every `wait` calls. 0: only until the calls return; `count`
+    must then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
+    inside: returns the context manager in which all of it runs. An untimed call comes first and fills caches.
     """
-    times = {name: [] for name in calls}
-    with collector_off():
-        for name in turns(calls, rounds):
-            call = calls[name]
+
+    def us():
+        with inside():
             call()
             synchronize()
-            start = time.perf_counter()
-            for _ in range(inner):
-                call()
-                if wait:
-                    synchronize()
-            times[name].append((time.perf_counter() - start) / inner)
+            with collector_off():
+                start = time.perf_counter()
+                for number in range(1, count + 1):
+                    call()
+                    if wait and number % wait == 0:
+                        synchronize()
+                elapsed = time.perf_counter() - start
             synchronize()
-    return times
+        return 1e6 * elapsed / count
+
+    return us
+
+
+def gpu_timer(graph, count: int) -> Callable:
+    """Return a function that replays a captured graph of `count` calls and returns the GPU
+    microseconds of one.
+
+    An untimed replay comes first: the queue is never empty when the clock starts, so launch overhead is not
+    counted, and the caches are as this graph leaves them.
+    """
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def us():
+        graph.replay()
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        return 1e3 * start.elapsed_time(stop) / count
+
+    return us
 
 
 @functools.cache
@@ -94,23 +115,3 @@ def capture(calls: list[Callable], pool=None) -> tuple:
         graph.capture_end()
     torch.cuda.synchronize()
     return graph, results[-1]
-
-
-def gpu_seconds(graphs: dict, rounds: int) -> dict[str, list[float]]:
-    """Return GPU seconds of each captured graph ({name: graph}), one value a round.
-
-    Each timed replay follows an untimed one of the same graph: the queue is never empty when the clock
-    starts, so launch overhead is not counted, and the caches are as that contender leaves them.
-    """
-    if not ON_GPU:
-        return {name: [math.nan] * rounds for name in graphs}
-    times = {name: [] for name in graphs}
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for name in turns(graphs, rounds):
-        graphs[name].replay()
-        start.record()
-        graphs[name].replay()
-        stop.record()
-        stop.synchronize()
-        times[name].append(start.elapsed_time(stop) * 1e-3)
-    return times

@@ -5,24 +5,20 @@ from collections.abc import Callable
 
 import torch
 
-from helpers.bench import clocks
 from helpers.puzzle import protocol
-from helpers.results.store import Row
 from nf4_triton import launch
 from nf4_triton.reference import dequantize, same_bits
 from nf4_triton.state import read_state
 
 
-def all_contenders() -> dict[str, Callable]:
-    """Return {name: layer -> weight}: ours, ours by kernel[grid], and every library installed here."""
-    forms = protocol.launch_forms(launch.your_dequantize_nf4)  # without a GPU ours alone
-    return forms | {name: one.fn for name, one in protocol.baselines().items() if one.fn}
+def installed(*names: str) -> dict[str, Callable]:
+    """Return {name: layer -> weight}: ours, ours by kernel[grid], every library that is installed here.
 
-
-def some_contenders(*names: str) -> dict[str, Callable]:
-    """Return those of all_contenders() that are installed."""
-    everyone = all_contenders()
-    return {name: everyone[name] for name in names if name in everyone}
+    names: only these of them.
+    """
+    found = protocol.launch_forms(launch.your_dequantize_nf4)  # without a GPU ours alone
+    found |= {name: one.fn for name, one in protocol.baselines().items() if one.fn}
+    return {name: found[name] for name in names or found if name in found}
 
 
 def why(error: BaseException) -> str:
@@ -45,7 +41,7 @@ def check(call: Callable, expected: torch.Tensor, out=None) -> None:
     poison.view(torch.uint8).fill_(255)
     del poison
     result = call()
-    clocks.synchronize()
+    protocol.synchronize()
     if out is not None:
         result = out
     elif isinstance(result, list):
@@ -70,8 +66,3 @@ def exact(functions: dict[str, Callable], argument, expected, problems: list[str
         except Exception as error:  # also of a result that is no tensor
             problems.append(f"{name} at {where}: {why(error)}")
     return kept
-
-
-def us(section: str, case: str, seconds: dict[str, list[float]]) -> list[Row]:
-    """Return a row in microseconds for each contender."""
-    return [Row(section, case, name, "us", [1e6 * s for s in values]) for name, values in seconds.items()]

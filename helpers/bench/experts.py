@@ -4,15 +4,13 @@ A graph holds one call for each of many disjoint sets of experts, so every call 
 contender can be captured. `slice` is this kernel on as many consecutive experts, which need no ids.
 """
 
-import functools
 from collections.abc import Callable, Iterator
 
 import torch
 
 from helpers.bench import gpu
-from helpers.bench.contenders import us, why
+from helpers.bench.contenders import why
 from helpers.puzzle.layers import quantized_layer
-from helpers.results.store import Row
 from nf4_triton.launch_general import dequantize_packed
 from nf4_triton.reference import dequantize
 from nf4_triton.state import Packed, read_state
@@ -61,7 +59,7 @@ LIBRARIES = {"axolotl": load_axolotl, "zoo": load_zoo, "zoo_select": load_zoo_se
 
 def functions_of(layer, packed: Packed) -> dict[str, Callable]:
     """Return {name: ids -> experts} of this kernel and the libraries that are installed; print the others."""
-    functions = {"rows": lambda ids: dequantize_packed(packed, rows=ids)}
+    functions = {"rows": lambda rows: dequantize_packed(packed, rows=rows)}
     for name, load in LIBRARIES.items():
         try:
             functions[name] = load(layer, packed)
@@ -73,24 +71,19 @@ def functions_of(layer, packed: Packed) -> dict[str, Callable]:
 # --- the section ---
 
 
-def works_of(functions: dict[str, Callable], packed: Packed, active: int, expected) -> dict[str, gpu.Work]:
+def works_of(functions: dict[str, Callable], active: int, expected) -> dict[str, gpu.Work]:
     """Return {name: Work} to dequantize `active` experts at a time, until each had its turn.
 
     expected: the whole stack's weight, (experts, out, in).
     """
     order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(3407))
     sets = [ids.sort().values.to(expected.device) for ids in order.split(active)]
-    works = {}
-    for name, function in functions.items():
-        calls = [functools.partial(function, ids) for ids in sets]
-        works[name] = gpu.Work(calls, expected[sets[-1]])
-    starts = range(0, len(expected), active)
-    calls = [functools.partial(dequantize_packed, packed, rows=slice(at, at + active)) for at in starts]
-    works["slice"] = gpu.Work(calls, expected[-active:])
-    return works
+    slices = [slice(first, first + active) for first in range(0, len(expected), active)]
+    works = gpu.works_of(functions, sets, expected[sets[-1]])
+    return works | gpu.works_of({"slice": functions["rows"]}, slices, expected[-active:])
 
 
-def time_experts(problems: list[str]) -> Iterator[Row]:
+def time_experts(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time of selected experts of real stacks: 4, 8, 32, and all of them."""
     for shape in STACKS:
         layer = stack_of(shape)
@@ -98,5 +91,4 @@ def time_experts(problems: list[str]) -> Iterator[Row]:
         expected, functions = dequantize(packed), functions_of(layer, packed)
         for active in sorted({*ACTIVE, shape[0]}):
             case = f"{active} of {'x'.join(map(str, shape))}"
-            works = works_of(functions, packed, active, expected)
-            yield from us("experts", case, gpu.gpu_seconds(works, problems, case))
+            yield case, "us", gpu.gpu_us(works_of(functions, active, expected), problems, case)

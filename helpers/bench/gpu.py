@@ -16,10 +16,9 @@ from unittest import mock
 import torch
 
 from helpers.bench import clocks, contenders
-from helpers.bench.contenders import check, exact_weight, us, why
+from helpers.bench.contenders import check, exact_weight, why
 from helpers.bench.copy import move_bytes
-from helpers.puzzle.layers import quantized_layer
-from helpers.results.store import Row
+from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import settings
 from nf4_triton.launch import your_dequantize_nf4
 
@@ -54,34 +53,25 @@ class Work(NamedTuple):
     expected: torch.Tensor  # of the last call
 
 
-def captured(works: dict[str, Work], problems: list[str], where: str) -> dict:
-    """Return {name: graph of its calls}; the graphs share one pool for their outputs.
+def gpu_us(works: dict[str, Work], problems: list[str], where: str) -> dict[str, list[float]]:
+    """Return {name: GPU microseconds of a call, one value a round}.
 
     A replayed graph must write the last output's bits: a launch that went past the capture would leave an
-    empty graph.
+    empty graph. The graphs share one pool for their outputs.
     """
-    pool, graphs = None, {}
-    for name, work in works.items():
+    pool, timers = None, {}
+    for name, (calls, expected) in works.items():
         try:
-            if not clocks.ON_GPU:
-                check(work.calls[-1], work.expected)
-                graphs[name] = None
+            if not ON_GPU:
+                check(calls[-1], expected)
+                timers[name] = lambda: math.nan
                 continue
-            graph, out = clocks.capture(work.calls, pool)
-            check(graph.replay, work.expected, out)
-            graphs[name], pool = graph, graph.pool()
+            graph, out = clocks.capture(calls, pool)
+            check(graph.replay, expected, out)
+            timers[name], pool = clocks.gpu_timer(graph, len(calls)), graph.pool()
         except Exception as error:
             problems.append(f"{name} at {where}: {why(error)}")
-    return graphs
-
-
-def gpu_seconds(works: dict[str, Work], problems: list[str], where: str) -> dict:
-    """Return {name: GPU seconds a call, of each round}."""
-    graphs = captured(works, problems, where)
-    found = {}
-    for name, values in clocks.gpu_seconds(graphs, clocks.ROUNDS).items():
-        found[name] = [value / len(works[name].calls) for value in values]
-    return found
+    return clocks.in_turns(timers, clocks.ROUNDS)
 
 
 # --- weights ---
@@ -89,17 +79,15 @@ def gpu_seconds(works: dict[str, Work], problems: list[str], where: str) -> dict
 
 def layers_of(numel: int, dtype: str) -> list:
     """Return layers of `numel` elements each, through which the calls of a graph rotate."""
-    count = 2
-    if clocks.ON_GPU:
-        count = max(count, min(MOST_LAYERS, math.ceil(ROTATE / (BYTES * numel))))
+    count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / (BYTES * numel))))
     return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index) for index in range(count)]
 
 
-def works_of(functions: dict[str, Callable], layers: list, expected: torch.Tensor) -> dict[str, Work]:
-    """Return {name: Work of a call on each layer}. expected: what each returns for the last layer."""
+def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Tensor) -> dict[str, Work]:
+    """Return {name: Work of a call on each argument}. expected: what each returns for the last one."""
     works = {}
     for name, function in functions.items():
-        works[name] = Work([functools.partial(function, layer) for layer in layers], expected)
+        works[name] = Work([functools.partial(function, one) for one in arguments], expected)
     return works
 
 
@@ -114,7 +102,7 @@ def moved(layer) -> torch.Tensor:
 
 def with_kernels() -> dict[str, Callable]:
     """Return {name: layer -> weight} of every kernel. PEFT launches bitsandbytes'."""
-    functions = contenders.some_contenders("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
+    functions = contenders.installed("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
     if unsloth_today := functions.get("unsloth_today"):
 
         def as_on_b200(layer):
@@ -126,7 +114,7 @@ def with_kernels() -> dict[str, Callable]:
     return functions
 
 
-def time_sizes(problems: list[str]) -> Iterator[Row]:
+def time_sizes(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference."""
     functions = with_kernels()
     copies = {}
@@ -137,11 +125,11 @@ def time_sizes(problems: list[str]) -> Iterator[Row]:
             layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
             works = works_of(functions, layers, exact_weight(layers[-1]))
             works |= works_of(copies, layers, moved(layers[-1]))
-            seconds = gpu_seconds(works, problems, case)
-            tried = [seconds.pop(name) for name in copies if name in seconds]
+            us = gpu_us(works, problems, case)
+            tried = [us.pop(name) for name in copies if name in us]
             if tried:
-                seconds["copy_kernel"] = min(tried, key=statistics.median)
-            yield from us("gpu_time", case, seconds)
+                us["copy_kernel"] = min(tried, key=statistics.median)
+            yield case, "us", us
 
 
 # --- settings ---
@@ -153,10 +141,10 @@ def changed(fields: dict, layer) -> torch.Tensor:
         return your_dequantize_nf4(layer)
 
 
-def time_settings(problems: list[str]) -> Iterator[Row]:
+def time_settings(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
     functions = {name: functools.partial(changed, fields) for name, fields in CHANGES.items()}
     for numel, dtype in CHANGED:
         layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
         works = works_of(functions, layers, exact_weight(layers[-1]))
-        yield from us("settings", case, gpu_seconds(works, problems, case))
+        yield case, "us", gpu_us(works, problems, case)

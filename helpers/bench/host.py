@@ -12,10 +12,9 @@ from torch.nn.functional import linear
 
 from helpers import machine
 from helpers.bench import clocks, contenders
-from helpers.bench.contenders import exact_weight, us
+from helpers.bench.contenders import exact_weight
 from helpers.puzzle import protocol
-from helpers.puzzle.layers import DEVICE, quantized_layer
-from helpers.results.store import Row
+from helpers.puzzle.layers import DEVICE, ON_GPU, quantized_layer
 from nf4_triton.backend import dequantize
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
@@ -24,10 +23,16 @@ WEIGHTS = 24  # under one torch.compile
 TOKENS = (64, 512, 2048)
 
 
+def host_us(calls: dict[str, Callable], count: int, wait: int = 0) -> dict[str, list[float]]:
+    """Return {name: microseconds of a call, one value a round}; count, wait: as for host_timer."""
+    timers = {name: clocks.host_timer(call, count, wait) for name, call in calls.items()}
+    return clocks.in_turns(timers, clocks.ROUNDS)
+
+
 # --- host_time ---
 
 
-def time_host(problems: list[str]) -> Iterator[Row]:
+def time_host(problems: list[str]) -> Iterator[tuple]:
     """Yield the time until a call returns, and with a synchronize after every call.
 
     Beside the contenders: the package's dequantize() with `out=`, and with all rows chosen by their ids.
@@ -36,15 +41,14 @@ def time_host(problems: list[str]) -> Iterator[Row]:
     expected, state = exact_weight(layer), layer.weight.quant_state
     out, ids = torch.empty_like(expected), torch.arange(len(expected), device=expected.device)
     functions = {
-        **contenders.all_contenders(),
+        **contenders.installed(),
         "ours_out": lambda layer: dequantize(layer.weight, state, out=out),
         "ours_rows": lambda layer: dequantize(layer.weight, state, rows=ids),
     }
     with protocol.own_libraries():
         calls = contenders.exact(functions, layer, expected, problems, "host_time")
-        yield from us("host_time", "until_return", clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER))
-        waited = clocks.host_seconds(calls, clocks.ROUNDS, clocks.INNER, wait=True)
-        yield from us("host_time", "synchronized", waited)
+        yield "until_return", "us", host_us(calls, clocks.INNER)
+        yield "synchronized", "us", host_us(calls, clocks.INNER, wait=1)
 
 
 # --- compiled ---
@@ -59,22 +63,20 @@ def network(layers: list, fn: Callable, mode: str) -> Callable:
     # Dynamo keeps what it compiled, and its guards, with the code: each contender has its own.
     code = products.__code__.replace()
     own = types.FunctionType(code, products.__globals__, None, None, products.__closure__)
-    if not clocks.ON_GPU:
-        return torch.compile(own, backend="eager")
-    return torch.compile(own, mode=mode)
+    return torch.compile(own, mode=mode, backend="inductor" if ON_GPU else "eager")
 
 
 @torch.no_grad()
-def time_compiled(problems: list[str]) -> Iterator[Row]:
+def time_compiled(problems: list[str]) -> Iterator[tuple]:
     """Yield the time of all weights, each followed by its product, under one torch.compile."""
     torch._dynamo.reset()
-    dtype = torch.float16 if clocks.ON_GPU and not machine.native_bf16() else torch.bfloat16
+    dtype = torch.float16 if ON_GPU and not machine.native_bf16() else torch.bfloat16
     layers = [quantized_layer(*LAYER, dtype, seed=index) for index in range(WEIGHTS)]
     for layer in layers:
         layer.exact = torch.nn.Parameter(exact_weight(layer), requires_grad=False)
     fns = {
         "products_only": lambda layer: layer.exact,
-        **contenders.some_contenders("ours", "unsloth_today", "bitsandbytes"),
+        **contenders.installed("ours", "unsloth_today", "bitsandbytes"),
     }
     for mode in MODES:
         networks = {name: network(layers, fn, mode) for name, fn in fns.items()}
@@ -85,6 +87,5 @@ def time_compiled(problems: list[str]) -> Iterator[Row]:
             # Inductor may round sums otherwise than eager mode does.
             expected = torch.stack(networks["products_only"](x))
             calls = contenders.exact(networks, x, expected, problems, case)
-            seconds = clocks.host_seconds(calls, clocks.ROUNDS, 10, wait=True)
-            yield from us("compiled", case, seconds)
+            yield case, "us", host_us(calls, 10, wait=1)
     torch._dynamo.reset()

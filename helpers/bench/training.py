@@ -13,7 +13,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,7 +21,6 @@ import torch
 from helpers import machine
 from helpers.bench import clocks
 from helpers.puzzle.layers import DEVICE
-from helpers.results.store import Row
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
@@ -213,18 +211,11 @@ def times(library: str, step, count: int) -> dict[str, list[float]]:
 
     The arms take turns, and which comes first alternates.
     """
-    found = {name: [] for name in ARMS}
-    for name in clocks.turns(ARMS, ROUNDS):
-        with arm(library, name):
-            step()  # untimed: what the other arm left in caches is not this one's
-            clocks.synchronize()
-            with clocks.collector_off():
-                start = time.perf_counter()
-                for _ in range(count):
-                    step()
-                clocks.synchronize()
-                found[name].append(1e3 * (time.perf_counter() - start) / count)
-    return found
+    timers = {}
+    for name in ARMS:
+        timers[name] = clocks.host_timer(step, count, count, functools.partial(arm, library, name))
+    found = clocks.in_turns(timers, ROUNDS)
+    return {name: [us / 1e3 for us in values] for name, values in found.items()}
 
 
 def speedup(arms: dict[str, list[float]]) -> list[float]:
@@ -256,16 +247,15 @@ def steps(library: str, folder: str, sizes=STEPS) -> dict:
     return found
 
 
-def time_training(problems: list[str]) -> Iterator[Row]:
+def time_training(problems: list[str]) -> Iterator[tuple]:
     """Yield training steps with and without the kernel: PEFT and Unsloth."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(folder, **LLAMA3_8B)
         for library in LIBRARIES:
             found = in_new_process("-m", __name__, timeout=600, library=library, folder=folder)
             for case, arms in found.items():
-                for name, values in arms.items():
-                    yield Row("training", case, name, "ms", values)
-                yield Row("training", case, "speedup", "x", speedup(arms))
+                yield case, "ms", arms
+                yield case, "x", {"speedup": speedup(arms)}
 
 
 if __name__ == "__main__":
