@@ -15,8 +15,12 @@ from nf4_triton.launch_general import dequantize_packed
 from nf4_triton.reference import dequantize
 from nf4_triton.state import Packed, read_state
 
-# (experts, out, in): gate and up, and down of Qwen3 30B-A3B; gate and up of Qwen3.5 35B-A3B, gpt-oss 20B
-STACKS = ((128, 1536, 2048), (128, 2048, 768), (256, 1024, 2048), (32, 5760, 2880))
+STACKS = (  # (experts, out, in)
+    (128, 1536, 2048),  # Qwen3 30B-A3B, gate and up
+    (128, 2048, 768),  # the same, down
+    (256, 1024, 2048),  # Qwen3.5 35B-A3B, gate and up
+    (32, 5760, 2880),  # gpt-oss 20B, gate and up
+)
 ACTIVE = (4, 8, 32)  # experts of a stack
 
 
@@ -88,7 +92,9 @@ def time_experts(problems: list[str]) -> Iterator[tuple]:
     for shape in STACKS:
         layer = stack_of(shape)
         packed = read_state(layer.weight.data, layer.weight.quant_state)
-        expected, functions = dequantize(packed), functions_of(layer, packed)
+        expected = dequantize(packed)
+        functions = functions_of(layer, packed)
         for active in sorted({*ACTIVE, shape[0]}):
             case = f"{active} of {'x'.join(map(str, shape))}"
-            yield case, "us", gpu.gpu_us(works_of(functions, active, expected), problems, case)
+            works = works_of(functions, active, expected)
+            yield case, "us", gpu.gpu_us(works, problems, case)

@@ -24,8 +24,17 @@ from nf4_triton.launch import your_dequantize_nf4
 
 # In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
 SIZES = (
-    *(2**16, 2**18, 2**20, 2**22, 2**23, 2**24, 2**25),
-    *(58_720_256, 117_440_512, 234_881_024, 603_979_776),
+    2**16,
+    2**18,
+    2**20,
+    2**22,
+    2**23,
+    2**24,
+    2**25,
+    58_720_256,
+    117_440_512,
+    234_881_024,
+    603_979_776,
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BYTES = 2.516  # read and written per element
@@ -59,7 +68,8 @@ def gpu_us(works: dict[str, Work], problems: list[str], where: str) -> dict[str,
     A replayed graph must write the last output's bits: a launch that went past the capture would leave an
     empty graph. The graphs share one pool for their outputs.
     """
-    pool, timers = None, {}
+    timers = {}
+    pool = None
     for name, (calls, expected) in works.items():
         try:
             if not ON_GPU:
@@ -68,7 +78,8 @@ def gpu_us(works: dict[str, Work], problems: list[str], where: str) -> dict[str,
                 continue
             graph, out = clocks.capture(calls, pool)
             check(graph.replay, expected, out)
-            timers[name], pool = clocks.gpu_timer(graph, len(calls)), graph.pool()
+            timers[name] = clocks.gpu_timer(graph, len(calls))
+            pool = graph.pool()
         except Exception as error:
             problems.append(f"{name} at {where}: {why(error)}")
     return clocks.in_turns(timers, clocks.ROUNDS)
@@ -100,29 +111,25 @@ def moved(layer) -> torch.Tensor:
     return (words ^ layer.weight.quant_state.absmax.int().repeat_interleave(8)).repeat_interleave(4)
 
 
-def with_kernels() -> dict[str, Callable]:
-    """Return {name: layer -> weight} of every kernel. PEFT launches bitsandbytes'."""
-    functions = contenders.installed("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
-    if unsloth_today := functions.get("unsloth_today"):
-
-        def as_on_b200(layer):
-            """In its B200 configuration, which is part of its launch cache's key."""
-            with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
-                return unsloth_today(layer)
-
-        functions["unsloth_b200"] = as_on_b200
-    return functions
+def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
+    """Dequantize by Unsloth in its B200 configuration, which is part of its launch cache's key."""
+    with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
+        return unsloth_today(layer)
 
 
 def time_sizes(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference."""
-    functions = with_kernels()
+    # PEFT launches bitsandbytes' kernel.
+    functions = contenders.installed("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
+    if unsloth_today := functions.get("unsloth_today"):
+        functions["unsloth_b200"] = functools.partial(as_on_b200, unsloth_today)
     copies = {}
     for tile, warps in COPIES:
         copies[f"copy {tile}/{warps}"] = functools.partial(move_bytes, tile=tile, num_warps=warps)
     for numel in SIZES:
         for dtype in DTYPES:
-            layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
+            case = f"{numel} {dtype}"
+            layers = layers_of(numel, dtype)
             works = works_of(functions, layers, exact_weight(layers[-1]))
             works |= works_of(copies, layers, moved(layers[-1]))
             us = gpu_us(works, problems, case)
@@ -145,6 +152,7 @@ def time_settings(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
     functions = {name: functools.partial(changed, fields) for name, fields in CHANGES.items()}
     for numel, dtype in CHANGED:
-        layers, case = layers_of(numel, dtype), f"{numel} {dtype}"
+        case = f"{numel} {dtype}"
+        layers = layers_of(numel, dtype)
         works = works_of(functions, layers, exact_weight(layers[-1]))
         yield case, "us", gpu_us(works, problems, case)

@@ -38,8 +38,10 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
     Beside the contenders: the package's dequantize() with `out=`, and with all rows chosen by their ids.
     """
     layer = quantized_layer(*LAYER, torch.bfloat16)
-    expected, state = exact_weight(layer), layer.weight.quant_state
-    out, ids = torch.empty_like(expected), torch.arange(len(expected), device=expected.device)
+    state = layer.weight.quant_state
+    expected = exact_weight(layer)
+    out = torch.empty_like(expected)
+    ids = torch.arange(len(expected), device=expected.device)
     functions = {
         **contenders.installed(),
         "ours_out": lambda layer: dequantize(layer.weight, state, out=out),
@@ -62,7 +64,7 @@ def network(layers: list, fn: Callable, mode: str) -> Callable:
 
     # Dynamo keeps what it compiled, and its guards, with the code: each contender has its own.
     code = products.__code__.replace()
-    own = types.FunctionType(code, products.__globals__, None, None, products.__closure__)
+    own = types.FunctionType(code, products.__globals__, closure=products.__closure__)
     return torch.compile(own, mode=mode, backend="inductor" if ON_GPU else "eager")
 
 
