@@ -1,4 +1,4 @@
-"""QLoRA steps with the kernel and without: real libraries on a small random model, in processes of their own.
+"""QLoRA steps with the kernel and without: real libraries on small random models, in processes of their own.
 
 The section training of `python -m helpers bench`. Losses and gradients must be bit-identical with and without
 the kernel, or nothing is timed. Rounds of both are paired: the speedup is the median of their ratios with its
@@ -24,9 +24,27 @@ from helpers.puzzle.layers import DEVICE
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
-    model_type="llama", hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
-    num_key_value_heads=8, vocab_size=32000, num_hidden_layers=4,  # of 32
-)  # fmt: skip
+    model_type="llama",
+    num_hidden_layers=4,  # of 32
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32000,
+)
+QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe",
+    num_hidden_layers=2,  # of 48
+    hidden_size=2048,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    vocab_size=32000,
+)
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = dict(r=16, lora_alpha=32, target_modules=MODULES)
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -37,11 +55,22 @@ VARIABLES = {
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-LIBRARIES = {"peft": "PEFT", "unsloth": "Unsloth"}
-ARMS = ("without", "with")
-# sequences, tokens each, steps per round
-STEPS = ((1, 128, 6), (1, 512, 6), (1, LONGEST, 3), (4, LONGEST, 1))
-ROUNDS = 30
+VARIANTS = ("without", "with")
+STEPS = (  # sequences, tokens of each, steps a round, rounds
+    (1, 128, 6, 30),
+    (1, 512, 6, 30),
+    (1, LONGEST, 3, 30),
+    (4, LONGEST, 1, 10),  # the GPU is the limit: the host adds no noise
+)
+MOE_STEPS = (
+    (1, 16, 6, 30),
+    (1, 128, 6, 30),
+    (1, 1024, 6, 30),
+)
+RUNS = (  # a model, {how rows call it: library}, steps
+    (LLAMA3_8B, {"PEFT": "peft", "Unsloth": "unsloth"}, STEPS),
+    (QWEN3_30B_A3B, {"Unsloth MoE": "unsloth"}, MOE_STEPS),
+)
 CORES = 2  # that a process keeps to: the backward pass has a thread of its own
 
 
@@ -135,13 +164,24 @@ def peft_model(folder, *, autocast=False, lora=LORA, nf4=NF4, **loading):
 # --- a step ---
 
 
+@contextlib.contextmanager
+def deterministic():
+    """Use deterministic algorithms inside the block, where there are any."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
+
+
 def digest(tensors) -> str:
-    """Return the SHA-256 over the bytes of tensors, 16 hex digits."""
+    """Return the SHA-256 over the bytes of tensors, in hex."""
     total = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         total.update(flat.cpu().numpy())
-    return total.hexdigest()[:16]
+    return total.hexdigest()
 
 
 class Trainer:
@@ -155,38 +195,32 @@ class Trainer:
         self.autocast = torch.autocast(self.device.type, autocast, enabled=autocast is not None)
 
     def backward(self, ids) -> torch.Tensor:
-        """Return the loss of a batch, with the gradients computed."""
+        """Return the loss of a batch, with its gradients computed."""
+        self.optimizer.zero_grad(set_to_none=True)
         with self.autocast:
             loss = self.model(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss.detach()
 
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    def results(self, ids) -> tuple[float, str]:
+        """Return a batch's loss and a digest of its gradients; nothing is updated."""
+        with deterministic():
+            loss = self.backward(ids).item()
+        return loss, digest(p.grad for p in self.adapters if p.grad is not None)
 
     def step(self, ids) -> None:
         self.backward(ids)
-        self.update()
-
-    def results(self, ids) -> str:
-        """Return a digest of a batch's loss and gradients; nothing is updated.
-
-        Raises RuntimeError for an operation that has no deterministic implementation.
-        """
-        torch.use_deterministic_algorithms(True)
-        loss = self.backward(ids)
-        torch.use_deterministic_algorithms(False)
-        found = digest([loss.float(), *(p.grad for p in self.adapters)])
-        self.optimizer.zero_grad(set_to_none=True)
-        return found
+        self.optimizer.step()
 
 
-def arm(library: str, name: str):
-    """Return a context manager: "with" the kernel in `library` and bitsandbytes, or "without" it."""
+# --- with the kernel and without ---
+
+
+def variant(library: str, name: str):
+    """Return a context manager: "with" the kernel in `library` and bitsandbytes, or without it."""
     from nf4_triton import use_nf4_kernel
 
-    if name == "without":
+    if name != "with":
         return contextlib.nullcontext()
     return use_nf4_kernel(library, "bitsandbytes", quiet=True, strict=True)
 
@@ -196,68 +230,72 @@ def handled(switch) -> int:
     return sum(site["kernel"] for site in switch.counts().values()) if switch else 0
 
 
-def check(library: str, results) -> None:
-    """Raise AssertionError unless results() is the same with the kernel, which dequantized, and without."""
+def check(library: str, results) -> dict:
+    """Return Switch.counts() of one call of results(), which must be the same with the kernel.
+
+    Raises AssertionError if it is not, or if the kernel dequantized nothing.
+    """
     expected = results()
-    with arm(library, "with") as switch:
+    if results() != expected:
+        raise AssertionError("results differ from run to run without the kernel: not timed")
+    with variant(library, "with") as switch:
         if results() != expected:
             raise AssertionError("results differ with the kernel, expected the same bits: not timed")
         if not handled(switch):
             raise AssertionError("the kernel dequantized nothing: not timed")
+        return switch.counts()
 
 
-def times(library: str, step, count: int) -> dict[str, list[float]]:
-    """Return the milliseconds of a step in each arm, one value a round of `count` steps.
-
-    The arms take turns, and which comes first alternates.
-    """
-    timers = {}
-    for name in ARMS:
-        timers[name] = clocks.host_timer(step, count, count, functools.partial(arm, library, name))
-    found = clocks.in_turns(timers, ROUNDS)
-    return {name: [us / 1e3 for us in values] for name, values in found.items()}
-
-
-def speedup(arms: dict[str, list[float]]) -> list[float]:
+def speedup(times: dict[str, list[float]]) -> list[float]:
     """Return (low, median, high) of the rounds' ratios of times without the kernel to times with it.
 
     low, high: the 95% bootstrap interval of the median. An interval that includes 1 is within noise.
     """
-    ratios = np.divide(arms["without"], arms["with"])
+    ratios = np.divide(times["without"], times["with"])
     resampled = np.random.default_rng(3407).choice(ratios, (10_000, len(ratios)))
     low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
     return [low, float(np.median(ratios)), high]
 
 
-def steps(library: str, folder: str, sizes=STEPS) -> dict:
-    """Compare and time training steps of one library, which is not imported yet.
+def time_steps(label: str, library: str, folder: str, steps) -> dict:
+    """Compare and time training steps of one library, which is not imported yet. The first error ends it.
 
-    Returns {case: {arm: milliseconds of each round}}. The first error ends it.
+    Returns {"cases": [case, unit, {name: values}] of each, "calls": lines: what dequantized in one step}.
     """
     if library == "unsloth":  # adapters in fp32, under autocast
         trainer = Trainer(unsloth_model(folder), torch.bfloat16)
     else:
         trainer = Trainer(peft_model(folder))
-    found = {}
-    for rows, length, count in sizes:
-        case = f"{LIBRARIES[library]}, {rows * length} tokens"
-        ids = torch.randint(trainer.model.config.vocab_size, (rows, length)).to(trainer.device)
-        check(library, functools.partial(trainer.results, ids))
-        found[case] = times(library, functools.partial(trainer.step, ids), count)
-    return found
+    cases = []
+    lines = []
+    for sequences, length, count, rounds in steps:
+        case = f"{label}, {sequences * length} tokens"
+        ids = torch.randint(trainer.model.config.vocab_size, (sequences, length)).to(trainer.device)
+        counts = check(library, functools.partial(trainer.results, ids))
+        lines += [f"{case}: {function}: {calls}" for function, calls in counts.items()]
+        step = functools.partial(trainer.step, ids)
+        timers = {}
+        for name in VARIANTS:
+            inside = functools.partial(variant, library, name)
+            timers[name] = clocks.host_timer(step, count, wait=count, inside=inside)
+        times = clocks.in_turns(timers, rounds)
+        ms = {name: [us / 1e3 for us in values] for name, values in times.items()}
+        cases += [(case, "ms", ms), (case, "x", {"speedup": speedup(ms)})]
+    return {"cases": cases, "calls": lines}
 
 
 def time_training(problems: list[str]) -> Iterator[tuple]:
-    """Yield training steps with and without the kernel: PEFT and Unsloth."""
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(folder, **LLAMA3_8B)
-        for library in LIBRARIES:
-            found = in_new_process("-m", __name__, timeout=600, library=library, folder=folder)
-            for case, arms in found.items():
-                yield case, "ms", arms
-                yield case, "x", {"speedup": speedup(arms)}
+    """Yield training steps with and without the kernel; print what dequantized in one step of each."""
+    for sizes, libraries, steps in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(folder, **sizes)
+            for label, library in libraries.items():
+                options = dict(label=label, library=library, folder=folder, steps=steps)
+                found = in_new_process("-m", __name__, timeout=300, **options)
+                print(*found["calls"], sep="\n")
+                yield from found["cases"]
 
 
 if __name__ == "__main__":
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    answer(steps)
+    answer(time_steps)

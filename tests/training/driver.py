@@ -1,11 +1,9 @@
 """Short QLoRA runs with the kernel and without, to be compared bit for bit: PEFT, Unsloth, and TRL.
 
-`in_new_process` makes a list of them in a process of its own: Unsloth must be imported first and changes
-other libraries for good. Run as a file it is that process.
+As a file it is a process that makes a list of them, for training.in_new_process: Unsloth must be imported
+first and changes other libraries for good.
 """
 
-import contextlib
-import gc
 import os
 import tempfile
 
@@ -28,16 +26,6 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
 }
 
 
-@contextlib.contextmanager
-def deterministic():
-    """Use deterministic algorithms inside the block where there are any; fused attention has none."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def switch_on(way: str, library: str):
     """Switch the kernel on, before the model is loaded. Returns a context manager.
 
@@ -48,7 +36,7 @@ def switch_on(way: str, library: str):
 
         os.environ["NF4_TRITON"] = "1"
         autoload.load()  # as bitsandbytes does where the wheel is installed
-    return training.arm("peft" if library == "trl" else library, "with" if way == "with" else "without")
+    return training.variant("peft" if library == "trl" else library, way)
 
 
 def load(library, dtype, autocast, lora):
@@ -58,10 +46,12 @@ def load(library, dtype, autocast, lora):
         training.make_model(folder, **sizes)
         if library == "unsloth":
             return training.unsloth_model(folder, dtype)
-        lora = training.LORA | lora
-        attention = "eager"  # repeats bit for bit on every card
         return training.peft_model(
-            folder, autocast=autocast is not None, lora=lora, dtype=dtype, attn_implementation=attention
+            folder,
+            autocast=autocast is not None,
+            lora=training.LORA | lora,
+            dtype=dtype,
+            attn_implementation="eager",  # repeats bit for bit on every card
         )
 
 
@@ -76,37 +66,30 @@ def train(
     from nf4_triton import Switch
 
     autocast = getattr(torch, autocast) if autocast else None
-    with switch_on(way, library), deterministic():
+    with switch_on(way, library), training.deterministic():
         model = load(library, autocast or torch.bfloat16, autocast, lora)
         same = {"packed": digest(one for one in model.parameters() if hasattr(one, "quant_state"))}
-        # Counting up from random tokens: something to learn.
-        starts = torch.randint(3, 200, (steps, rows, 1), generator=torch.Generator().manual_seed(3407))
-        batches = (starts + torch.arange(length)) % model.config.vocab_size
         record = {"same": same}
+        seed = torch.Generator().manual_seed(3407)
+        batches = torch.randint(3, model.config.vocab_size, (steps, rows, length), generator=seed)
         if library == "trl":
             same["losses"] = by_trl(model, batches, way)
         else:
             trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
-            same |= by_hand(trainer, batches)
+            results = []
+            for ids in batches.to(trainer.device):
+                results.append(trainer.results(ids))
+                trainer.optimizer.step()
+            same["losses"], same["gradients"] = zip(*results, strict=True)
+            if machine.has_gpu():
+                record["launches"] = launches(trainer, ids)
         same["adapters"] = digest(one for one in model.parameters() if one.requires_grad)
-        if machine.has_gpu() and library != "trl":
-            record["launches"] = launches(trainer, batches[0])
         record["counts"] = Switch().counts() if way != "without" else {}
         if library == "peft":
             merged = model.merge_and_unload()
             same["merged"] = digest(merged.parameters())
             same["dequantized"] = digest(merged.dequantize().parameters())
     return record
-
-
-def by_hand(trainer, batches) -> dict:
-    """Return the loss and a digest of the gradients of each step."""
-    found = {"losses": [], "gradients": []}
-    for ids in batches.to(trainer.device):
-        found["losses"].append(trainer.backward(ids).item())
-        found["gradients"].append(digest(p.grad for p in trainer.adapters))
-        trainer.update()
-    return found
 
 
 def by_trl(model, batches, way: str) -> list:
@@ -135,8 +118,7 @@ def by_trl(model, batches, way: str) -> list:
 
 def launches(trainer, ids) -> dict[str, int]:
     """Return how many dequantizing kernels a step launches, by library."""
-    names = [name for name, _ in gpu_events(trainer.backward, ids.to(trainer.device), count=1)]
-    trainer.optimizer.zero_grad()
+    names = [name for name, _ in gpu_events(trainer.backward, ids, count=1)]
     return {who: sum(kernel in name for name in names) for who, kernel in KERNELS.items()}
 
 
@@ -146,18 +128,7 @@ def train_all(setups: list[dict]) -> list[dict]:
         # Unsloth cuts its loss into as many chunks as free memory allows: one, so that runs compare.
         os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
         import unsloth  # noqa: F401  it asks to come before transformers and peft
-    records = []
-    for setup in setups:
-        records.append(train(**setup))
-        gc.collect()
-        if machine.has_gpu():
-            torch.cuda.empty_cache()
-    return records
-
-
-def in_new_process(setups: list[dict]) -> list[dict]:
-    """Run `train_all` in one new process without network. Raises ChildFailed with its text."""
-    return training.in_new_process(__file__, timeout=900, setups=setups)
+    return [train(**setup) for setup in setups]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The section `training` of the benchmark, and losses on several GPUs."""
 
+import numpy as np
 import pytest
 import several  # beside this file
 import torch
@@ -10,7 +11,6 @@ from helpers.bench import training
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
-on_cpu = pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs: see below")
 
 
 @pytest.fixture(scope="module")
@@ -19,28 +19,30 @@ def toy(tmp_path_factory):
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
-def test_one_library_is_compared_and_timed(toy, monkeypatch):
-    monkeypatch.setattr(training, "ROUNDS", 1)
-    found = training.steps("peft", toy, sizes=((1, 16, 1),))
-    assert [len(ms) for ms in found["PEFT, 16 tokens"].values()] == [1, 1]
+def test_one_library_is_compared_and_timed(toy):
+    found = training.time_steps("PEFT", "peft", toy, steps=((1, 16, 1, 2),))
+    [times, ratios] = [values for _, _, values in found["cases"]]
+    assert [len(ms) for ms in times.values()] == [2, 2] and len(ratios["speedup"]) == 3
+    assert found["calls"][0].startswith("PEFT, 16 tokens: bitsandbytes.functional.dequantize_4bit: ")
 
 
 def test_other_results_are_not_timed():
     with pytest.raises(AssertionError, match="results differ with the kernel"):
+        training.check("peft", iter("aab").__next__)
+    with pytest.raises(AssertionError, match="from run to run without the kernel"):
         training.check("peft", iter("ab").__next__)
     with pytest.raises(AssertionError, match="dequantized nothing"):
         training.check("peft", lambda: "a")
 
 
 def test_the_interval_pairs_rounds():
-    drifting = [float(ms) for ms in range(10, 40)]  # the clock drifts more than the kernel gains
-    slower = [1.1 * ms for ms in drifting]
-    assert training.speedup({"without": slower, "with": drifting}) == pytest.approx([1.1, 1.1, 1.1])
-    low, median, high = training.speedup({"without": [10.0, 11.0, 9.0] * 10, "with": [10.0] * 30})
-    assert low < high and median == 1.0
+    drifting = np.geomspace(10, 40, 30)  # the clock drifts more than the kernel gains
+    slower = drifting * np.linspace(1.05, 1.15, 30)
+    low, median, high = training.speedup({"without": slower, "with": drifting})
+    assert 1.05 < low < median < high < 1.15 and median == pytest.approx(1.1)
 
 
-@on_cpu
+@pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs: see below")
 def test_losses_of_one_process_on_the_cpu(toy):
     pytest.importorskip("accelerate")
     several.compare(toy, 0)

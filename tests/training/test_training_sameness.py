@@ -8,6 +8,7 @@ import driver  # beside this file
 import pytest
 
 from helpers import machine
+from helpers.bench import training
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -37,8 +38,8 @@ def records(library):
     if importlib.util.find_spec(library) is None:  # not imported here: Unsloth would change this process
         pytest.skip(f"{library} is not installed")
     setups = [dict(library=library, way=way) | run for run in RUNS[library].values() for way in WAYS]
-    done = driver.in_new_process(setups)
-    return dict(zip(RUNS[library], zip(done[::2], done[1::2], strict=True), strict=True))
+    done = iter(training.in_new_process(driver.__file__, timeout=900, setups=setups))
+    return {name: (next(done), next(done)) for name in RUNS[library]}
 
 
 def check(on, off):
@@ -61,8 +62,6 @@ def test_every_bit_is_the_same(library, name):
     assert off["launches"]["ours"] == 0
     if name != "compiled":
         assert sum(tally["kernel"] for tally in on["counts"].values()) > 0
-    losses = on["same"]["losses"]
-    assert len(losses) < 50 or losses[-1] < losses[0]
 
 
 @pytest.mark.gpu
@@ -75,7 +74,8 @@ def test_trl_is_the_same_in_every_way(monkeypatch):
         pytest.skip("trl is not installed")
     same = set()
     for way in (*WAYS, "callback", "NF4_TRITON=1"):  # each in a process of its own
-        [record] = driver.in_new_process([dict(library="trl", way=way, steps=4)])
+        setups = [dict(library="trl", way=way, steps=4)]
+        [record] = training.in_new_process(driver.__file__, timeout=900, setups=setups)
         same.add(str(record["same"]))
         kernel = sum(tally["kernel"] for tally in record["counts"].values())
         assert (kernel > 50) == (way != "without"), way
@@ -88,4 +88,3 @@ def test_smallest_form_in_the_interpreter():
     on, off = (driver.train(way, rows=2, length=16, steps=2) for way in WAYS)
     check(on, off)
     assert sum(tally["kernel"] for tally in on["counts"].values()) > 0
-    assert on["same"]["merged"] and on["same"]["dequantized"]
