@@ -41,7 +41,14 @@ BYTES = 2.516  # read and written per element
 ROTATE = 1_100_000_000  # bytes read and written by a graph
 MOST_LAYERS = 2048  # of a graph
 # Tiles in 32-bit words, and warps, of the kernel that only moves the bytes: the best at a size counts.
-COPIES = [(256, 2), (512, 4), (1024, 8), (512, 2), (1024, 4), (2048, 8)]
+COPIES = (
+    (256, 2),
+    (512, 4),
+    (1024, 8),
+    (512, 2),
+    (1024, 4),
+    (2048, 8),
+)
 # Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
 B200 = (1024, 2, True, True, 2)
 CHANGES = {  # arguments of settings.force; one of them may be the default
@@ -52,7 +59,12 @@ CHANGES = {  # arguments of settings.force; one of them may be the default
     **{f"num_warps={warps}": {"num_warps": warps} for warps in (1, 2, 4)},
     "T4 settings": {"card": "t4"},
 }
-CHANGED = ((2**20, "bf16"), (2**24, "bf16"), (2**24, "fp16"), (234_881_024, "bf16"))  # elements
+CHANGED = (  # elements
+    (2**20, "bf16"),
+    (2**24, "bf16"),
+    (2**24, "fp16"),
+    (234_881_024, "bf16"),
+)
 
 
 class Work(NamedTuple):
