@@ -47,6 +47,7 @@ SECTIONS = {  # block: the folder whose rows it shows
     "compiled": CARD,
     "training": CARD,
     "t4_prediction": SIMULATED,
+    "t4_sensitivity": SIMULATED,
     "published": SIMULATED,
     "machine_code": "cross-compiled",
 }
@@ -61,7 +62,7 @@ def number(value: float, unit: str, median: float = 1) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
         return f"{math.floor(round(100 * value, 6)) / 100:.2f}x"
-    whole = unit in ("points", "registers")
+    whole = unit in ("points", "registers", "combinations")
     decimals = 0 if whole else max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
 

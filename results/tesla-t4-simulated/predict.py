@@ -1,0 +1,108 @@
+"""Predict the puzzle's test on a Tesla T4 from inputs.json; docs/t4.md has the formula.
+
+Prints the tables of that page and the scatter of placements; --store replaces the stored rows.
+"""
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+
+import pandas
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from helpers.results import pages, store  # noqa: E402
+
+INPUTS = json.loads((HERE / "inputs.json").read_text())
+FACTS = {name: fact["value"] for name, fact in INPUTS["facts"].items()}
+RUNS = pandas.DataFrame(INPUTS["runs"]).explode("steady_us").astype({"steady_us": float})
+LINES = {1.0: 3, 1.05: 1, 1.10: 2, 1.15: 2}  # points for each speedup reached; everything else gives 6
+
+
+def simulated(calibration, ratios):
+    """Return the seconds of the test's kernels by contender: 3000 of each of three weights.
+
+    ratios: whose ratios to a copy count at 16,777,216 elements.
+    """
+    us = RUNS[RUNS.mhz == 1590].pivot_table("steady_us", "contender", ["calibration", "elements", "dtype"])
+    copy = us.loc["copy_kernel"]
+    small = us[calibration, 4194304, "bf16"]
+    large = us[ratios, 16777216] * copy[calibration, 16777216] / copy[ratios, 16777216]
+    return 3e-3 * (small + large["fp16"] + 3.5 * large["bf16"])  # the third has 58,720,256 elements
+
+
+def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=None, unsloth=1, ours=1):
+    """Return the seconds of kernels and of launches by contender, a row for each combination.
+
+    plain: rushilbhat's kernel over a copy. bandwidths: of published kernels, GB/s. ratios: see simulated().
+    unsloth, ours: what a newer Triton makes of Unsloth's kernel and of our launches.
+    """
+    kernels, launches = [], []
+    for calibration, bandwidth in product(calibrations, bandwidths or FACTS["published_bandwidth"]):
+        alone = simulated(calibration, ratios or calibration)
+        factor = FACTS["copy_bandwidth"][calibration] / bandwidth
+        published = alone["copy_kernel"] * factor * plain
+        for slower, shares in product({1, factor}, FACTS["launch_shares"]):
+            kernels.append({**alone * slower, "rushilbhat's kernel": published})
+            launches.append(pandas.Series(shares) * (FACTS["plain"] - published))
+    kernels, launches = pandas.DataFrame(kernels), pandas.DataFrame(launches)
+    kernels["unsloth_today"] *= unsloth
+    launches["ours"] *= ours
+    classic = FACTS["classic_kernels"] / simulated("burst", "burst")["copy_kernel"]
+    kernels["unsloth_classic"] = kernels["copy_kernel"] * classic  # simulated with bursts alone
+    return kernels, launches
+
+
+def points(speedups):
+    """Return the score of each combination."""
+    return 6 + sum(more * (speedups >= line) for line, more in LINES.items())
+
+
+def t4_prediction():
+    """Yield (case, contender, unit, lowest and highest value of all combinations)."""
+    kernels, launches = combine()
+    for who in launches:
+        yield "kernels", who, "s", kernels[who].agg(["min", "max"])
+        yield "calls", who, "s", launches[who].agg(["min", "max"])
+        yield "total", who, "s", (kernels[who] + launches[who]).agg(["min", "max"])
+    for who in ("unsloth_today", "unsloth_classic"):
+        speedups = (kernels[who] + launches[who]) / (kernels["ours"] + launches["ours"])
+        yield "speedup, Triton 3.6", who, "x", speedups.agg(["min", "max"])
+        yield "points, Triton 3.6", who, "points", points(speedups).agg(["min", "max"])
+        yield "likely points, Triton 3.6", who, "points", points(speedups).mode()
+
+
+def t4_sensitivity():
+    """Yield speedups over Unsloth today and how many combinations give each score, for one change a case."""
+    for case, entry in INPUTS["sensitivity"].items():
+        total = sum(combine(**entry["change"]))
+        speedups = total["unsloth_today"] / total["ours"]
+        yield case, "speedup", "x", speedups.agg(["min", "max"])
+        for score in (9, 10, 12, 14):
+            yield case, f"{score} points", "combinations", [sum(points(speedups) == score)]
+
+
+def published():
+    """Yield what others measured."""
+    for case, entry in INPUTS["published"].items():
+        for row in entry["rows"]:
+            yield case, *row
+
+
+def rows(section):
+    """Return the rows of a section."""
+    return [store.Row(section.__name__, *key, tuple(map(float, values))) for *key, values in section()]
+
+
+if __name__ == "__main__":
+    for section in (published, t4_prediction, t4_sensitivity):
+        name, found = section.__name__, rows(section)
+        print(pages.table(found, name), "\n")
+        if sys.argv[1:] == ["--store"]:
+            at = INPUTS["environments"]["published" if section is published else "simulated"]
+            store.write(name, found, HERE.name, at["note"], at)
+    kernel = RUNS.groupby(["elements", "calibration", "mhz", "contender", "dtype"])["steady_us"]
+    scatter = (100 * kernel.std() / kernel.mean()).groupby(level=[0, 1, 2])
+    print("Standard deviation over placements, %:", scatter.agg(["mean", "max"]).round(1), sep="\n")
