@@ -1,4 +1,4 @@
-"""The prediction for a T4: the stored rows and docs/t4.md are what results/tesla-t4-simulated/inputs.json gives."""
+"""The prediction for a T4: stored rows and docs/t4.md are what inputs.json beside those rows gives."""
 
 import importlib.util
 import statistics
@@ -41,7 +41,9 @@ def test_combinations_by_hand():
     assert sorted(kernels["ours"]) == pytest.approx([ours] * 4 + [2 * ours] * 4)
     shares = [share["ours"] for share in predict.FACTS["launch_shares"]]
     assert list(launches["ours"]) == pytest.approx([share * (3.3453 - 2 * copy) for share in shares] * 2)
-    kernels, launches = predict.combine(calibrations=["burst"], bandwidths=[240], plain=1.1, unsloth=0.9, ours=2)
+    kernels, launches = predict.combine(
+        calibrations=["burst"], bandwidths=[240], plain=1.1, unsloth=0.9, ours=2
+    )
     copy, theirs = seconds("copy_kernel", "burst"), seconds("unsloth_today", "burst")
     assert list(kernels["unsloth_today"]) == pytest.approx([0.9 * theirs] * 4)
     assert list(kernels["unsloth_classic"]) == pytest.approx([3.26] * 4)
