@@ -1,37 +1,27 @@
-"""Read what an executed copy of the notebook measured: the line of JSON that its cell `rows` printed."""
+"""Read what an executed copy of the notebook measured: the line of JSON that its cell `rows` printed.
+
+Anyone can send such a file. What is unsound in it raises some error, which `python -m helpers draw` prints.
+"""
 
 import json
-import math
 import re
 from itertools import zip_longest
 from pathlib import Path
 
 import nbformat
 
-from helpers.results.plots import NAMES
-from helpers.results.store import ROOT, Row, select
+from helpers.results.store import CARDS, ROOT, Record, Row, slug
 
 NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
-UNSLOTH = ("unsloth_today", "unsloth_classic")
-CRITERIA = (
-    "One fused kernel",
-    "Penalty: speedup at most 1.00",
-    "Speedup at least 1.05",
-    "Speedup at least 1.10",
-    "Speedup at least 1.15",
-    "Works under torch.compile",
-    "Custom assembly works",
-    "Uses cache eviction",
-    "Tested in fp16 and bf16",
-)
-KNOWN = {  # section, case, contender, unit
-    *(("protocol", "puzzle's line", who, "x") for who in UNSLOTH),
-    *(("protocol", "total", who, "s") for who in NAMES),
-    *(("score", criterion, who, "points") for criterion in CRITERIA for who in ("today", "classic")),
+FACTS = ("card", "capability", "cpu", "driver", "cuda", "versions", "date", "forced")
+LIMITS = {  # case: unit, lowest and highest value; every other case is a criterion
+    "puzzle's line": ("x", 0.01, 100),
+    "total": ("s", 0.01, 3600),
 }
+CRITERION = ("points", -3, 3)
 
 
-def sources(path: Path) -> list[str]:
+def code_cells(path: Path) -> list[str]:
     """Return the code of a notebook's cells, without the empty ones."""
     cells = nbformat.read(path, as_version=4).cells
     return [cell.source.strip() for cell in cells if cell.cell_type == "code" and cell.source.strip()]
@@ -39,7 +29,7 @@ def sources(path: Path) -> list[str]:
 
 def check_code(path: Path) -> None:
     """Raise ValueError, which names the cell, unless a notebook's code is that of this checkout's."""
-    for number, (theirs, ours) in enumerate(zip_longest(sources(path), sources(NOTEBOOK)), 1):
+    for number, (theirs, ours) in enumerate(zip_longest(code_cells(path), code_cells(NOTEBOOK)), 1):
         if theirs != ours:
             raise ValueError(
                 f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
@@ -48,24 +38,32 @@ def check_code(path: Path) -> None:
 
 
 def check_rows(rows: list[Row]) -> None:
-    """Raise ValueError, which names the row, for one that is not as the notebook prints it."""
-    seen = set()
+    """Raise ValueError, which names the row, for one that this checkout's notebook cannot have printed."""
+    code = "\n".join(code_cells(NOTEBOOK))
     for row in rows:
-        key = row[:4]
-        if key not in KNOWN:
-            raise ValueError(f"row {key} is unknown or of the wrong unit: expected one of helpers/results")
-        if key in seen:
-            raise ValueError(f"row {key} stands twice: expected it once")
-        if not row.values or not all(map(math.isfinite, row.values)):
-            raise ValueError(f"row {key} has the values {row.values}: expected finite numbers")
-        seen.add(key)
+        unit, low, high = LIMITS.get(row.case, CRITERION)
+        if row.unit != unit or not all(f'"{name}"' in code for name in row[:4]):
+            raise ValueError(f"unknown name or wrong unit, expected those of the notebook: {row}")
+        if not row.values or not all(low <= value <= high for value in row.values):
+            raise ValueError(f"expected values of {low} to {high} {unit}: {row}")
+    if len({row[:4] for row in rows}) < len(rows):
+        raise ValueError("a row stands twice, expected it once")
 
 
-def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Row]]]:
-    """Return (environment, {section: rows}) that an executed notebook printed.
+def known_facts(sent: dict) -> dict:
+    """Return the machine that a notebook describes, without what `describe()` does not say.
 
-    commit: the version of its code, if it is not this checkout's. Raises ValueError if something is unsound.
+    Raises ValueError for a card with the capability of another.
     """
+    facts = {name: sent.get(name) for name in FACTS}
+    card = CARDS.get(slug(facts))
+    if card and facts["capability"] != card.capability:
+        raise ValueError(f"capability is {facts['capability']}, expected {card.capability} of {card.name}")
+    return facts
+
+
+def read(path: Path, commit: str | None = None) -> Record:
+    """Return what an executed notebook printed. commit: of its code, if that is not this checkout's."""
     if not commit:
         check_code(path)
     cells = nbformat.read(path, as_version=4).cells
@@ -75,9 +73,8 @@ def read(path: Path, commit: str | None = None) -> tuple[dict, dict[str, list[Ro
         problem = f"{path} has {len(printed)} lines of rows, expected 1"
         raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
     sent = json.loads(printed[0])
-    rows = [Row(*fields) for fields in sent["rows"]]
-    check_rows(rows)
-    environment = sent["environment"]
+    record = Record(known_facts(sent["environment"]), [Row(*fields) for fields in sent["rows"]])
+    check_rows(record.rows)
     if commit:
-        environment |= {"commit": commit, "kernel": f"of {commit}"}
-    return environment, {row.section: select(rows, row.section) for row in rows}
+        record.environment["commit"] = commit
+    return record

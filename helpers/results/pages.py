@@ -1,7 +1,7 @@
 """Fill the marked blocks of README, docs and the notebook's text cells from stored rows.
 
-A block is everything between `<!-- name -->` and `<!-- /name -->`: the claim, a table of one of SECTIONS, or
-a figure, whose PNG goes into the notebook's data URIs. Prose is written by hand, and so is a figure's text.
+A block is everything between `<!-- name -->` and `<!-- /name -->`: the claim, a stored section's table, or a
+figure, whose PNG goes into the notebook's data URIs. Prose is written by hand, and so is a figure's text.
 """
 
 import argparse
@@ -13,20 +13,24 @@ from pathlib import Path
 
 import nbformat
 import pandas
+from tabulate import tabulate
 
+from helpers.machine import write_whole
 from helpers.results import executed, plots, store
-from helpers.results.executed import NOTEBOOK, UNSLOTH
+from helpers.results.executed import NOTEBOOK
 from helpers.results.plots import CARD, SHAPES
-from helpers.results.store import ROOT, Row, one, select
+from helpers.results.store import CARDS, ROOT, Row, one, select
 
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
-T4, SIMULATED = "tesla-t4", "tesla-t4-simulated"
+SIMULATED = "tesla-t4-simulated"
+FOLDERS = (CARD, SIMULATED, "cross-compiled")  # whose sections blocks show
+UNSLOTH = ("unsloth_today", "unsloth_classic")
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     "ours_out": "`dequantize(out=)`",
     "ours_rows": "`dequantize(rows=)`, all rows",
-    "copy_kernel": "copy",
+    "copy_kernel": "a copy, best of several",
     "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
     "axolotl": "Axolotl",
@@ -37,19 +41,6 @@ TITLES = {  # how contenders and cases are shown; others by their own names
     "until_return": "until it returns",
     "synchronized": "with a synchronize",
     "calls": "launch overhead",
-}
-SECTIONS = {  # block: the folder whose rows it shows
-    "protocol": CARD,
-    "host_time": CARD,
-    "gpu_time": CARD,
-    "settings": CARD,
-    "experts": CARD,
-    "compiled": CARD,
-    "training": CARD,
-    "t4_prediction": SIMULATED,
-    "t4_sensitivity": SIMULATED,
-    "published": SIMULATED,
-    "machine_code": "cross-compiled",
 }
 
 
@@ -62,17 +53,25 @@ def number(value: float, unit: str, median: float = 1) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
         return f"{math.floor(round(100 * value, 6)) / 100:.2f}x"
-    whole = unit in ("points", "registers", "combinations")
-    decimals = 0 if whole else max(0, 2 - math.floor(math.log10(median)))
+    decimals = 0
+    if unit not in ("points", "registers", "combinations"):
+        decimals = max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
 
 
 def cell(row: Row) -> str:
-    """Return a row's median with its range, or the ends of a prediction, which has just two values."""
+    """Return a row's median with its range, or the ends of a prediction, which has just two values.
+
+    A ratio whose range touches 1 in two decimals is within noise.
+    """
     if len(row.values) == 2 and row.low < row.high:
         return f"{number(row.low, row.unit)} to {number(row.high, row.unit)}"
     low, median, high = (number(value, row.unit, row.median) for value in (row.low, row.median, row.high))
-    return median if low == high else f"{median} ({low} to {high})"
+    if low == high:
+        return median
+    if row.unit == "x" and row.low < 1.01 and row.high >= 1:
+        median = "within noise"
+    return f"{median} ({low} to {high})"
 
 
 def table(rows: list[Row], section: str) -> str:
@@ -98,40 +97,41 @@ def table(rows: list[Row], section: str) -> str:
 
 
 def claim(stored: dict) -> str:
-    """Return points and speedups by card; a measured T4 replaces the predicted one."""
-    lines = {}
-    for name, card in {"NVIDIA H100": CARD, "Tesla T4": T4}.items():
-        if rows := stored.get(card):
+    """Return points and speedups of every card that has rows; a measured T4 replaces the predicted one."""
+    lines = []
+    for folder, card in CARDS.items():
+        if rows := stored.get(folder):
             points = sum(row.median for row in select(rows, "score") if row.contender == "today")
             speedups = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
-            theirs, ours = (one(rows, "protocol", "total", who) for who in ("bitsandbytes", "ours"))
-            speedups.append(theirs.median / ours.median)
-            lines[name] = [f"{points:.0f}", *(number(speedup, "x") for speedup in speedups)]
-    if T4 not in stored:  # bitsandbytes was not simulated
+            bitsandbytes = one(rows, "protocol", "total", "bitsandbytes")
+            speedups.append(bitsandbytes.median / one(rows, "protocol", "total", "ours").median)
+            lines.append([card.name, f"{points:.0f}", *(number(speedup, "x") for speedup in speedups)])
+    if "tesla-t4" not in stored:  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
-        best = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
-        speedups = [one(rows, "t4_prediction", "speedup, Triton 3.6", who) for who in UNSLOTH]
-        lines["Tesla T4, predicted"] = [*map(cell, (best, *speedups)), "-"]
-    columns = ["score (of 14)", "vs Unsloth today", "vs Unsloth classic", "vs bitsandbytes"]
-    frame = pandas.DataFrame.from_dict(lines, orient="index", columns=columns)
-    return frame.rename_axis("card").to_markdown(disable_numparse=True)
+        points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
+        likely = one(rows, "t4_prediction", "likely points, Triton 3.6", "unsloth_today")
+        score = f"most likely {cell(likely)} ({cell(points)})"
+        speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in UNSLOTH]
+        lines.append(["Tesla T4, predicted", score, *speedups, "-"])
+    columns = ["card", "score (of 14)", "vs Unsloth today", "vs Unsloth classic", "vs bitsandbytes"]
+    return tabulate(lines, columns, tablefmt="pipe", disable_numparse=True)
 
 
 def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
     """Return the text of a page or a notebook with every block filled in.
 
-    images: {name: PNG}. Raises KeyError for a block of unknown name.
+    images: {name: PNG}. Raises KeyError for a figure of unknown name.
     """
 
     def fill(block: re.Match) -> str:
         name, body = block["name"], block["body"]
         if name == "claim":
             body = claim(stored) + "\n"
-        elif name in SECTIONS:
-            body = table(stored.get(SECTIONS[name], []), name) + "\n"
-        else:  # Colab and GitHub show no files beside a notebook
+        elif name.startswith("figure "):  # Colab and GitHub show no files beside a notebook
             data = base64.b64encode(images[name.removeprefix("figure ")]).decode()
-            body = re.sub(r"base64,[^)]*", f"base64,{data}", body)
+            body = re.sub(r'base64,[^)"]*', f"base64,{data}", body)
+        else:
+            body = table([row for folder in FOLDERS for row in stored.get(folder, ())], name) + "\n"
         return f"<!-- {name} -->\n{body}<!-- /{name} -->"
 
     text = page.read_text(encoding="utf-8")
@@ -143,41 +143,38 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def draw(stored: dict) -> dict[Path, bytes]:
+def draw(stored: dict) -> dict[Path, str | bytes]:
     """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
     images = {name: plots.png(picture(stored)) for name, picture in plots.PICTURES.items()}
     files = {FIGURES / f"{name}.png": png for name, png in images.items()}
     images["idea"] = (FIGURES / "idea.png").read_bytes()  # rendered by hand from idea.svg
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK):
-        files[page] = filled(page, stored, images).encode()
+        files[page] = filled(page, stored, images)
     return files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command. Returns 1, with nothing written, if a notebook or a page is not as it should be."""
+    """Run the command. Exits with one line if a notebook or a page is not as it should be, nothing stored."""
     parser = argparse.ArgumentParser(description="Fill the tables and pictures of README, docs and notebook.")
-    parser.add_argument(
-        "notebook", nargs="?", type=Path, help="store the rows of this executed notebook first"
-    )
+    help = "store the rows of this executed notebook first"
+    parser.add_argument("notebook", nargs="?", type=Path, help=help)
     parser.add_argument("--commit", help="the version of that notebook, if its code is not this checkout's")
     options = parser.parse_args(argv)
     stored = {card: store.rows(card) for card in store.cards()}
-    new: dict[str, list[Row]] = {}
-    environment = None
     try:
         if options.notebook:
-            environment, new = executed.read(options.notebook, options.commit)
-            card = store.slug(environment)
-            kept = [row for row in stored.get(card, []) if row.section not in new]
-            stored[card] = sum(new.values(), kept)
+            sent = executed.read(options.notebook, options.commit)
+            card = store.slug(sent.environment)
+            records = store.records(card) | {"notebook": sent}
+            stored[card] = [row for record in records.values() for row in record.rows]
         files = draw(stored)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        if options.notebook:
+            print(f"stored in {store.write('notebook', sent.rows, environment=sent.environment)}")
+        for path, content in files.items():
+            write_whole(path, content)
+    except Exception as error:  # a notebook that somebody sent can be any file
         sys.exit(f"{type(error).__name__}: {error}")
-    for section, rows in new.items():
-        print(f"stored in {store.write(section, rows, environment=environment)}")
-    for path, content in files.items():
-        path.write_bytes(content)
     for card in store.cards():
-        if names := store.earlier(card):
-            print(f"results/{card}: measured with an earlier kernel: {', '.join(names)}")
+        commits = {section: record.environment["commit"] for section, record in store.records(card).items()}
+        print(f"results/{card}, commits: {commits}")
     return 0

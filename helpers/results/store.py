@@ -1,11 +1,10 @@
-"""Read and write measurements: results/<card>/rows.csv, one row per number shown anywhere, and meta.json.
+"""Read and write measurements: results/<card>/<section>.jsonl, one file for what a command measured at once.
 
-A row is (section, case, contender, unit, values); `values` holds every repeat. meta.json names the card and,
-for each section, when, where, and with which commit and kernel it was measured.
+Its first line says where, when, and with which code: what `describe()` returns, a commit, and a note.
+Each other line is a row [section, case, contender, unit, values] with every repeat. `python -m helpers bench`
+writes a file a section; notebook.jsonl holds what an executed notebook printed.
 """
 
-import csv
-import hashlib
 import json
 import os
 import re
@@ -15,10 +14,23 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from helpers.machine import ROOT, SRC
+from helpers.machine import ROOT, write_whole
 from nf4_triton.environment import describe
 
-FACTS = ("commit", "kernel", "card", "cpu", "driver", "cuda", "versions")  # in meta.json, of each section
+
+class Card(NamedTuple):
+    """A card that the pages can show."""
+
+    name: str
+    capability: list[int]
+    bandwidth: float  # TB/s, as NVIDIA specifies its memory
+
+
+CARDS = {  # by their folders
+    "nvidia-h200": Card("NVIDIA H200", [9, 0], 4.8),
+    "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", [9, 0], 3.35),
+    "tesla-t4": Card("Tesla T4", [7, 5], 0.32),
+}
 
 
 class Row(NamedTuple):
@@ -43,6 +55,13 @@ class Row(NamedTuple):
         return max(self.values)
 
 
+class Record(NamedTuple):
+    """A file: what one command measured at one time."""
+
+    environment: dict
+    rows: list[Row]
+
+
 def root() -> Path:
     """Return results/, or the folder that the environment variable NF4_RESULTS names."""
     return Path(os.environ.get("NF4_RESULTS") or ROOT / "results")
@@ -50,31 +69,29 @@ def root() -> Path:
 
 def slug(environment: dict) -> str:
     """Return the folder name of a described machine: "tesla-t4", "nvidia-h200-forced-t4", "cpu"."""
-    name = environment.get("card") or "cpu"
-    if environment.get("forced"):
+    name = environment["card"] or "cpu"
+    if environment["forced"]:
         name += f" forced {environment['forced']}"
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def rows(card: str) -> list[Row]:
-    """Return all rows stored for a card; an empty list if there are none."""
-    path = root() / card / "rows.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        lines = list(csv.reader(file))[1:]
-    return [Row(*key, tuple(map(float, values.split()))) for *key, values in lines]
-
-
-def meta(card: str) -> dict:
-    """Return meta.json of a card: its name as "card", and "sections"; {} if there is none."""
-    path = root() / card / "meta.json"
-    return json.loads(path.read_text()) if path.exists() else {}
-
-
 def cards() -> list[str]:
     """Return the folders of all cards that have rows."""
-    return sorted(path.parent.name for path in root().glob("*/rows.csv"))
+    return sorted({path.parent.name for path in root().glob("*/*.jsonl")})
+
+
+def records(card: str) -> dict[str, Record]:
+    """Return {section: its record} of a card."""
+    found = {}
+    for path in sorted((root() / card).glob("*.jsonl")):
+        environment, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        found[path.stem] = Record(environment, [Row(*key, tuple(values)) for *key, values in rows])
+    return found
+
+
+def rows(card: str) -> list[Row]:
+    """Return all rows stored for a card; an empty list if there are none."""
+    return [row for record in records(card).values() for row in record.rows]
 
 
 def select(rows: Iterable[Row], *fields: str) -> list[Row]:
@@ -88,19 +105,6 @@ def one(rows: Iterable[Row], *fields: str) -> Row:
     if len(found) != 1:
         raise KeyError(f"{len(found)} rows for {fields}, expected one")
     return found[0]
-
-
-def kernel_hash() -> str:
-    """Return a hash of kernel.py and settings.py; a section with another one measured an earlier kernel."""
-    package = SRC / "nf4_triton"
-    text = (package / "kernel.py").read_bytes() + (package / "settings.py").read_bytes()
-    return hashlib.sha256(text).hexdigest()[:12]
-
-
-def earlier(card: str) -> list[str]:
-    """Return the sections of a card that measured another kernel than this checkout's."""
-    sections = meta(card).get("sections", {})
-    return [name for name, at in sections.items() if at["kernel"] not in (None, kernel_hash())]
 
 
 def commit() -> str | None:
@@ -122,22 +126,13 @@ def commit() -> str | None:
 def write(
     section: str, new: Iterable[Row], card: str | None = None, note: str = "", environment=None
 ) -> Path:
-    """Replace one section of a card's rows; return the card's folder.
+    """Store a section in place of the one before; return its file. Raises OSError, and the old file stays.
 
     card: the folder under results/, this machine's by default. environment: what `describe()` returned on the
-    machine that measured, with "commit" and "kernel" if it measured another code than this checkout's.
+    machine that measured, with "commit" if that was not this checkout's.
     """
-    here = {"commit": commit(), "kernel": kernel_hash(), **(environment or describe())}
-    card = card or slug(here)
-    folder, sections = root() / card, meta(card).get("sections", {})
-    sections[section] = {"date": here["date"][:10], "note": note, **{name: here.get(name) for name in FACTS}}
-    kept = [row for row in rows(card) if row.section != section]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rows.csv").open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(Row._fields)
-        for *key, values in [*kept, *new]:
-            table.writerow([*key, " ".join(f"{value:.9g}" for value in values)])
-    text = json.dumps({"card": here.get("card"), "sections": sections}, indent=1)
-    (folder / "meta.json").write_text(text + "\n")
-    return folder
+    here = {"commit": commit(), "note": note, **(environment or describe())}
+    path = root() / (card or slug(here)) / f"{section}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in (here, *new)))
+    return path

@@ -96,6 +96,6 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, caps
     assert "FAILED peft: not bit-identical\nFAILED ValueError: first line\n" in shown
     assert "64 fp16, ours: 1.5 us (1 to 2)\n" in shown
     assert [row.section for row in store.rows("some-card")] == ["broken", "good"]
-    note = store.meta("some-card")["sections"]["broken"]["note"]
+    note = store.records("some-card")["broken"].environment["note"]
     assert note == "peft: not bit-identical; ValueError: first line"
     assert bench.main(["--only", "good"]) == 0 and len(store.cards()) == 2

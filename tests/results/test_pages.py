@@ -6,34 +6,47 @@ import pytest
 
 from helpers import __main__ as commands
 from helpers.results import pages, plots, store
+from helpers.results.store import Row
 
 PAGES = [store.ROOT / "README.md", *sorted((store.ROOT / "docs").glob("*.md")), pages.NOTEBOOK]
 TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**/*")]
-
-
 IMAGES = dict.fromkeys([*plots.PICTURES, "idea"], b"png")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_page_is_up_to_date(path, stored):
-    now = re.sub("base64,[^)]*", "base64,cG5n", path.read_text(encoding="utf-8"))
+    now = re.sub('base64,[^)"]*', "base64,cG5n", path.read_text(encoding="utf-8"))
     assert pages.filled(path, stored, IMAGES) == now, "run `python -m helpers draw`"
 
 
-def test_what_has_no_rows_is_not_measured_yet():
-    assert pages.table([], "experts") == "Not measured yet."
+def test_the_claim_shows_every_card_that_has_rows(stored):
+    measured = dict.fromkeys(["nvidia-h200", "nvidia-h100-80gb-hbm3"], stored[plots.CARD])
+    shown = pages.claim(measured | {pages.SIMULATED: stored[pages.SIMULATED]})
+    order = r"NVIDIA H200 .*\n.*NVIDIA H100 .*\n.*Tesla T4, predicted . most likely \d+ \(\d+ to \d+\) "
+    assert re.search(order, shown)
 
 
-def test_blocks_are_filled(stored, tmp_path):
+@pytest.mark.parametrize("figure", ["![](data:image/png;base64,old)", '<img src="base64,old" width="9">'])
+def test_blocks_are_filled(stored, tmp_path, figure):
     page = tmp_path / "page.md"
-    figure = "<!-- figure idea -->\n![](data:image/png;base64,old)\n<!-- /figure idea -->\nAfter.\n"
-    page.write_text(f"Before.\n<!-- claim -->\nold\n<!-- /claim -->\n{figure}")
+    after = f"<!-- figure idea -->\n{figure}\n<!-- /figure idea -->\n"
+    page.write_text(f"Before.\n<!-- claim -->\nold\n<!-- /claim -->\n<!-- new -->\n<!-- /new -->\n{after}")
     text = pages.filled(page, stored, IMAGES)
     assert text.startswith("Before.\n<!-- claim -->\n| card ") and "old" not in text
-    assert text.endswith(figure.replace("old", "cG5n"))
-    page.write_text("<!-- no such block -->\n<!-- /no such block -->")
-    with pytest.raises(KeyError, match="no such block"):
-        pages.filled(page, stored, IMAGES)
+    assert text.endswith("<!-- new -->\nNot measured yet.\n<!-- /new -->\n" + after.replace("old", "cG5n"))
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ([1.012, 1.029, 1.04], "1.02x (1.01x to 1.04x)"),
+        ([1.003, 1.02, 1.03], "within noise (1.00x to 1.03x)"),
+        ([0.96, 0.97, 0.999], "0.97x (0.96x to 0.99x)"),
+        ([1.0, 1.11], "1.00x to 1.11x"),  # the ends of a prediction
+    ],
+)
+def test_a_ratio_whose_range_touches_1_is_within_noise(values, text):
+    assert pages.cell(Row("training", "PEFT", "speedup", "x", values)) == text
 
 
 @pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
