@@ -1,16 +1,26 @@
-"""Pictures show the stored rows."""
+"""Pictures show the stored rows, this kernel first and alone in color."""
 
 import pytest
 
 from helpers.results import plots
-from helpers.results.store import one
+from helpers.results.store import CARDS, Row, one
 
 
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_every_picture_shows_the_rows(stored, name):
     figure = plots.PICTURES[name](stored)
     assert plots.png(figure).startswith(b"\x89PNG")
+    shown = [text.get_text() for text in figure.axes[0].texts]
     seconds = one(stored[plots.CARD], "protocol", "total", "bitsandbytes").median
     labels = {"protocol": f"{seconds:.3f} s", "where_time_goes": f"{seconds / 9e-3:.1f} us"}
-    shown = [text.get_text() for text in figure.axes[0].texts]
-    assert labels.get(name, f"specified: {plots.BANDWIDTH} TB/s") in shown
+    assert labels.get(name, f"specified: {CARDS[plots.CARD].bandwidth} TB/s") in shown
+
+
+def test_this_kernel_is_the_first_bar_and_alone_in_color():
+    seconds = {"peft": 1, "ours": 2, "bitsandbytes": 3}
+    rows = [Row("protocol", "total", name, "s", [value]) for name, value in seconds.items()]
+    panel = plots.protocol({plots.CARD: rows}).axes[0]
+    names = [label.get_text() for label in panel.get_yticklabels()]
+    own, *others = [bar.get_facecolor() for bar in panel.patches]
+    assert names == ["this kernel", "PEFT", "bitsandbytes"] and own not in others
+    assert len(set(others)) == 1
