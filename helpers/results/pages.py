@@ -129,7 +129,7 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
             body = claim(stored) + "\n"
         elif name.startswith("figure "):  # Colab and GitHub show no files beside a notebook
             data = base64.b64encode(images[name.removeprefix("figure ")]).decode()
-            body = re.sub(r'base64,[^)"]*', f"base64,{data}", body)
+            body = re.sub(r"base64,[\w+/=]*", f"base64,{data}", body)
         else:
             body = table([row for folder in FOLDERS for row in stored.get(folder, ())], name) + "\n"
         return f"<!-- {name} -->\n{body}<!-- /{name} -->"
