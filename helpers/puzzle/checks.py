@@ -6,6 +6,7 @@ import collections
 
 import torch
 
+from helpers.names import LABELS
 from helpers.puzzle.layers import (
     CONFIGS,
     LARGE,
@@ -14,7 +15,7 @@ from helpers.puzzle.layers import (
     bnb_Linear4bit,
     every_code,
 )
-from helpers.puzzle.protocol import LABELS, NEEDS_GPU, baselines, synchronize, wrong_elements
+from helpers.puzzle.protocol import NEEDS_GPU, baselines, synchronize, wrong_elements
 from nf4_triton.launch import CAN_RELAUNCH, launch_ordinary, launches, read
 from nf4_triton.reference import dequantize_in_pytorch
 from nf4_triton.settings import UnsupportedState, force, has_no_bf16, settings

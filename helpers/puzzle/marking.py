@@ -9,8 +9,9 @@ import subprocess
 
 import torch
 
+from helpers.names import shown
 from helpers.puzzle.layers import ON_GPU
-from helpers.puzzle.protocol import NEEDS_GPU, shown
+from helpers.puzzle.protocol import NEEDS_GPU
 
 # %% The score id="score" folded=true call="points = print_score(passed, ratios)"
 import datetime

@@ -26,6 +26,7 @@ MODULES = [
     "helpers/src/nf4_triton/launch.py",
     "helpers/src/nf4_triton/tracing.py",
     "helpers/src/nf4_triton/reference.py",
+    "helpers/names.py",
     "helpers/puzzle/layers.py",
     "helpers/puzzle/protocol.py",
     "helpers/puzzle/checks.py",

@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from helpers.names import LABELS, shown
 from helpers.puzzle.layers import (
     CONFIGS,
     ON_GPU,
@@ -35,16 +36,6 @@ from unittest import mock
 NEEDS_GPU = "an NVIDIA GPU"
 ROUNDS = (200 if os.environ.get("NF4_QUICK") else 1000) if ON_GPU else 1
 synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
-LABELS = {
-    "ours": "this kernel",
-    "unsloth_today": "Unsloth today",
-    "unsloth_buffered": "Unsloth today, one buffer",
-    "ordinary": "this kernel, kernel[grid]",
-    "unsloth_classic": "Unsloth classic",
-    "bitsandbytes": "bitsandbytes",
-    "peft": "PEFT",
-    "plain": "plain PyTorch",
-}
 SLOWS_UNSLOTH = ("UNSLOTH_TRITON_FAST_LAUNCH", "UNSLOTH_BNB_TRITON")  # 0: no launcher, no kernel of its own
 Baseline = collections.namedtuple("Baseline", "label fn reason")  # reason: what is missing if fn is None
 
@@ -154,11 +145,6 @@ def needed(name):
 def reference(layer):
     """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
     return (baselines()["unsloth_today"].fn or baselines()["bitsandbytes"].fn)(layer)
-
-
-def shown(ratio):
-    """Return a ratio as text, rounded down to two decimals; a dash for None."""
-    return "-" if ratio is None else f"{math.floor(round(100 * ratio, 6)) / 100:.2f}x"
 
 
 def attempt(check, candidate, gpu=True):

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import nbformat
 
-from helpers.results.store import CARDS, ROOT, Record, Row, slug
+from helpers.machine import NOTEBOOK
+from helpers.results.store import CARDS, Record, Row, slug
 
-NOTEBOOK = ROOT / "Unsloth_Puzzles_A.ipynb"
 FACTS = ("card", "capability", "cpu", "driver", "cuda", "versions", "date", "forced")
 LIMITS = {  # case: unit, lowest and highest value; every other case is a criterion
     "puzzle's line": ("x", 0.01, 100),
     "total": ("s", 0.01, 3600),
 }
-CRITERION = ("points", -3, 3)
 
 
 def code_cells(path: Path) -> list[str]:
@@ -41,7 +40,7 @@ def check_rows(rows: list[Row]) -> None:
     """Raise ValueError, which names the row, for one that this checkout's notebook cannot have printed."""
     code = "\n".join(code_cells(NOTEBOOK))
     for row in rows:
-        unit, low, high = LIMITS.get(row.case, CRITERION)
+        unit, low, high = LIMITS.get(row.case, ("points", -3, 3))
         if row.unit != unit or not all(f'"{name}"' in code for name in row[:4]):
             raise ValueError(f"unknown name or wrong unit, expected those of the notebook: {row}")
         if not row.values or not all(low <= value <= high for value in row.values):

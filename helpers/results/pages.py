@@ -15,9 +15,9 @@ import nbformat
 import pandas
 from tabulate import tabulate
 
-from helpers.machine import write_whole
+from helpers.machine import NOTEBOOK, write_whole
+from helpers.names import shown
 from helpers.results import executed, plots, store
-from helpers.results.executed import NOTEBOOK
 from helpers.results.plots import CARD, SHAPES
 from helpers.results.store import CARDS, ROOT, Row, one, select
 
@@ -26,6 +26,13 @@ BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->
 SIMULATED = "tesla-t4-simulated"
 FOLDERS = (CARD, SIMULATED, "cross-compiled")  # whose sections blocks show
 UNSLOTH = ("unsloth_today", "unsloth_classic")
+COLUMNS = (  # of the claim
+    "card",
+    "score (of 14)",
+    "vs Unsloth today",
+    "vs Unsloth classic",
+    "vs bitsandbytes",
+)
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     "ours_out": "`dequantize(out=)`",
@@ -44,7 +51,7 @@ TITLES = {  # how contenders and cases are shown; others by their own names
 }
 
 
-def shown(name: str) -> str:
+def title(name: str) -> str:
     """Return how a contender or case is shown, with commas in a number of elements."""
     return re.sub(r"\d{6,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
 
@@ -52,7 +59,7 @@ def shown(name: str) -> str:
 def number(value: float, unit: str, median: float = 1) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
-        return f"{math.floor(round(100 * value, 6)) / 100:.2f}x"
+        return shown(value)
     decimals = 0
     if unit not in ("points", "registers", "combinations"):
         decimals = max(0, 2 - math.floor(math.log10(median)))
@@ -78,7 +85,7 @@ def table(rows: list[Row], section: str) -> str:
     """Return a section's rows as a Markdown table: cases by contenders, the longer side down."""
     found = []
     for row in select(rows, section):
-        case, contender = shown(row.case), shown(row.contender)
+        case, contender = title(row.case), title(row.contender)
         if section == "gpu_time":
             if row.case not in SHAPES:
                 continue  # speed_by_size shows all sizes
@@ -113,8 +120,7 @@ def claim(stored: dict) -> str:
         score = f"most likely {cell(likely)} ({cell(points)})"
         speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in UNSLOTH]
         lines.append(["Tesla T4, predicted", score, *speedups, "-"])
-    columns = ["card", "score (of 14)", "vs Unsloth today", "vs Unsloth classic", "vs bitsandbytes"]
-    return tabulate(lines, columns, tablefmt="pipe", disable_numparse=True)
+    return tabulate(lines, COLUMNS, tablefmt="pipe", disable_numparse=True)
 
 
 def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:

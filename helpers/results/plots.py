@@ -9,6 +9,7 @@ import statistics
 import matplotlib
 from matplotlib.figure import Figure
 
+from helpers.names import LABELS
 from helpers.results.store import CARDS, one, select
 
 CARD = "nvidia-h100-80gb-hbm3"  # the folder that pages and pictures show
@@ -20,19 +21,15 @@ SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
     "16777216 fp16": "2048x8192 fp16",
     "58720256 bf16": "4096x14336 bf16",
 }
-NAMES = {
-    "ours": "this kernel",
-    "unsloth_today": "Unsloth today",
-    "unsloth_buffered": "Unsloth, one buffer",
-    "unsloth_b200": "Unsloth, its B200 settings",
-    "unsloth_classic": "Unsloth classic",
-    "ordinary": "this kernel, kernel[grid]",
-    "bitsandbytes": "bitsandbytes",
-    "peft": "PEFT",
-}
+NAMES = LABELS | {"unsloth_b200": "Unsloth, its B200 settings"}
 GREY = "#6E7781"  # on white paper, so that it reads on a dark page too
 COLORS = {"ours": "#0B63CE"}
-STYLES = {"unsloth_classic": "D-.", "unsloth_b200": "^:", "unsloth_today": "s--", "ours": "o-"}  # lines
+STYLES = {  # of lines
+    "unsloth_classic": "D-.",
+    "unsloth_b200": "^:",
+    "unsloth_today": "s--",
+    "ours": "o-",
+}
 matplotlib.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -52,11 +49,10 @@ def png(figure: Figure) -> bytes:
 def protocol(stored: dict) -> Figure:
     """Bars: seconds of the puzzle's test, one for each contender."""
     figure, panel = panel_of("The puzzle's test", 3.6)
-    rows = select(stored[CARD], "protocol", "total")
-    for row in sorted(rows, key=lambda row: (row.contender != "ours", row.median)):
+    rows = select(stored[CARD], "protocol", "total")  # bars begin at the bottom
+    for row in sorted(rows, key=lambda row: (row.contender == "ours", -row.median)):
         bar = panel.barh(NAMES[row.contender], row.median, color=COLORS.get(row.contender, GREY))
         panel.bar_label(bar, fmt="%.3f s", padding=4)
-    panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("seconds for 9,000 calls, each with a synchronize (shorter is better)")
     return figure
@@ -66,7 +62,7 @@ def where_time_goes(stored: dict) -> Figure:
     """Bars: time of an average call of the puzzle's test, GPU kernels and launch path."""
     rows = stored[CARD]
     figure, panel = panel_of("An average call of the puzzle's test", 3.0)
-    for name in ("ours", "unsloth_today", "unsloth_classic", "bitsandbytes"):
+    for name in ("bitsandbytes", "unsloth_classic", "unsloth_today", "ours"):
         label, color = NAMES[name], COLORS.get(name, GREY)
         whole = round(1e6 * one(rows, "protocol", "total", name).median / CALLS, 1)
         kernels = round(statistics.mean(one(rows, "gpu_time", size, name).median for size in SHAPES), 1)
@@ -75,7 +71,6 @@ def where_time_goes(stored: dict) -> Figure:
         panel.bar_label(dark, fmt="%.1f", label_type="center", color="white")
         panel.bar_label(light, fmt="%.1f", label_type="center")
         panel.bar_label(light, [f"{whole:.1f} us"], padding=4)
-    panel.invert_yaxis()
     panel.margins(x=0.1)
     panel.set_xlabel("dark: GPU kernels; light: launch path, with allocation and synchronize")
     return figure
