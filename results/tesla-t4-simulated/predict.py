@@ -50,8 +50,8 @@ def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=Non
     kernels, launches = pandas.DataFrame(kernels), pandas.DataFrame(launches)
     kernels["unsloth_today"] *= unsloth
     launches["ours"] *= ours
-    classic = FACTS["classic_kernels"] / simulated("burst", "burst")["copy_kernel"]
-    kernels["unsloth_classic"] = kernels["copy_kernel"] * classic  # simulated with bursts alone
+    bursts = simulated("burst", "burst")["copy_kernel"]  # classic was simulated with these alone
+    kernels["unsloth_classic"] = FACTS["classic_kernels"] * kernels["copy_kernel"] / bursts
     return kernels, launches
 
 
