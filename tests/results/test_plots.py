@@ -17,8 +17,9 @@ def test_every_picture_shows_the_rows(stored, name):
 
 
 def test_this_kernel_is_the_first_bar_and_alone_in_color():
-    rows = [Row("protocol", "total", name, "s", [1 + len(name)]) for name in ("peft", "ours", "ordinary")]
+    turns = enumerate(("bitsandbytes", "ours", "peft"), 1)
+    rows = [Row("protocol", "total", name, "s", [seconds]) for seconds, name in turns]
     panel = plots.protocol({plots.CARD: rows}).axes[0]
-    other, another, own = [bar.get_facecolor() for bar in panel.patches]  # from the bottom
-    assert panel.get_yticklabels()[-1].get_text() == "this kernel"
-    assert other == another != own
+    shown = [label.get_text() for label in panel.get_yticklabels()]  # from the bottom
+    other, another, own = [bar.get_facecolor() for bar in panel.patches]
+    assert shown == ["PEFT", "bitsandbytes", "this kernel"] and other == another != own
