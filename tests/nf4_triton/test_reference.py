@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import machine
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import reference
 from nf4_triton.reference import different, same_bits
+from nf4_triton.state import Selection, read_state
 from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -47,8 +50,9 @@ def agrees(weight, state):
 
 @pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_what_bitsandbytes_quantizes(quant_type, nested, device):
-    """Every blocksize and dtype; sizes of whole blocks, ending inside a block, and odd."""
+def test_what_bitsandbytes_quantizes(monkeypatch, quant_type, nested, device):
+    """Every blocksize and dtype; sizes of whole blocks, ending inside a block, and odd; in small chunks."""
+    monkeypatch.setattr(reference, "CHUNK", 512 if device == "cpu" else 8)
     torch.manual_seed(3407)
     how = dict(compress_statistics=nested, quant_type=quant_type)
     for k, dtype in itertools.product(range(5, 13), DTYPES):
@@ -80,6 +84,47 @@ def test_odd_states(device):
     assert left_out < states.keys()
     for name in states.keys() - left_out:
         assert agrees(*states[name]), name
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (40, 24), (12, 4096), (7, 5, 64), (5, 1000)], ids=str)
+def test_slices_are_those_of_the_whole_weight(monkeypatch, shape):
+    """Inside a block, across blocks and groups of blocks; in small chunks; with bytes to spare."""
+    last = shape[0] - 1
+    ids = torch.tensor([3, 1, last, 3, -1, last + 1, 2**40, -(2**40)], device=DEVICE)
+    for nested, blocksize, blocksize2 in ((True, 8, 256), (True, 4096, 1), (False, 64, 1)):
+        how = dict(blocksize=blocksize, blocksize2=blocksize2)
+        weight, state = random_state(shape, torch.bfloat16, nested, **how)
+        whole = oracle(weight, state)
+        packed = read_state(torch.cat([weight, weight]).view(-1).view(torch.float16), state)
+        with monkeypatch.context() as patched:
+            patched.setattr(reference, "CHUNK", 8)
+            some = reference.dequantize(packed, selection=Selection(None, 1, 3))
+            none = reference.dequantize(packed, selection=Selection(None, 3, 0))
+            result = reference.dequantize(packed, selection=Selection(ids, 0, len(ids)))
+        assert same_bits(some, whole[1:4]) and same_bits(none, whole[3:3])
+        assert same_bits(result[:4], whole[ids[:4]]) and result[4:].isnan().all()
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operator returned, besides bytes and bf16 results."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        if isinstance(result, torch.Tensor) and result.dtype not in (torch.bfloat16, torch.uint8):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_temporary_memory_is_that_of_a_chunk_or_of_the_rows(monkeypatch):
+    monkeypatch.setattr(reference, "is_traced", lambda tensor: False)  # despite Largest
+    packed = read_state(*random_state((2048, 2048), torch.bfloat16, device="cpu"))
+    rows = Selection(torch.tensor([5, 0]), 0, 2)
+    for selection, most in ((None, reference.CHUNK), (rows, 2 * 2048)):
+        with Largest() as largest:
+            reference.dequantize(packed, selection=selection)
+        assert largest.elements == most
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
