@@ -1,5 +1,6 @@
 """Dequantize with the kernel or with plain PyTorch: NF4_BACKEND=triton|torch|auto."""
 
+import contextlib
 import functools
 import logging
 import os
@@ -7,7 +8,7 @@ import os
 import torch
 
 from . import autoload, environment, private, reference
-from .state import DTYPES, UnsupportedState, check, check_call, read_rows, read_state
+from .state import DTYPES, UnsupportedState, check_call, check_out, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 
@@ -21,38 +22,39 @@ def dequantize(
 ) -> torch.Tensor:
     """Return a dequantized 4-bit weight (nf4 or fp4, nested or flat), bit-identical to bitsandbytes.
 
-    weight: a bitsandbytes Linear4bit, or its Params4bit, or packed codes (two a byte, high nibble first, any
-    storage dtype) with their `quant_state`, or (module, "name") of a parameter that bitsandbytes quantized in
-    place, such as a stack of experts.
+    weight: a bitsandbytes Linear4bit or 4-bit embedding, or its Params4bit, or packed codes (two a byte, high
+    nibble first, any storage dtype) with their `quant_state`, as read_checkpoint returns both, or
+    (module, "name") of a parameter that bitsandbytes quantized in place, such as a stack of experts.
     out: optional contiguous tensor of the result's shape and dtype to fill.
-    dtype: torch.float16, bfloat16, or float32. Default: quant_state.dtype. float32 is finer than a library's
-    float16 or bfloat16 result converted to float32.
+    dtype: torch.float16, bfloat16, or float32. Default: quant_state.dtype. Another dtype differs from a
+    library's result converted with .to(dtype), which was rounded to quant_state.dtype before.
     rows: dequantize only these slices along the first dimension of quant_state.shape, in the same single
-    launch: a slice of step 1, an int32 or int64 tensor of ids, or a list of ints. Ids may repeat. One out of
-    range raises IndexError on a CPU; on a GPU, where checking would wait, its slice is NaN. Ids on a CPU are
-    copied to the GPU, which may wait.
+    launch: a slice of step 1, an int32 or int64 tensor of ids such as (batch, tokens), or a list of ints. Ids
+    may repeat. One out of range raises IndexError on a CPU; on a GPU, where checking would wait, its slice is
+    NaN. Ids on a CPU are copied to the GPU, which may wait.
     NF4_BACKEND picks the code: "triton" the kernel, "torch" plain PyTorch, "auto" (the default) the kernel
     where it can run, else PyTorch.
     Returns a tensor of shape quant_state.shape, transposed if weight.shape[0] is 1; with rows, of shape
-    (len(rows), *quant_state.shape[1:]), never transposed.
+    (*ids.shape, *quant_state.shape[1:]), never transposed.
     Raises UnsupportedState (a ValueError) for malformed input, ValueError for an unknown NF4_BACKEND.
     """
-    if isinstance(weight, tuple) and quant_state is None:
-        weight, quant_state = parametrized(*weight)
-    elif quant_state is None:
-        layer, weight = weight, getattr(weight, "weight", weight)
-        quant_state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
-        if quant_state is None:
-            raise UnsupportedState(no_state(layer))
-    elif isinstance(quant_state, torch.dtype):
-        raise UnsupportedState(
-            f"quant_state is {quant_state}, expected a QuantState or None: pass dtype={quant_state}"
-        )
-    packed = read_state(weight, quant_state)
+    packed = read_state(*with_state(weight, quant_state))
     if dtype is not None:
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         packed = packed._replace(dtype=dtype)
+    if not isinstance(rows, torch.Tensor) or rows.dim() == 1:
+        return run(packed, out, rows)
+    ids, shape = rows.reshape(-1), (*rows.shape, *packed.shape[1:])
+    if out is None:
+        return run(packed, None, ids).view(shape)
+    check_out(out, packed._replace(shape=shape))
+    run(packed, out.view(ids.numel(), *packed.shape[1:]), ids)
+    return out
+
+
+def run(packed, out, rows):
+    """Return the weight of a Packed, or its slices, by the kernel or by PyTorch."""
     # Where the weight is, too, or the checks say so: a Params4bit takes 1.9 us longer to say its device.
     if choose(getattr(packed.absmax, "device", None)) == "torch":
         return dequantize_in_torch(packed, out, rows)
@@ -63,6 +65,24 @@ def dequantize(
     except launch_general.CANNOT_LAUNCH as error:
         problem = f"the kernel could not be launched ({type(error).__name__}: {error})"
         raise RuntimeError(f"{problem}: set NF4_BACKEND=torch to dequantize in PyTorch") from error
+
+
+def with_state(weight, quant_state) -> tuple:
+    """Return (packed codes, quant_state) of dequantize()'s first two arguments."""
+    if isinstance(quant_state, (torch.Tensor, torch.dtype, torch.nn.Module)):
+        raise UnsupportedState(
+            f"quant_state is a {type(quant_state).__name__}, expected a QuantState or None: the order is"
+            " dequantize(weight, quant_state, out, dtype, rows)"
+        )
+    if quant_state is not None:
+        return weight, quant_state
+    if isinstance(weight, tuple) and len(weight) == 2 and isinstance(weight[1], str):
+        return parametrized(*weight)
+    packed = getattr(weight, "weight", weight)
+    quant_state = getattr(packed, "quant_state", None) or getattr(weight, "quant_state", None)
+    if quant_state is None:
+        raise UnsupportedState(no_state(weight))
+    return packed, quant_state
 
 
 def parametrized(module, name) -> tuple:
@@ -82,12 +102,13 @@ def no_state(given) -> str:
     """Return the text of an error for what is not a 4-bit layer: what it is, and what to pass."""
     kind = type(given).__name__
     expected = f"{kind} has no quant_state, expected bitsandbytes' Linear4bit:"
-    if isinstance(given, torch.Tensor):
-        return f"{expected} pass the layer, or the packed codes and their quant_state"
     if not isinstance(given, torch.nn.Module):
-        return f"{expected} pass such a layer"
-    if hasattr(getattr(given, "weight", None), "quant_state"):
+        return f"{expected} pass the layer, (module, 'name'), or the packed codes and their quant_state"
+    weight = getattr(given, "weight", None)
+    if hasattr(weight, "quant_state"):
         return f"{expected} its weight is not quantized yet; move it with layer.to('cuda')"
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return f"{expected} its weight is not quantized but {weight.dtype}; use it as it is"
     for name, module in given.named_modules():
         if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
             return f"{expected} pass one layer at a time, such as model.get_submodule({name!r})"
@@ -100,15 +121,18 @@ def no_state(given) -> str:
 
 def dequantize_in_torch(packed, out=None, rows=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    check(packed)
     selection = None if rows is None else read_rows(rows, packed)
     check_call(packed, out, selection, memory=not private.is_traced(packed.weight))
-    result = reference.dequantize(packed, selection=selection)
-    if out is None:
-        return result
-    if selection is None and packed.weight.shape[0] == 1:
-        return out.copy_(result.t()).t()
-    return out.copy_(result)
+    with private.plain_tensors():
+        result = reference.dequantize(packed, selection=selection)
+        if out is None:
+            return result
+        if selection is None and packed.weight.shape[0] == 1:
+            out = out.t()
+        # Outside inference mode torch refuses to write an inference tensor. Dynamo cannot ask for one.
+        inference = not private.is_compiling() and out.is_inference()
+        with torch.inference_mode() if inference else contextlib.nullcontext():
+            return out.copy_(result)
 
 
 def choose(device) -> str:
