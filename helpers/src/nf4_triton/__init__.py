@@ -23,7 +23,8 @@ Dequantize by hand:
     weight = dequantize(layer, dtype=torch.bfloat16)
     weight = dequantize(packed, quant_state)       # what bitsandbytes.functional.quantize_4bit returned
     experts = dequantize(packed, quant_state, rows=ids)  # these along the first dimension: (len(ids), ...)
-    vectors = dequantize(embedding, rows=token_ids)      # a slice, a tensor of ids, or a list
+    vectors = dequantize(embedding, rows=token_ids)      # a slice, a list, or ids such as (batch, tokens)
+    weight = dequantize(*read_checkpoint(tensors, name))  # tensors as safetensors loads a saved 4-bit model
 
 Environment variables:
 
@@ -41,12 +42,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "1.3.0"
-__all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "restore", "use_nf4_kernel"]
+__all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "read_checkpoint", "restore"]
+__all__ += ["use_nf4_kernel"]
 # NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 
 if TYPE_CHECKING:
     from .backend import dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
+    from .checkpoint import read_checkpoint
     from .libraries.site import UnknownInternals
     from .libraries.switch import Switch, restore, use_nf4_kernel
     from .state import UnsupportedState
@@ -57,6 +60,7 @@ else:
         "UnknownInternals": "libraries.site.UnknownInternals",
         "UnsupportedState": "state.UnsupportedState",
         "dequantize": "backend.dequantize",
+        "read_checkpoint": "checkpoint.read_checkpoint",
         "restore": "libraries.switch.restore",
         "use_nf4_kernel": "libraries.switch.use_nf4_kernel",
     }

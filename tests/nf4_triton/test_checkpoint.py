@@ -1,0 +1,81 @@
+"""read_checkpoint: a weight from the tensors of a saved checkpoint, as bitsandbytes wrote them."""
+
+import pytest
+import torch
+
+from helpers import machine
+from nf4_triton import UnsupportedState, dequantize, read_checkpoint
+from nf4_triton.reference import same_bits
+from states import oracle
+
+functional = pytest.importorskip("bitsandbytes.functional")
+NAME = "model.layers.0.mlp.up_proj.weight"
+CASES = {
+    "nf4": {},
+    "fp4": {"quant_type": "fp4"},
+    "flat": {"compress_statistics": False},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "inside a block": {"shape": (33, 70), "blocksize": 128},
+    "quant_storage": {"quant_storage": torch.bfloat16},
+    "experts": {"shape": (5, 32, 64)},
+}
+
+
+def saved(shape=(64, 64), dtype=torch.bfloat16, **how):
+    """Return a weight's tensors as a checkpoint has them, and what they must give."""
+    torch.manual_seed(0)
+    how = {"quant_type": "nf4", "compress_statistics": True} | how
+    weight, state = functional.quantize_4bit(torch.randn(shape, dtype=dtype), **how)
+    parts = state.as_dict(packed=True)
+    tensors = {f"{NAME}.{key}": tensor for key, tensor in parts.items()}
+    return {NAME: weight, **tensors}, oracle(weight, state)
+
+
+@pytest.mark.parametrize("how", CASES.values(), ids=CASES)
+def test_what_bitsandbytes_saves(how):
+    tensors, expected = saved(**how)
+    packed, state = read_checkpoint(tensors, NAME)
+    assert state.shape == expected.shape and state.dtype == expected.dtype
+    assert same_bits(dequantize(packed, state), expected)
+    if len(expected) == 5:
+        assert same_bits(dequantize(packed, state, rows=[3, 0]), expected[[3, 0]])
+
+
+def test_the_state_dict_of_a_model():
+    """Of a layer, and of experts that replace_parameter_4bit quantized."""
+    nn = pytest.importorskip("bitsandbytes.nn")
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    model = torch.nn.Module()
+    model.up_proj = nn.LinearNF4(64, 32, bias=False).to("cpu")
+    model.down_proj = torch.nn.Parameter(torch.randn(3, 64, 32))
+    parametrize.replace_parameter_4bit(model, "down_proj", quant_type="fp4")
+    tensors = model.state_dict()
+    for name, source in (("up_proj.weight", model.up_proj), ("down_proj", (model, "down_proj"))):
+        assert same_bits(dequantize(*read_checkpoint(tensors, name)), dequantize(source))
+
+
+def test_what_is_missing_or_damaged_is_named():
+    tensors, _ = saved()
+    facts = f"{NAME}.quant_state.bitsandbytes__nf4"
+    for key in tensors.keys() - {f"{NAME}.quant_map"}:  # bitsandbytes does not read it either
+        rest = {other: tensor for other, tensor in tensors.items() if other != key}
+        with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read .*'{key}'.*all shards"):
+            read_checkpoint(rest, NAME)
+    for damaged in (tensors[facts][:-9], tensors[facts].float(), torch.tensor(list(b"[1]"))):
+        with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read"):
+            read_checkpoint(tensors | {facts: damaged}, NAME)
+
+
+def test_without_bitsandbytes_and_triton(tmp_path):
+    torch.save(saved(), tmp_path / "saved.pt")
+    code = f"""
+import sys
+sys.modules["bitsandbytes"] = sys.modules["triton"] = None
+import torch
+from nf4_triton import dequantize, read_checkpoint
+tensors, expected = torch.load("saved.pt")
+print(torch.equal(dequantize(*read_checkpoint(tensors, {NAME!r})), expected))
+"""
+    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None}, folder=tmp_path)
+    assert said.out == "True\n"
