@@ -13,7 +13,7 @@ from helpers.puzzle.layers import DEVICE
 from nf4_triton import reference
 from nf4_triton.reference import different, same_bits
 from nf4_triton.state import Selection, read_state
-from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state, subnormal_scales
+from states import DTYPES, SPECIAL, every_byte, exact, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
@@ -95,7 +95,7 @@ def test_slices_are_those_of_the_whole_weight(monkeypatch, shape):
         how = dict(blocksize=blocksize, blocksize2=blocksize2)
         weight, state = random_state(shape, torch.bfloat16, nested, **how)
         whole = oracle(weight, state)
-        packed = read_state(torch.cat([weight, weight]).view(-1).view(torch.float16), state)
+        packed = read_state(torch.cat([weight, weight[:2]]).view(-1).view(torch.float16), state)
         with monkeypatch.context() as patched:
             patched.setattr(reference, "CHUNK", 8)
             some = reference.dequantize(packed, selection=Selection(None, 1, 3))
@@ -103,6 +103,13 @@ def test_slices_are_those_of_the_whole_weight(monkeypatch, shape):
             result = reference.dequantize(packed, selection=Selection(ids, 0, len(ids)))
         assert same_bits(some, whole[1:4]) and same_bits(none, whole[3:3])
         assert same_bits(result[:4], whole[ids[:4]]) and result[4:].isnan().all()
+
+
+def test_one_block_of_an_odd_size_beyond_a_chunk(monkeypatch):
+    weight, state = random_state((83, 99), torch.bfloat16, blocksize=2**14)
+    expected = oracle(weight, state)
+    monkeypatch.setattr(reference, "CHUNK", 8)
+    assert exact(expected, weight, state)
 
 
 class Largest(TorchDispatchMode):
