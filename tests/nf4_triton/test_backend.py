@@ -69,7 +69,7 @@ def test_ids_of_any_number_of_dimensions(monkeypatch, name, device):
         assert dequantize(embedding, out=out, rows=ids) is out and same_bits(out, whole[ids])
     out = whole.new_empty(4, 3, 128)
     for given in (out[..., :64], out.view(12, 128)[:, :64], out.view(8, 3, 64)[:4].float()):
-        with pytest.raises(launch.UnsupportedState, match=r"out has .* expected \(\(4, 3, 64\)"):
+        with pytest.raises(UnsupportedState, match=r"out has .* expected \(\(4, 3, 64\)"):
             dequantize(embedding, out=given, rows=drawn)
 
 
@@ -211,5 +211,5 @@ def test_the_advice_for_offloaded_layers(make_layer, device):
     assert layer.weight.device.type == "cpu" and same_bits(dequantize(layer.to(device)), expected)
     accelerate.hooks.remove_hook_from_module(model)
     accelerate.cpu_offload(model, device)
-    with pytest.raises(launch.UnsupportedState, match="accelerate loses"):
+    with pytest.raises(UnsupportedState, match="accelerate loses"):
         dequantize(layer)

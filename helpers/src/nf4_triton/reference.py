@@ -36,7 +36,7 @@ NF4_VALUES = (
 )  # fmt: skip
 FP4_VALUES: tuple[float, ...] = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
 FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbytes' CUDA kernels
-CHUNK = 1 << 18  # elements that a CPU computes at once, in its caches: 9 times as fast as all 67M
+CHUNK = 1 << 18  # elements that a CPU computes at once, in its caches: 4 times as fast as 67M at once
 
 
 def dequantize(packed, flush_subnormal=None, selection=None):
@@ -53,7 +53,7 @@ def dequantize(packed, flush_subnormal=None, selection=None):
     codes = weight.detach().contiguous().view(-1).view(torch.uint8)
     if selection is None:
         n = math.prod(shape)
-        unit = min(packed.blocksize, max(1, n))
+        unit = min(packed.blocksize, n or 1)
         blocks = torch.arange(-(-n // unit), device=weight.device)
     else:
         codes, blocks, unit, missing = select(packed, codes, selection)
@@ -93,7 +93,7 @@ def select(packed, codes, selection):
 
 def fill(out, table, codes, scale, unit, multiply):
     """Write table[code[i]] * scale[i // unit] into out[i], in chunks."""
-    pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)  # the two codes of each byte
+    pairs = torch.cartesian_prod(table, table)  # the values of each byte's two codes, the high nibble first
     pairs = pairs.view(torch.int64).view(-1)  # one lookup copies both
     chunks = [(out, codes, scale)]
     if not is_traced(codes):

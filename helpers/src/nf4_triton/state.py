@@ -174,8 +174,8 @@ def check_weight(weight, n, shape, device):
         raise UnsupportedState("the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
     if weight.device.type == "meta":
         raise UnsupportedState(
-            "the weight is on meta, expected its values, which accelerate loses when it offloads a 4-bit layer: "
-            "reload it, and move it with layer.to(device) or accelerate.cpu_offload_with_hook"
+            "the weight is on meta, expected its values, which accelerate loses when it offloads a 4-bit "
+            "layer: reload it, and move it with layer.to(device) or accelerate.cpu_offload_with_hook"
         )
     if device and weight.device.type not in ("cuda", device):
         raise UnsupportedState(
