@@ -41,7 +41,7 @@ def library(weight, state):
 
 
 def agrees(weight, state):
-    """Return whether the fallback is the tests' oracle, and this bitsandbytes, bit for bit. Its CPU code gives
+    """Return whether the fallback is the oracle, and this bitsandbytes, bit for bit. On a CPU it gives
     fp4's code 8 either sign."""
     result, expected = oracle(weight, state), library(weight, state)
     assert same_bits(reference.dequantize(read_state(weight, state)), result)
