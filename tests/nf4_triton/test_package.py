@@ -11,7 +11,7 @@ import pytest
 import nf4_triton as package
 from helpers import machine
 from nf4_triton import __main__ as command_line
-from nf4_triton import autoload, environment, speed
+from nf4_triton import autoload, environment, log, speed
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -168,7 +168,7 @@ def test_an_unknown_value_of_the_variable_switches_nothing_on(monkeypatch, caplo
 
 def test_a_local_rank_may_be_any_text(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1" * 5000)  # int() takes 4300 digits
-    assert autoload.local_rank() == 0
+    assert log.local_rank() == 0
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

@@ -1,18 +1,18 @@
-"""NF4_TRITON=1: use the kernel in a script without changing a line of it. Also what the package logs.
+"""NF4_TRITON=1: use the kernel in a script without changing a line of it.
 
 bitsandbytes calls `load` during its own import (entry point nf4_triton.autoload:load), which fails if `load`
 raises. The switch waits for the first Linear4bit: by then Unsloth, PEFT, and transformers are imported.
 """
 
-import contextlib
 import functools
 import importlib
 import logging
 import os
 
+from .log import say
+
 ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no")
-log = logging.getLogger("nf4_triton")
 waiting: list = []  # not empty until the switch is made; use_nf4_kernel and restore clear it
 
 
@@ -47,23 +47,3 @@ def _switch_before(layer, original):
         original(self, *arguments, **named)
 
     return __init__
-
-
-def say(text: str, level: int = logging.INFO) -> None:
-    """Log on one process per host (LOCAL_RANK 0), by the program's handlers; without any, to stderr with the
-    logger's name in front. Never raises."""
-    if local_rank() > 0:
-        return
-    with contextlib.suppress(Exception):  # stderr may be closed, or a broken pipe
-        if log.hasHandlers():
-            log.log(level, "%s", text)
-        elif level >= max(log.level or logging.INFO, log.manager.disable + 1):
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-            handler.handle(log.makeRecord(log.name, level, "", 0, text, (), None))
-
-
-def local_rank() -> int:
-    """Return LOCAL_RANK, the number of this process on its host; 0 if it is missing or no such number."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() and len(rank) < 10 else 0

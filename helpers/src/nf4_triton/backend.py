@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from . import autoload, environment, private, reference
+from . import environment, log, private, reference
 from .state import DTYPES, UnsupportedState, check_call, check_out, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
@@ -163,4 +163,4 @@ def why_torch(device: torch.device | None) -> str | None:
 
 @functools.cache
 def say_once(text: str) -> None:
-    autoload.say(text, logging.WARNING)
+    log.say(text, logging.WARNING)

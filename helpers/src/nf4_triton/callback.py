@@ -2,8 +2,8 @@
 
 import contextlib
 
-from .autoload import say
 from .libraries.switch import Switch, check_names, use_nf4_kernel
+from .log import say
 
 try:
     from tqdm import tqdm

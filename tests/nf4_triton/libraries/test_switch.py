@@ -14,7 +14,7 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 
 from helpers.puzzle.layers import DEVICE  # noqa: E402
-from nf4_triton import autoload, launch_general  # noqa: E402
+from nf4_triton import autoload, launch_general, log  # noqa: E402
 from nf4_triton.libraries import site, switch  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE  # noqa: E402
 from nf4_triton.libraries.site import UnknownInternals  # noqa: E402
@@ -372,12 +372,12 @@ def test_without_configured_logging_lines_have_a_name(unconfigured, monkeypatch,
     assert capsys.readouterr().err.startswith("nf4_triton: The NF4 kernel works here")
     logging.getLogger("nf4_triton").setLevel(logging.WARNING)
     use_nf4_kernel("bitsandbytes")
-    autoload.say("it falls back", logging.WARNING)
+    log.say("it falls back", logging.WARNING)
     assert capsys.readouterr().err == "nf4_triton: it falls back\n"
     monkeypatch.setattr(sys, "stderr", Closed())
-    autoload.say("it falls back", logging.WARNING)
+    log.say("it falls back", logging.WARNING)
     logging.basicConfig()
-    autoload.say("it falls back", logging.WARNING)
+    log.say("it falls back", logging.WARNING)
 
 
 # NF4_TRITON=1

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .. import launch_general, private
-from ..autoload import local_rank, say
 from ..kernel import INTERPRETED
+from ..log import local_rank, say
 from ..reference import same_bits
 from ..state import UnsupportedState, read_state
 

@@ -14,8 +14,8 @@ import types
 from collections.abc import Iterator
 
 from .. import autoload
-from ..autoload import say
 from ..environment import cannot_run
+from ..log import say
 from . import axolotl, bitsandbytes, unsloth
 from .site import OFF, ORIGINALS, Site, contents, current, self_test_device
 

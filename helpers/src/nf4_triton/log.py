@@ -1,0 +1,26 @@
+"""What the package logs, and from which process: the logger "nf4_triton"."""
+
+import contextlib
+import logging
+import os
+import sys
+
+log = logging.getLogger("nf4_triton")
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """Log on one process per host (LOCAL_RANK 0), by the program's handlers; without any, to stderr with the
+    logger's name in front. Never raises."""
+    if local_rank() > 0:
+        return
+    with contextlib.suppress(Exception):  # stderr may be closed, or a broken pipe
+        if log.hasHandlers():
+            log.log(level, text)
+        elif level >= max(log.level or logging.INFO, log.manager.disable + 1):
+            print(f"{log.name}: {text}", file=sys.stderr)
+
+
+def local_rank() -> int:
+    """Return LOCAL_RANK, the number of this process on its host; 0 if it is missing or no such number."""
+    rank = os.environ.get("LOCAL_RANK", "")
+    return int(rank) if rank.isdecimal() and len(rank) < 10 else 0  # int() refuses 5,000 digits
