@@ -7,14 +7,14 @@ Train with it: one call after the imports and before training.
     use_nf4_kernel()                           # Unsloth, bitsandbytes, Axolotl: the imported ones
     trainer.train()
 
-PEFT and transformers dequantize through bitsandbytes. print(use_nf4_kernel()) says which functions it
-replaced and which it left alone. It is on or off for the whole process. Results stay bit-identical: the same
-losses, the same adapter. Other ways to switch it on:
+PEFT and transformers dequantize through bitsandbytes. It is on or off for the whole process. Results stay
+bit-identical: the same losses, the same adapter. Other ways to switch it on:
 
-    with use_nf4_kernel() as switch: ...           # for a while; switch.counts() says what dequantized
+    with use_nf4_kernel() as switch: ...           # for a while
     Trainer(..., callbacks=[NF4KernelCallback()])  # while training runs
     NF4_TRITON=1 python train.py                   # without changing the script
 
+    print(switch)                                  # which functions, how many dequantizations, what is left
     restore()                                      # puts all of the libraries' own functions back
 
 Dequantize by hand:
@@ -42,17 +42,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 __version__ = "1.3.0"
-__all__ = ["Switch", "UnknownInternals", "UnsupportedState", "dequantize", "read_checkpoint", "restore"]
-__all__ += ["use_nf4_kernel"]
-# NF4KernelCallback is not in it: `from nf4_triton import *` must work without transformers.
 
 if TYPE_CHECKING:
-    from .backend import dequantize
+    from .backend import dequantize as dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
-    from .checkpoint import read_checkpoint
-    from .libraries.site import UnknownInternals
-    from .libraries.switch import Switch, restore, use_nf4_kernel
-    from .state import UnsupportedState
+    from .checkpoint import read_checkpoint as read_checkpoint
+    from .libraries.site import UnknownInternals as UnknownInternals
+    from .libraries.switch import Switch as Switch
+    from .libraries.switch import restore as restore
+    from .libraries.switch import use_nf4_kernel as use_nf4_kernel
+    from .state import UnsupportedState as UnsupportedState
 else:
     _HOMES = {
         "NF4KernelCallback": "callback.NF4KernelCallback",
@@ -73,10 +72,8 @@ else:
         try:
             return getattr(importlib.import_module(f".{module}", __name__), attribute)
         except ModuleNotFoundError as error:
-            if error.name not in ("torch", "triton"):
-                raise
-            text = f"nf4_triton needs torch 2.8 and Triton 3.4 or newer, and {error.name} is not installed"
-            raise ImportError(f"{text}: pip install {error.name}") from error
+            problem = f"nf4_triton.{name} needs {error.name}, which is not installed"
+            raise ImportError(f"{problem}: pip install {error.name}") from error
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_HOMES})

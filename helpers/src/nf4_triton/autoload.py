@@ -40,8 +40,7 @@ def _switch_before(layer, original):
         if waiting:
             waiting.clear()
             try:
-                switch = importlib.import_module(f"{__package__}.libraries.switch")
-                say(f"NF4_TRITON=1: {switch.use_nf4_kernel(quiet=True)}")
+                importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
             except Exception as error:
                 say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
         original(self, *arguments, **named)

@@ -2,20 +2,16 @@
 
 import contextlib
 
+from tqdm import tqdm
+from transformers import TrainerCallback
+
 from .libraries.switch import Switch, check_names, use_nf4_kernel
 from .log import say
-
-try:
-    from tqdm import tqdm
-    from transformers import TrainerCallback
-except ImportError as error:
-    raise ImportError("NF4KernelCallback needs transformers: pip install transformers") from error
 
 
 class NF4KernelCallback(TrainerCallback):
     """Switch the kernel on when training begins and off when it ends, for transformers', TRL's and Unsloth's
-    trainers. A kernel that was on before stays on. At the end it logs how many dequantizations the libraries
-    did themselves.
+    trainers. A kernel that was on before stays on. At the end it logs the switch's report.
 
     Takes the arguments of use_nf4_kernel. Raises ValueError for an unknown name; with strict, on_train_begin
     raises the same errors as that function. If training is interrupted, the kernel stays on until restore()
@@ -35,13 +31,14 @@ class NF4KernelCallback(TrainerCallback):
         self.switch = use_nf4_kernel(*self.names, quiet=self.quiet, strict=self.strict)
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        if self.switch and not self.quiet:
-            # The trainer's progress bar is still open: it is cleared for this line and drawn again below it.
+        switch = self._end()
+        if switch and not self.quiet:
+            # The trainer's progress bar is still open: it is cleared for this text and drawn again below it.
             with contextlib.suppress(Exception), tqdm.external_write_mode():
-                say(self.switch.summary())
-        self._end()
+                say(str(switch))
 
-    def _end(self) -> None:
-        if self.switch:
-            self.switch.__exit__()
-        self.switch = None
+    def _end(self) -> Switch | None:
+        switch, self.switch = self.switch, None
+        if switch:
+            switch.__exit__()
+        return switch

@@ -7,6 +7,8 @@ import torch
 
 from nf4_triton import reference
 from nf4_triton.libraries import switch
+from nf4_triton.libraries.site import KERNEL
+from states import oracle
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 quietly = functools.partial(switch.use_nf4_kernel, quiet=True)
@@ -16,13 +18,20 @@ def library_function():
     return bnb.functional.dequantize_4bit
 
 
-ORIGINAL = library_function()
+ORIGINAL = [library_function()]  # in a list: a name in a module would be reported
+
+
+def untouched():
+    return library_function() is ORIGINAL[0]
+
+
+def sites():
+    return [site for sites in switch.LIBRARIES.values() for site in sites]
 
 
 def forget_self_tests():
-    for sites in switch.LIBRARIES.values():
-        for site in sites:
-            site.replacement = None
+    for site in sites():
+        site.replacement = None
 
 
 def on(*names):
@@ -61,13 +70,13 @@ def compare(call, *names):
     with on(*names) as switched:
         found = outcome(call)
     assert same(found, expected), (found, expected)
-    return switched.counts()
+    return switched.calls
 
 
 def compared(call, name, *libraries):
     """Return how many calls of a function the kernel and the library answered, after the same comparison."""
-    counts = compare(call, *libraries)[name]
-    return counts["kernel"], counts["library"]
+    calls = compare(call, *libraries)[name]
+    return calls[KERNEL], calls.total() - calls[KERNEL]
 
 
 def through(layer, x):
@@ -76,3 +85,10 @@ def through(layer, x):
     y = layer(x)
     y.backward(y.detach() + 1)
     return y.detach(), x.grad
+
+
+def from_parts(W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
+    """Dequantize as Axolotl does, whose own function needs a GPU: tests/long/test_axolotl.py."""
+    second = bnb.functional.QuantState(absmax2, code=code2, blocksize=blocksize2, dtype=FP32)
+    state = bnb.functional.QuantState(absmax, shape, None, blocksize, "nf4", dtype, offset, second)
+    return oracle(W, state)

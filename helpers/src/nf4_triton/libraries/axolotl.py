@@ -4,9 +4,8 @@ import math
 
 import torch
 
-from .. import launch_general
 from ..state import Packed, UnsupportedState
-from .site import Site, dequantize_rows, small_stack
+from .site import Site, dequantize_rows, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
 EXPERTS = "axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant._selective_dequant_bnb4"

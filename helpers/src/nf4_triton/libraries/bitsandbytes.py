@@ -4,9 +4,8 @@ multiplies."""
 import torch
 from torch.nn.functional import linear
 
-from .. import launch_general
 from ..state import Packed
-from .site import Site
+from .site import Site, launch_general
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
 FALLBACK = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"  # imported only where there is a GPU

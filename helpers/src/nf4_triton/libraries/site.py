@@ -4,28 +4,30 @@ import collections
 import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 import logging
-import math
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .. import launch_general, private
-from ..kernel import INTERPRETED
+from .. import private
 from ..log import local_rank, say
 from ..reference import same_bits
+from ..settings import INTERPRETED
 from ..state import UnsupportedState, read_state
 
-# bitsandbytes makes these tables at their first use, in torch's default dtype of that moment.
-TABLES = ("bitsandbytes.functional.name2qmap", "bitsandbytes.backends.utils._code_4bit_cache")
-MOST_FAILURES = 3  # each may have compiled for seconds
+try:
+    from .. import launch_general
+except ImportError:  # no Triton: use_nf4_kernel() says so, and no function is replaced
+    launch_general = None  # type: ignore[assignment]
+
 OFF = "switched off"
+KERNEL = "by the kernel"
+COMPILED = "used in compiled code, where calls cannot be counted"
 ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
 
 
@@ -40,10 +42,7 @@ def dequantized(function: Callable, packed: torch.Tensor, quant_state) -> Iterab
 
 @dataclass(eq=False)
 class Site:
-    """A function of a library that dequantizes, and what answers its calls.
-
-    Calls in compiled code are not counted; concurrent threads may miss a few.
-    """
+    """A function of a library that dequantizes, and what answers its calls. Threads may miss a few counts."""
 
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
@@ -52,9 +51,7 @@ class Site:
     original: Any = None
     replacement: Any = None  # None: no self-test has passed
     why_not: str = OFF  # why it does not answer; empty while it does
-    failures: int = 0
-    answered: int = 0  # calls that the kernel dequantized for
-    reasons: collections.Counter = field(default_factory=collections.Counter)  # why the library did, of calls
+    calls: collections.Counter = field(default_factory=collections.Counter)  # {by whom and why: eager calls}
 
     def dequantize(self, kernel: Callable, *arguments):
         """Return kernel(*arguments), counted, or None if the library has to dequantize."""
@@ -62,37 +59,29 @@ class Site:
             result = kernel(*arguments)
         except UnsupportedState as error:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
-                self.reasons[str(error).split(":")[0]] += 1
+                self.calls[f"by the library: {str(error).split(':')[0]}"] += 1
             return None
-        except launch_general.CANNOT_LAUNCH as error:
-            self.reasons[self.fail(error)] += 1
+        except launch_general.CANNOT_LAUNCH as error:  # no second try: each may compile for seconds
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            self.why_not = f"the kernel could not be launched ({reason})"
+            if self.replacement:  # the self-test raises it
+                say(f"Left to the library: {self.name}: {self.why_not}", logging.WARNING)
             return None
-        if not private.is_compiling():
-            self.answered += 1
+        if private.is_compiling():
+            self.note_compiled()
+        else:
+            self.calls[KERNEL] += 1
         return result
 
-    def fail(self, error: Exception) -> str:
-        """Note a launch that failed, and return why. The first is logged; the last stops this site."""
-        why = f"the kernel could not be launched ({type(error).__name__}: {error})"
-        self.failures += 1
-        if self.failures == 1:
-            say(f"{self.name} falls back to the library: {why}", logging.WARNING)
-        if self.failures == MOST_FAILURES:
-            self.why_not = why
-        return why
-
-    def exists(self) -> bool:
-        """Return whether the library was imported as far as this function's package, and has its module."""
-        module = self.name.rpartition(".")[0]
-        package = module.rpartition(".")[0]
-        return module in sys.modules or (package in sys.modules and bool(importlib.util.find_spec(module)))
+    @torch.compiler.assume_constant_result  # runs once, when Dynamo traces a call
+    def note_compiled(self) -> None:
+        self.calls[COMPILED] = 0
 
     def prepare(self) -> None:
         """Make the replacement and test it, unless it was tested before.
 
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
-        self.failures = 0
         if self.replays and not (launch_general.CAN_RELAUNCH or INTERPRETED):
             raise RuntimeError("launches cannot be replayed here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
@@ -116,8 +105,10 @@ class Site:
         names = parameters + answer.kwonlyargs
         have = list(inspect.signature(original).parameters) if inspect.isfunction(original) else []
         if have[: len(parameters)] != parameters:
-            problem = f"{self.name} has the parameters {have}, expected {parameters}"
-            raise UnknownInternals(f"{problem}: this version is unknown and was left unchanged")
+            raise UnknownInternals(
+                f"{self.name} has the parameters {have}, expected {parameters}:"
+                " this version is unknown and was left unchanged"
+            )
 
         @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
         def replacement(*arguments, **named):
@@ -136,10 +127,6 @@ class Site:
 def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
     """Return these rows, ids or a slice, of a stack of this shape. Raises UnsupportedState."""
     packed = read_state(weight.reshape(-1, 1), quant_state)
-    if len(shape) != 3 or math.prod(shape) != math.prod(packed.shape):
-        raise UnsupportedState(
-            f"a state of shape {tuple(packed.shape)} is not that of the stack {tuple(shape)}"
-        )
     return launch_general.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
 
 
@@ -162,19 +149,21 @@ def current(name: str) -> Any:
 def self_test(trial: Site) -> None:
     """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
     replacement = trial.make_replacement(trial.original)
-    with without_trace(self_test_device()) as device:
+    device = self_test_device()
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for dtype in (torch.float16, torch.bfloat16):
             try:
                 layer = small_layer(dtype, device)
                 expected = trial.results(trial.original, *layer)
                 same = all(map(same_bits, trial.results(replacement, *layer), expected))
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise RuntimeError(f"the self-test of {trial.name} failed: {problem}") from error
+                raise RuntimeError(
+                    f"the self-test of {trial.name} failed: {type(error).__name__}: {error}"
+                ) from error
             if not same:
                 raise RuntimeError(f"the kernel's {dtype} bits differ from those of {trial.name}")
-    if not trial.answered:
-        raise RuntimeError(f"the kernel refused the self-test of {trial.name}")
+    if trial.why_not or not trial.calls[KERNEL]:
+        raise RuntimeError(trial.why_not or f"the kernel refused the self-test of {trial.name}")
 
 
 def self_test_device() -> torch.device:
@@ -187,34 +176,20 @@ def self_test_device() -> torch.device:
     return torch.device("cuda", chosen or (rank if rank < torch.cuda.device_count() else 0))
 
 
-@contextlib.contextmanager
-def without_trace(device: torch.device) -> Iterator[torch.device]:
-    """Run on a device, in float32, and put bitsandbytes' tables back as they were.
-
-    Models are often created on "meta", or with another default dtype.
-    """
-    tables = [table for table in map(current, TABLES) if isinstance(table, dict)]
-    copies = [table.copy() for table in tables]
-    dtype = torch.get_default_dtype()
-    guard = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    try:
-        torch.set_default_dtype(torch.float32)
-        with guard, device:
-            yield device
-    finally:
-        torch.set_default_dtype(dtype)
-        for table, copy in zip(tables, copies, strict=True):
-            table.clear()
-            table.update(copy)
-
-
 def small_layer(dtype: torch.dtype, device: torch.device) -> tuple:
-    """Return (packed, quant_state) of 128 x 192 nested NF4 weights: every code, two second-level blocks."""
+    """Return (packed, quant_state) of 128 x 192 nested NF4 weights: every byte, two second-level blocks.
+
+    bitsandbytes quantizes nothing here: it would keep tables in torch's default dtype of this moment.
+    """
     # With the device named: transformers' from_pretrained makes torch.linspace ignore `with device`.
-    values = torch.linspace(-1, 1, 128 * 192, dtype=torch.float32, device=device)
-    values *= torch.sin(values * 2**16)
-    quantize = importlib.import_module("bitsandbytes.functional").quantize_4bit
-    return quantize(values.view(128, 192).to(dtype), quant_type="nf4", compress_statistics=True)
+    codes = torch.arange(128 * 96, device=device).to(torch.uint8)
+    floats = torch.linspace(-1, 1, 256, dtype=torch.float32, device=device)
+    make = importlib.import_module("bitsandbytes.functional").QuantState
+    second = make(absmax=floats[200:202], code=floats, blocksize=256, dtype=torch.float32)
+    return codes.view(-1, 1), make(
+        absmax=codes[:384], shape=torch.Size((128, 192)), dtype=dtype, blocksize=64, quant_type="nf4",
+        offset=floats[240], state2=second,
+    )  # fmt: skip
 
 
 def small_stack(packed: torch.Tensor, quant_state) -> tuple:

@@ -11,13 +11,14 @@ import logging
 import sys
 import threading
 import types
+from collections import Counter
 from collections.abc import Iterator
 
 from .. import autoload
 from ..environment import cannot_run
 from ..log import say
 from . import axolotl, bitsandbytes, unsloth
-from .site import OFF, ORIGINALS, Site, contents, current, self_test_device
+from .site import COMPILED, KERNEL, OFF, ORIGINALS, Site, contents, current, self_test_device
 
 # The first function of a library is the one that counts: without it the library is left as it is.
 LIBRARIES = {"unsloth": unsloth.SITES, "bitsandbytes": bitsandbytes.SITES, "axolotl": axolotl.SITES}
@@ -42,68 +43,66 @@ OWN_KERNELS = (
     "nf4_route.dequant_groups",  # of the package grouped-nf4-gemm
 )
 _lock = threading.RLock()
-_sites: list[Site] = []  # of this time that the kernel is on, or the last; also those left to the library
+# Of this time that the kernel is on, or the last. A new time has new dicts, so that older reports stay true.
+_sites: list[Site] = []  # also those left to the library; empty after restore()
+_calls: dict[str, Counter] = {}
+_left: dict[str, str] = {}
 
 
-class Switch(contextlib.AbstractContextManager):
-    """The switch, as use_nf4_kernel() returns it. print(switch) says what was replaced and what was not.
+class Switch:
+    """The switch, as use_nf4_kernel() returns it. print(switch) says how much the kernel dequantized, where,
+    and what was left to the libraries and why; also after the kernel was switched off.
 
     The end of a `with` block switches the kernel off, unless it was on before.
+    calls: {function: Counter of {"by the kernel", or "by the library: " and why: eager calls}}, of those that
+    were replaced.
     """
 
-    def __init__(self):
-        self._was_on = self.on
+    def __init__(self, was_on: bool = True):
+        self._was_on = was_on
+        self.calls, self._left = _calls, _left
 
     @property
     def on(self) -> bool:
-        """Whether the kernel is on in this process."""
-        return any(not site.why_not for site in _sites)
+        """Whether the kernel is on, and was since this switch."""
+        return self.calls is _calls and any(not site.why_not for site in _sites)
 
     @property
-    def report(self) -> dict[str, str]:
-        """{function: "kernel", or why the library dequantizes}."""
-        return {site.name: site.why_not or "kernel" for site in _sites}
+    def left(self) -> dict[str, str]:
+        """{name: why} of what dequantizes without the kernel, or did until restore()."""
+        if self.calls is _calls:
+            _find_left()
+        return self._left
 
-    def off(self) -> None:
-        """Put the libraries' own functions back, as restore() does."""
-        restore()
+    def __enter__(self) -> "Switch":
+        return self
 
     def __exit__(self, *_) -> None:
         if not self._was_on:
             restore()
 
-    def counts(self) -> dict[str, dict]:
-        """Return, for each function, the eager calls since the kernel was switched on.
+    def __str__(self) -> str:
+        lines = [self._first_line()]
+        for name, calls in self.calls.items():
+            if calls or name not in self.left:
+                parts = [f"{count} {how}" if count else how for how, count in calls.most_common(5)]
+                lines.append(f"  {name}: {'; '.join(parts) or 'no calls'}")
+        lines += [f"Left to the library: {name}: {why}" for name, why in self.left.items()]
+        if self.on:
+            lines.append("restore() ends it.")
+        elif not (self.left or any(self.calls.values())):
+            lines.append("Was a model loaded in 4 bits?")
+        return "\n".join(lines)
 
-        {"kernel": dequantized by the kernel, "library": by the library, "reasons": {why: calls}}.
-        """
-        counts = {}
-        for site in _sites:
-            reasons = dict(site.reasons)
-            counts[site.name] = dict(kernel=site.answered, library=sum(reasons.values()), reasons=reasons)
-        return counts
-
-    def summary(self) -> str:
-        """Return one sentence: how many dequantizations the libraries did themselves."""
-        kernel = sum(site.answered for site in _sites)
-        library = sum(site.reasons.total() for site in _sites)
-        left = _left()
-        if not kernel + library:
-            if len(left) == len(_sites):
-                return "The kernel was not used: the libraries dequantized everything."
-            return "No call came: is the model loaded in 4 bits? (Calls in compiled code are not counted.)"
-        text = f"{library} of {kernel + library} dequantizations went through the library"
-        return f"{text}; not counted: {', '.join(left)}" if left else text
-
-    def __repr__(self) -> str:
-        replaced = [site.name for site in _sites if not site.why_not]
-        lines = ["The NF4 kernel is not used."]
-        if replaced:
-            lines = ["The NF4 kernel works here. It dequantizes in:"]
-            lines += [f"  {name}" for name in replaced]
-        for name, why in (_left() | _not_replaced()).items():
-            lines.append(f"Left to the library: {name}: {why}")
-        return "\n".join([*lines, "restore() ends it."] if replaced else lines)
+    def _first_line(self) -> str:
+        counted = sum(self.calls.values(), Counter())
+        if counted:
+            return f"The kernel dequantized {counted[KERNEL]} of {counted.total()}."
+        if self.on:
+            return "The NF4 kernel works here."
+        if self.calls:
+            return "The NF4 kernel was on, but no dequantization was counted."
+        return "The NF4 kernel is not used."
 
 
 def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Switch:
@@ -111,31 +110,29 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
 
     names: of "unsloth", "bitsandbytes", "axolotl", "peft", "transformers"; without names, bitsandbytes and
     those that are imported.
-    quiet: log nothing, except why a library that was named is not switched. Otherwise the logger
-    "nf4_triton" says what was replaced and what was not, on one process per host (LOCAL_RANK 0).
+    quiet: log nothing. Otherwise the logger "nf4_triton" says what was replaced and what was not, on one
+    process per host (LOCAL_RANK 0).
     strict: raise if one of these libraries cannot be switched, and change nothing. Otherwise it is left as it
-    is, and switch.report says why: training goes on without the kernel.
+    is, and the switch says why: training goes on without the kernel.
 
     Call it again after other imports: it adds what was imported since. restore() ends it. Raises ValueError
     for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
     expected) or RuntimeError (no usable GPU, or other bits).
     """
     check_names(names)
-    imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name) is not None]
+    imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
     with _lock:
-        switch = Switch()
+        was_on = Switch().on
         prepared = _prepare(names or imported, strict)
-        autoload.waiting.clear()  # now: importing bitsandbytes sets it
+        autoload.waiting.clear()  # now: importing bitsandbytes begins to wait
         try:
             _switch_on(prepared)
         except BaseException:
             restore()
             raise
+        switch = Switch(was_on)
     if not quiet:
-        say(str(switch))
-    for name in names:
-        if why := _sites_of(name)[0].why_not:
-            say(f"{name} runs without the NF4 kernel: {why}", logging.WARNING)
+        say(str(switch), logging.WARNING if any(prepared.values()) else logging.INFO)
     return switch
 
 
@@ -144,20 +141,19 @@ def check_names(names: tuple[str, ...]) -> None:
     accepted = [*LIBRARIES, *THROUGH]
     for name in names:
         if name not in accepted:
-            raise ValueError(f"{name!r} is an unknown library, expected one of {', '.join(accepted)}")
+            given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"  # such as the model
+            raise ValueError(f"{given} is an unknown library, expected {', '.join(accepted)}, or no name")
 
 
 def restore() -> None:
     """Put every library's own functions back, whoever switched them."""
     with _lock:
         autoload.waiting.clear()
+        _find_left()
         for site in _sites:
             site.why_not = OFF  # first: a replacement that is not found below then just calls the original
+        _sites.clear()
         _replace(ORIGINALS, ("",))
-
-
-def _sites_of(name: str) -> tuple[Site, ...]:
-    return LIBRARIES[THROUGH.get(name, name)]
 
 
 def _prepare(names, strict: bool) -> dict[Site, str]:
@@ -167,7 +163,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
     """
     prepared = {}
     for name in names:
-        main, *others = _sites_of(name)
+        main, *others = LIBRARIES[THROUGH.get(name, name)]
         try:
             importlib.import_module(name)
             if problem := cannot_run(self_test_device()):
@@ -178,12 +174,17 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
             if strict:
                 raise
             prepared[main] = str(error) or type(error).__name__
+            if isinstance(error, ModuleNotFoundError):
+                prepared[main] += f": pip install {error.name}"
             continue
         for site in others:
+            if site.name.rsplit(".", 2)[0] not in sys.modules:
+                continue  # its package is not in use
             try:
-                if site.exists():
-                    site.prepare()
-                    prepared[site] = ""
+                site.prepare()
+                prepared[site] = ""
+            except ModuleNotFoundError:
+                pass  # this version of the library has no such module
             except Exception as error:
                 prepared[site] = str(error)
     return prepared
@@ -191,15 +192,19 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
 
 def _switch_on(prepared: dict[Site, str]) -> None:
     """Let these functions answer, and then replace them everywhere."""
+    global _calls, _left
     if not Switch().on:
         _sites.clear()
+        _calls, _left = {}, {}
     for site, why_not in prepared.items():
         if site not in _sites:
-            site.answered = 0  # before it is replaced: calls of other threads count from then on
-            site.reasons.clear()
+            site.calls = Counter({COMPILED: 0} if COMPILED in site.calls else ())  # that code is used again
             _sites.append(site)
         site.why_not = why_not
+        if not why_not:  # before it is replaced: calls of other threads count from then on
+            _calls[site.name] = site.calls
     _replace({site.original: site.replacement for site in _sites if not site.why_not}, PACKAGES)
+    _find_left()
 
 
 def _replace(others: dict, packages: tuple[str, ...]) -> None:
@@ -218,19 +223,20 @@ def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple]:
                     yield name, module, attribute, value
 
 
-def _left() -> dict[str, str]:
-    """Return {name: why} of the functions that could not be replaced."""
-    return {site.name: site.why_not for site in _sites if site.why_not not in ("", OFF)}
-
-
-def _not_replaced() -> dict[str, str]:
-    """Return {name: why} of what still dequantizes without the kernel, as far as modules show it."""
+def _find_left() -> None:
+    """Note what dequantizes without the kernel now, as far as modules show it."""
+    if not _sites:  # restored
+        return
+    _left.clear()
+    _left.update((site.name, site.why_not) for site in _sites if site.why_not)
     originals = {site.original: site for site in _sites if not site.why_not}
-    kept = {name: "it has a kernel of its own" for name in OWN_KERNELS if originals and current(name)}
-    for name, _, attribute, value in _references():
+    for name in OWN_KERNELS:
+        if originals and current(name):
+            _left[name] = "it has a kernel of its own"
+    for name, module, attribute, value in _references():
         if value in originals:
-            kept[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
+            name = contents(module).get("__name__", name)  # the script has two: __main__ and __mp_main__
+            _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
-        if site.name not in kept and current(site.name) is not site.replacement:
-            kept[site.name] = "it was wrapped or replaced by another library since"
-    return kept
+        if not site.calls and current(site.name) is not site.replacement:
+            _left[site.name] = "another library wrapped or replaced it since, and no call came through"

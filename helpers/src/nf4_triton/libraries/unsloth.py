@@ -4,9 +4,8 @@ import importlib
 
 import torch
 
-from .. import launch_general
 from ..state import UnsupportedState, read_state
-from .site import Site, dequantize_rows, small_stack
+from .site import Site, dequantize_rows, launch_general, small_stack
 
 FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"
 EXPERT_STACK = "unsloth_zoo.temporary_patches.moe_triton_kernels.nf4_dequant_triton"
