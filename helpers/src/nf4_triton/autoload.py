@@ -1,13 +1,18 @@
 """NF4_TRITON=1: use the kernel in a script without changing a line of it.
 
 bitsandbytes calls `load` during its own import (entry point nf4_triton.autoload:load), which fails if `load`
-raises. The switch waits for the first Linear4bit: by then Unsloth, PEFT, and transformers are imported.
+raises. The switch waits for the first Linear4bit or QuantState: by then Unsloth, PEFT, and transformers are
+imported, and nothing has been dequantized.
 """
 
+import atexit
 import functools
 import importlib
 import logging
+import multiprocessing
 import os
+
+import torch
 
 from .log import say
 
@@ -17,7 +22,7 @@ waiting: list = []  # not empty until the switch is made; use_nf4_kernel and res
 
 
 def load() -> None:
-    """With NF4_TRITON=1 switch the kernel on when the first Linear4bit is created."""
+    """With NF4_TRITON=1 switch the kernel on when the first Linear4bit or QuantState is created."""
     value = os.environ.get("NF4_TRITON", "").strip().lower()
     if value in OFF:
         return
@@ -25,24 +30,41 @@ def load() -> None:
         say(f"NF4_TRITON={value} has no effect, expected one of {ON} or {OFF[1:]}", logging.WARNING)
         return
     try:
-        layer = importlib.import_module("bitsandbytes.nn.modules").Linear4bit
-        layer.__init__ = _switch_before(layer, layer.__init__)
-        waiting[:] = [layer]
+        _switch_before(importlib.import_module("bitsandbytes.nn.modules").Linear4bit)
+        # Without a layer: replace_parameter_4bit, functional calls, vLLM, SGLang, Axolotl with FSDP2.
+        _switch_before(importlib.import_module("bitsandbytes.functional").QuantState)
+        waiting.append(True)
+        atexit.register(_say_unused)
     except Exception as error:
         say(f"NF4_TRITON=1 has no effect: {type(error).__name__}: {error}", logging.WARNING)
 
 
-def _switch_before(layer, original):
+def _switch_before(waits_for) -> None:
+    original = waits_for.__init__
+
     @functools.wraps(original)
     def __init__(self, *arguments, **named):
-        if layer.__init__ is __init__:
-            layer.__init__ = original
         if waiting:
-            waiting.clear()
-            try:
-                importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
-            except Exception as error:
-                say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
+            _switch_on()
         original(self, *arguments, **named)
 
-    return __init__
+    waits_for.__init__ = __init__
+
+
+@torch.compiler.disable  # a state may be made in compiled code; Dynamo must not trace the self-test
+def _switch_on() -> None:
+    waiting.clear()
+    try:
+        importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
+    except Exception as error:
+        say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
+
+
+def _say_unused() -> None:
+    """At the end of a process that used a GPU, say that no 4-bit weight was made. A launcher uses none."""
+    if waiting and torch.cuda.is_initialized() and multiprocessing.parent_process() is None:
+        say(
+            "NF4_TRITON=1 had no effect: this process made no Linear4bit and no QuantState. After torch.load"
+            " of a whole model, call use_nf4_kernel().",
+            logging.WARNING,
+        )

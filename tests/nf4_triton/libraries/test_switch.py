@@ -13,7 +13,9 @@ import torch
 
 bnb = pytest.importorskip("bitsandbytes")
 
+from bitsandbytes.nn.parametrize import replace_parameter_4bit  # noqa: E402
 
+from helpers import machine  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
 from nf4_triton import autoload, launch_general, log  # noqa: E402
 from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
@@ -375,6 +377,66 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     assert logged().startswith("The NF4 kernel works here.\n") and not untouched() and dequantizes()
     a_layer()
     assert not logged()
+
+
+def test_the_variable_switches_where_no_layer_is_made(variable):
+    """At the first QuantState: functional calls, embeddings, vLLM, and Axolotl's sharded loader make one too.
+    The self-test is not compiled with what makes it."""
+    forget_self_tests()
+    autoload.load()
+    assert untouched()
+    torch.compile(replace_parameter_4bit, backend="eager")(torch.nn.Linear(64, 64), "weight")
+    assert not untouched()
+
+
+UNUSED = """
+import multiprocessing, os, sys, types
+cuda = types.SimpleNamespace(is_initialized=lambda: "USES_GPU" in os.environ)
+compiler = types.SimpleNamespace(disable=lambda function: function)
+sys.modules["torch"] = types.SimpleNamespace(cuda=cuda, compiler=compiler)
+sys.modules["bitsandbytes.nn.modules"] = types.SimpleNamespace(Linear4bit=type("Linear4bit", (), {}))
+sys.modules["bitsandbytes.functional"] = types.SimpleNamespace(QuantState=type("QuantState", (), {}))
+from nf4_triton import autoload
+autoload.load()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=int)
+    child.start()
+    child.join()
+"""
+
+
+def test_a_process_without_4_bit_weights_says_so_at_its_end(tmp_path):
+    """Of two ranks the first; no process that they start, and no launcher, which uses no GPU."""
+    script = tmp_path / "train.py"
+    script.write_text(UNUSED)
+
+    def said(**variables):
+        return machine.python([script], variables={"NF4_TRITON": "1", "LOCAL_RANK": None} | variables).err
+
+    line = "nf4_triton: NF4_TRITON=1 had no effect: this process made no Linear4bit and no QuantState."
+    assert said(LOCAL_RANK="0", USES_GPU="1").startswith(line)
+    assert said(USES_GPU="1").count("\n") == 1
+    assert not said(LOCAL_RANK="1", USES_GPU="1") and not said()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from nf4_triton import autoload, dequantize, use_nf4_kernel
+with use_nf4_kernel():
+    pass
+autoload.load()
+weight = quantize_4bit(torch.randn(64, 64), quant_type="nf4")
+assert torch.equal(dequantize(*weight), dequantize_4bit(*weight))
+"""
+
+
+def test_without_triton_it_says_why_it_is_off():
+    done = machine.python(["-c", WITHOUT_TRITON], variables={"NF4_TRITON": "1"})
+    why = f"Left to the library: {DEQUANTIZE}: Triton is not installed, expected 3.4 or newer"
+    assert done.err.count(f"nf4_triton: The NF4 kernel is not used.\n{why}") == 2
 
 
 def test_without_the_variable_nothing_happens(variable):
