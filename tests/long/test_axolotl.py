@@ -1,19 +1,25 @@
 """Axolotl's dequantization with the kernel: the same bits, counted.
 
-By hand on a GPU, where its wheel is installed (pip install --no-deps axolotl) or unpacked on PYTHONPATH:
-pytest -m long tests/long/test_axolotl.py
+By hand, where its wheel is installed or unpacked on PYTHONPATH (pip download --no-deps --python-version 3.12
+axolotl==0.21.0): pytest -m long tests/long/test_axolotl.py. The LoRA kernels need a GPU.
 """
+
+import sys
+import types
 
 import pytest
 import torch
 
-from nf4_triton.libraries.axolotl import DEQUANT, EXPERTS
+from nf4_triton.libraries.axolotl import DEQUANT, EXPERTS, FSDP2
+from nf4_triton.libraries.bitsandbytes import DEQUANTIZE
+from nf4_triton.libraries.site import KERNEL
 from states import DTYPES
-from switching import compared, quantized
+from switching import BF16, bnb, compared, from_parts, library_function, on, outcome, quantized
 
-pytestmark = [pytest.mark.gpu, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 64), (320, 1000), (4096, 4096)], ids=str)
 def test_the_same_bits(shape, dtype):
@@ -29,6 +35,7 @@ def test_the_same_bits(shape, dtype):
     assert compared(calls, DEQUANT, "axolotl") == (2, 0)  # not the compiled one
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64, 64), (8, 320, 96), (64, 768, 512)], ids=str)
 def test_selected_experts(shape, dtype):
@@ -41,3 +48,67 @@ def test_selected_experts(shape, dtype):
         return selective._selective_dequant_bnb4(packed, state, ids, shape[1:])
 
     assert compared(call, EXPERTS, "axolotl") == (1, 0)
+
+
+@pytest.fixture
+def nf4(monkeypatch, device):
+    """Axolotl's module for FSDP2. Without a GPU its LoRA kernels cannot be imported: a stand-in is there."""
+    module = pytest.importorskip("axolotl.utils.nf4", reason="pip install --no-deps axolotl==0.21")
+    if device == "cpu":
+        lora = types.ModuleType(DEQUANT.rpartition(".")[0])
+        lora._ctypes_nf4_dequant = from_parts
+        monkeypatch.setitem(sys.modules, lora.__name__, lora)
+    return module
+
+
+FORMS = [{}, {"compress_statistics": False}, {"blocksize": 128}, {"quant_storage": BF16}]
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("shape", [(320, 1000), (5, 24, 64), (83, 100)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_of_fsdp2(nf4, device, dtype, shape, options):
+    """New ones, filled ones, and those of the loader's parametrization. Then what the library keeps: (1, n),
+    chunks of another size, other outputs; its result or its error."""
+    packed, state = quantized(shape, dtype, device, **options)
+    given = types.SimpleNamespace(quant_state=state, detach=lambda: packed)
+
+    def filled(shape, dtype, device):
+        out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+        assert nf4.dequantize_bnb_4bit(packed, state, out=out) is out
+        return out
+
+    def by_parametrization():
+        data, parametrization = nf4.prequantized_bnb_4bit(given)
+        return parametrization(torch.nn.Parameter(data, requires_grad=False))
+
+    def calls():
+        return (
+            nf4.dequantize_bnb_4bit(packed, state),
+            filled(shape, dtype, device),
+            by_parametrization(),
+            nf4.dequantize_bnb_4bit(packed.t(), state),
+            nf4.dequantize_bnb_4bit(packed, state, chunk_size=128),
+            outcome(lambda: nf4.dequantize_bnb_4bit(packed, state, chunk_size=8)),
+            outcome(lambda: filled((*shape, 1), dtype, device)),
+            outcome(lambda: filled(shape, torch.float64, device).float()),
+            filled(shape, dtype, "cpu"),
+        )
+
+    on_cpu = int(device == "cpu")
+    assert compared(calls, FSDP2, "axolotl") == (3 + on_cpu, 3 - on_cpu)
+
+
+def test_axolotls_wrapper_leaves_nothing_to_the_library(nf4, device, monkeypatch):
+    """It wraps functions of bitsandbytes when it loads a model: chunks above 2**31 elements."""
+    large = pytest.importorskip("axolotl.monkeypatch.bnb_large_tensors")
+    for name in ("quantize_4bit", "dequantize_4bit"):
+        monkeypatch.setattr(bnb.functional, name, getattr(bnb.functional, name))
+    packed, state = quantized((64, 64), BF16, device)
+    with on("bitsandbytes", "axolotl") as switched:
+        replacement = library_function()
+        large.patch_bnb_large_tensors()
+        assert library_function() is not replacement
+        assert DEQUANTIZE in switched.left
+        library_function()(packed, state)
+        assert DEQUANTIZE not in switched.left and switched.calls[DEQUANTIZE][KERNEL] == 1

@@ -158,6 +158,22 @@ def axolotl_calls(function, packed, state):
     yield function(packed, state.absmax, strided(second.code), *rest)  # the library's
 
 
+def fsdp2(data, state, *, out=None, chunk_size=2**26):
+    """Axolotl's for FSDP2, with the real one in tests/long/test_axolotl.py."""
+    result = oracle(data.reshape(-1, 1), state)
+    return result if out is None else out.copy_(result)
+
+
+def fsdp2_calls(function, packed, state):
+    """Not counted: transposed ones, which give a result that is not, and other chunks."""
+    yield function(packed.t(), state)
+    yield function(packed, state, chunk_size=2**20)
+    out = torch.full((192, 64), torch.nan, dtype=BF16, device=packed.device)
+    yield function(data=packed, state=state, out=out)
+    yield function(*quantized((3, 64, 8), FP16, packed.device, compress_statistics=False))
+    yield function(packed, state, out=out.float())  # the library's
+
+
 def unsloth_calls(function, packed, state):
     out = torch.full((192, 64), torch.nan, dtype=BF16, device=packed.device)
     yield function(packed, [1, 2])  # another format
@@ -225,6 +241,7 @@ STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by 
     unsloth.EXPERT_STACK: ("unsloth", expert_stack, expert_stack_calls, (2, 1)),
     unsloth.EXPERTS: ("unsloth", unsloth_experts, unsloth_experts_calls, (2, 2)),
     unsloth.SITES[-1].name: ("unsloth", unsloth_experts, unsloth_experts_calls, (2, 2)),
+    axolotl.FSDP2: ("axolotl", fsdp2, fsdp2_calls, (2, 1)),
     axolotl.DEQUANT: ("axolotl", from_parts, axolotl_calls, (1, 1)),
     axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (1, 3)),
     FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (3, 0)),

@@ -1,4 +1,4 @@
-"""Axolotl: its LoRA kernels' dequantization, and the experts that ScatterMoE selects."""
+"""Axolotl: its LoRA kernels' dequantization, FSDP2's, and the experts that ScatterMoE selects."""
 
 import math
 
@@ -8,7 +8,10 @@ from ..state import Packed, UnsupportedState
 from .site import Site, dequantize_rows, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
+FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # from 0.21 on
 EXPERTS = "axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant._selective_dequant_bnb4"
+
+CHUNK = 2**26  # elements of its launches; other sizes bound the caller's memory
 
 
 def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
@@ -18,6 +21,14 @@ def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, block
         quant_type="nf4", blocksize=blocksize, blocksize2=blocksize2, nested=True,
     )  # fmt: skip
     return site.dequantize(launch_general.dequantize_packed, packed)
+
+
+def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
+    """Answer for weights of the sharded loader and merges. The original fills `out` by chunks, on any device,
+    and never transposes."""
+    if data.shape[0] == 1 or chunk_size != CHUNK:
+        return None
+    return site.dequantize(launch_general.dequantize_weight, data, state, out)
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
@@ -45,5 +56,6 @@ def selected(function, packed, quant_state):
 
 SITES = (
     Site(DEQUANT, ctypes_nf4_dequant, dequantized_from_parts),
+    Site(FSDP2, dequantize_bnb_4bit),
     Site(EXPERTS, selective_dequant_bnb4, selected),
 )
