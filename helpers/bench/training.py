@@ -227,11 +227,11 @@ def variant(library: str, name: str):
 
 def handled(switch) -> int:
     """Return how many dequantizations went through the kernel while a switch was on; None: there is none."""
-    return sum(site["kernel"] for site in switch.counts().values()) if switch else 0
+    return sum(calls["by the kernel"] for calls in switch.calls.values()) if switch else 0
 
 
 def check(library: str, results) -> dict:
-    """Return Switch.counts() of one call of results(), which must be the same with the kernel.
+    """Return Switch.calls of one call of results(), which must be the same with the kernel.
 
     Raises AssertionError if it is not, or if the kernel dequantized nothing.
     """
@@ -243,7 +243,7 @@ def check(library: str, results) -> dict:
             raise AssertionError("results differ with the kernel, expected the same bits: not timed")
         if not handled(switch):
             raise AssertionError("the kernel dequantized nothing: not timed")
-        return switch.counts()
+        return switch.calls
 
 
 def speedup(times: dict[str, list[float]]) -> list[float]:
@@ -272,7 +272,7 @@ def time_steps(label: str, library: str, folder: str, steps) -> dict:
         case = f"{label}, {sequences * length} tokens"
         ids = torch.randint(trainer.model.config.vocab_size, (sequences, length)).to(trainer.device)
         counts = check(library, functools.partial(trainer.results, ids))
-        lines += [f"{case}: {function}: {calls}" for function, calls in counts.items()]
+        lines += [f"{case}: {function}: {dict(calls)}" for function, calls in counts.items()]
         step = functools.partial(trainer.step, ids)
         timers = {}
         for name in VARIANTS:

@@ -101,8 +101,7 @@ if __name__ == "__main__":
         name, found = section.__name__, rows(section)
         print(pages.table(found, name), "\n")
         if sys.argv[1:] == ["--store"]:
-            at = INPUTS["environments"]["published" if section is published else "simulated"]
-            store.write(name, found, HERE.name, at["note"], at)
+            store.write(name, found, HERE.name, environment=INPUTS["environments"][name])
     kernel = RUNS.groupby(["elements", "calibration", "mhz", "contender", "dtype"])["steady_us"]
     scatter = (100 * kernel.std() / kernel.mean()).groupby(level=[0, 1, 2])
     print("Standard deviation over placements, %:", scatter.agg(["mean", "max"]).round(1), sep="\n")

@@ -69,7 +69,7 @@ def wrong(weight, state, skip=0):
 @pytest.mark.parametrize("way", [OWN, *SWITCHES, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(device, way, dtype):
-    for _ in range(2 if device == "cuda" else 1):  # the second call replays the launch
+    for _ in range(2 if device == "cuda" else 1):  # the second call is a kept launch
         assert not wrong(*every_byte(dtype))
 
 

@@ -61,7 +61,7 @@ def train(
     """Train a random model with the kernel switched on in this way, then merge and dequantize it (PEFT).
 
     autocast: a dtype's name, of the model, too; else it is bf16. Returns what must not depend on the kernel
-    as "same", Switch.counts(), and on a GPU the launches of dequantizing kernels in one more step.
+    as "same", Switch.calls, and on a GPU the launches of dequantizing kernels in one more step.
     """
     from nf4_triton import Switch
 
@@ -84,7 +84,7 @@ def train(
             if machine.has_gpu():
                 record["launches"] = launches(trainer, ids)
         same["adapters"] = digest(one for one in model.parameters() if one.requires_grad)
-        record["counts"] = Switch().counts() if way != "without" else {}
+        record["counts"] = Switch().calls if way != "without" else {}
         if library == "peft":
             merged = model.merge_and_unload()
             same["merged"] = digest(merged.parameters())

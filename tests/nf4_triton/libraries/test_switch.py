@@ -251,13 +251,13 @@ def test_which_libraries(monkeypatch):
     assert quietly("unsloth").left[unsloth.FAST_DEQUANTIZE].endswith(": pip install unsloth")
 
 
-def test_without_replays_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
+def test_where_no_launch_is_kept_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
     """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
     monkeypatch.setattr(launch_general, "CAN_RELAUNCH", False)
     monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
         assert fake_unsloth.fast_dequantize is fast_dequantize and dequantizes()
-        assert on.left[unsloth.FAST_DEQUANTIZE].startswith("launches cannot be replayed")
+        assert on.left[unsloth.FAST_DEQUANTIZE].startswith("launches cannot be kept")
 
 
 def wrapper(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4", fast=False):

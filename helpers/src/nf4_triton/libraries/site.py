@@ -47,7 +47,7 @@ class Site:
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
     results: Callable = dequantized  # results(function, packed, quant_state): what the self-test compares
-    replays: bool = False  # whether the original launches faster than Triton's ordinary path
+    relaunches: bool = False  # whether the original launches faster than Triton's ordinary path
     original: Any = None
     replacement: Any = None  # None: no self-test has passed
     why_not: str = OFF  # why it does not answer; empty while it does
@@ -82,8 +82,8 @@ class Site:
 
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
-        if self.replays and not (launch_general.CAN_RELAUNCH or INTERPRETED):
-            raise RuntimeError("launches cannot be replayed here, and this function is faster than Triton's")
+        if self.relaunches and not (launch_general.CAN_RELAUNCH or INTERPRETED):
+            raise RuntimeError("launches cannot be kept here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
         importlib.import_module(self.name.rpartition(".")[0])

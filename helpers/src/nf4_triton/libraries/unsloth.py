@@ -70,7 +70,7 @@ def selected(function, packed, quant_state):
 
 
 SITES = (
-    Site(FAST_DEQUANTIZE, fast_dequantize, replays=True),
+    Site(FAST_DEQUANTIZE, fast_dequantize, relaunches=True),
     Site(EXPERT_STACK, nf4_dequant_triton, stacked),
     Site(EXPERTS, dequantize_experts, selected),
     *(Site(f"{copy}._dequantize_bnb4bit_experts", dequantize_experts, selected) for copy in COPIES),
