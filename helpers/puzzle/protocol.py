@@ -267,7 +267,7 @@ def puzzles_line(your_dequantize_nf4):
     return ratios
 
 
-# %% Contenders in turns id="turns" folded=true call="seconds = attempt(ladder, your_dequantize_nf4)"
+# %% Contenders in turns id="turns" folded=true call="seconds = attempt(chart, your_dequantize_nf4)"
 def by_kernel_grid(layer, known):
     """Allocate and call kernel[grid], without checks. known: {layout: what else the kernel takes}."""
     tensors, layout = read(layer.weight.data, layer.weight.quant_state)
@@ -321,7 +321,7 @@ def in_turns(contenders, turns=5):
     return seconds
 
 
-def ladder(candidate):
+def chart(candidate):
     """Time every library and launch form in turns; print and draw seconds of the puzzle's test."""
     import pandas
 

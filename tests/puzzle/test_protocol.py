@@ -146,10 +146,10 @@ def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(
     assert len({*ran} - {exact}) == 3 and len(ran) == 36 + ran.count(exact), "checked and timed twice"
 
 
-def test_the_ladder_is_drawn(monkeypatch, capsys):
+def test_the_chart_is_drawn(monkeypatch, capsys):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     monkeypatch.setattr(protocol, "in_turns", lambda contenders: {"ours": [1, 2.0, 3], "peft": [4.5] * 3})
-    protocol.ladder(exact)
+    protocol.chart(exact)
     assert [text.get_text() for text in pyplot.gca().texts] == ["2.000 s", "4.500 s"]
     assert "this kernel 2.0000 s 1.0000 s 3.0000 s" in " ".join(capsys.readouterr().out.split())
     pyplot.close("all")

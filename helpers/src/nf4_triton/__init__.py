@@ -1,4 +1,4 @@
-"""Dequantize bitsandbytes' NF4 and FP4 weights to fp16, bf16 or fp32 in a single Triton kernel, bit-exactly.
+"""Dequantize bitsandbytes' NF4 and FP4 weights to fp16, bf16 or fp32 in one kernel launch, bit-exactly.
 
 Train with it: one call after the imports and before training.
 

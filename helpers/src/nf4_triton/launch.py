@@ -11,8 +11,8 @@ from .private import (
     address_of, has_memory, is_compiling, is_traced, launcher, plain_tensors,
 )
 from .settings import (
-    INTERPRETED, KERNEL_DEVICE, UnsupportedState, has_no_bf16, launch_options, settings, settings_text,
-    when_forced,
+    INTERPRETED, KERNEL_DEVICE, UnsupportedState, has_no_bf16, launch_options, of_card, settings,
+    settings_text, when_forced,
 )
 
 # %% id="launch-path" part="launch" tags=["launch"]
@@ -133,9 +133,8 @@ def prepare(tensors, layout, result):
     shape, _, _, blocksize, blocksize2, _ = layout
     weight, *scales = tensors
     s, n = settings(weight.device), math.prod(shape)
-    arguments = (
-        weight, result, *scales, n, int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1,
-        s.rows, s.asm, s.int_bf16, "evict_first" if s.hints else "", ".cs" if s.hints else "")
+    log2_block, log2_block2 = int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1
+    arguments = weight, result, *scales, n, log2_block, log2_block2, *of_card(s)
     return -(-n // (64 * s.rows)), arguments, launch_options(s)
 
 

@@ -30,7 +30,7 @@ from .private import (
     launcher,
     plain_tensors,
 )
-from .settings import INTERPRETED, KERNEL_DEVICE, has_no_bf16, launch_options, settings, when_forced
+from .settings import INTERPRETED, KERNEL_DEVICE, has_no_bf16, launch_options, of_card, settings, when_forced
 from .state import (
     Packed,
     Selection,
@@ -251,13 +251,24 @@ def prepare(packed, sizes, result, selection=None):
     numbers, grid = extent(packed.shape, selection, tile)
     aligned = (address_of(weight) + numbers[1] // 2) % 16 == 0
     out_aligned = address_of(result) % 16 == 0
-    ids = absmax if selection is None or selection.ids is None else selection.ids
-    # What a launch does not read is absmax.
-    second = (packed.code2, packed.absmax2, packed.offset) if packed.nested else (absmax,) * 3
     if weight.dtype != torch.uint8:  # quant_storage
         weight = weight.view(-1).view(torch.uint8)
-    constexprs = general_constexprs(packed, sizes, aligned, out_aligned, s, selection)
-    arguments = weight, result, absmax, *second, ids, *numbers, *constexprs.values()
+    # What a launch does not read is absmax.
+    second = (packed.code2, packed.absmax2, packed.offset) if packed.nested else (absmax,) * 3
+    select = selection is not None and selection.ids is not None
+    ids = selection.ids if select else absmax
+
+    n, log2_block, log2_block2 = sizes
+    log2_row = min(6, log2_block)
+    if selection is not None:  # a slice begins at a row
+        n = slice_elements(packed)
+        while n % (1 << log2_row):
+            log2_row -= 1
+    by_bytes = not aligned or n % (32 if select else 8) != 0
+    unit = math.gcd(n, 1 << log2_row)
+    layout = packed.nested, packed.quant_type, log2_block, log2_block2
+    access = select, by_bytes, log2_row, unit, out_aligned
+    arguments = weight, result, absmax, *second, ids, *numbers, *layout, *access, *of_card(s)
     kernel, options = _dequantize_general_kernel, launch_options(s)
     return Ready(kernel, grid, arguments, options, tile, aligned, out_aligned)
 
@@ -272,33 +283,6 @@ def extent(shape, selection, tile):
         return (n, 0, shape[0]), selection.number * -(-n // tile)
     size = selection.number * n
     return (size, selection.first * n, shape[0]), -(-size // tile)
-
-
-def general_constexprs(packed, sizes, aligned, out_aligned, s, selection=None):
-    """Return the general kernel's constexprs, in its order, under Settings s. sizes: of check(packed)."""
-    n, log2_block, log2_block2 = sizes
-    log2_row = min(6, log2_block)
-    select = selection is not None and selection.ids is not None
-    if selection is not None:  # a slice begins at a row
-        n = slice_elements(packed)
-        while n % (1 << log2_row):
-            log2_row -= 1
-    return dict(
-        NESTED=packed.nested,
-        QUANT_TYPE=packed.quant_type,
-        LOG2_BLOCK=log2_block,
-        LOG2_BLOCK2=log2_block2,
-        SELECT=select,
-        BYTES=not aligned or n % (32 if select else 8) != 0,
-        LOG2_ROW=log2_row,
-        UNIT=math.gcd(n, 1 << log2_row),
-        ALIGNED=out_aligned,
-        ROWS=s.rows,
-        ASM=s.asm,
-        SM75=s.int_bf16,
-        LOAD_HINT="evict_first" if s.hints else "",
-        STORE_HINT=".cs" if s.hints else "",
-    )
 
 
 def launch_ordinary(ready, weight):

@@ -1,4 +1,5 @@
-"""Private names of torch and Triton that the launch path uses, what each is for, what replaces it."""
+"""Private names of torch and Triton: what each is for, what replaces it. One more is where it is used:
+nn.Module._parameters, in launch.py."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 # %% Private names of torch and Triton id="private" part="private" folded=true tags=["launch"]

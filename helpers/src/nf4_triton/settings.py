@@ -114,6 +114,11 @@ if os.environ.get("NF4_FORCE"):
         logging.getLogger("nf4_triton").warning("nf4_triton: NF4_FORCE has no effect: %s", error)
 
 
+def of_card(s):
+    """Return the kernels' last constexprs under Settings s: ROWS, ASM, SM75, LOAD_HINT, STORE_HINT."""
+    return s.rows, s.asm, s.int_bf16, "evict_first" if s.hints else "", ".cs" if s.hints else ""
+
+
 def launch_options(s):
     """Return Triton's launch options under Settings s. No fp fusion: an FMA changes bits."""
     return dict(num_warps=s.num_warps, enable_fp_fusion=False)
