@@ -32,7 +32,7 @@ def test_the_same_bits(shape, dtype):
         compiled = torch.compile(lambda: axolotl.dequantize(weight, state) + 0, fullgraph=True)
         return axolotl.dequantize(weight, state), axolotl.dequantize(weight.t(), state), compiled()
 
-    assert compared(calls, DEQUANT, "axolotl") == (2, 0)  # not the compiled one
+    assert compared(calls, DEQUANT, "axolotl") == (3, 0)  # compiled code calls it through the operator
 
 
 @pytest.mark.gpu
