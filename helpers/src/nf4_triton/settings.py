@@ -47,7 +47,7 @@ _text = f"{TILES}, forced: []"
 def default_settings(index):
     """Return the Settings of a GPU by its index, ignoring force()."""
     if INTERPRETED or not torch.cuda.is_available():
-        # The interpreter needs 15 ms a program, whatever its size.
+        # Few large programs: the interpreter's time depends on their number, not on their size.
         return Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
     card = torch.cuda.get_device_properties(index)
     rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
