@@ -33,6 +33,10 @@ COLUMNS = (  # of the claim
     "vs Unsloth classic",
     "vs bitsandbytes",
 )
+SHOWN = {  # cases or contenders of a section's table; the stored rows have more
+    "gpu_time": SHAPES,  # speed_by_size shows all sizes
+    "experts": ("4 of 128x1536x2048", "128 of 128x1536x2048", "4 of 256x1024x2048", "256 of 256x1024x2048"),
+}
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     "ours_out": "`dequantize(out=)`",
@@ -85,10 +89,10 @@ def table(rows: list[Row], section: str) -> str:
     """Return a section's rows as a Markdown table: cases by contenders, the longer side down."""
     found = []
     for row in select(rows, section):
+        if section in SHOWN and row.case not in SHOWN[section] and row.contender not in SHOWN[section]:
+            continue
         case, contender = title(row.case), title(row.contender)
         if section == "gpu_time":
-            if row.case not in SHAPES:
-                continue  # speed_by_size shows all sizes
             case = SHAPES[row.case]
         if section == "machine_code":
             contender += f" {row.unit}"
