@@ -184,7 +184,4 @@ def main(argv: list[str] | None = None) -> int:
             write_whole(path, content)
     except Exception as error:  # a notebook that somebody sent can be any file
         sys.exit(f"{type(error).__name__}: {error}")
-    for card in store.cards():
-        commits = {section: record.environment["commit"] for section, record in store.records(card).items()}
-        print(f"results/{card}, commits: {commits}")
     return 0
