@@ -7,7 +7,8 @@ import os
 
 import torch
 
-from . import environment, log, private, reference
+from . import environment, private, reference
+from .log import say
 from .state import DTYPES, UnsupportedState, check_call, check_out, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
@@ -55,7 +56,7 @@ def dequantize(
 
 def run(packed, out, rows):
     """Return the weight of a Packed, or its slices, by the kernel or by PyTorch."""
-    # Where the weight is, too, or the checks say so: a Params4bit takes 1.9 us longer to say its device.
+    # Where the weight is, too, or the checks say so: a Params4bit takes longer to say its device.
     if choose(getattr(packed.absmax, "device", None)) == "torch":
         return dequantize_in_torch(packed, out, rows)
     from . import launch_general  # needs Triton
@@ -144,23 +145,16 @@ def choose(device) -> str:
         return name
     if private.is_compiling():  # what why_torch asks cannot be traced
         return "torch" if device.type == "cpu" and not environment.interpreted() else "triton"
-    if problem := why_torch(device):
-        if device is not None and device.type == "cuda":
-            say_once(f"dequantize() uses PyTorch: {problem}")
-        return "torch"
-    return "triton"
+    return "torch" if why_torch(device) else "triton"
 
 
 @functools.cache
 def why_torch(device: torch.device | None) -> str | None:
-    """Return why the kernel cannot dequantize on a device, None if it can."""
-    problem = environment.cannot_run(device)
-    version = environment.triton_version()
-    if not problem and version and version > environment.NEWEST_TRITON:
-        say_once("Triton is newer here than the tested ones (up to 3.9). If it fails, set NF4_BACKEND=torch.")
+    """Return why the kernel cannot dequantize on a device, None if it can. Log what is unexpected there."""
+    problem, version = environment.cannot_run(device), environment.triton_version()
+    if problem and device is not None and device.type == "cuda":
+        say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
+    elif not problem and version and version > environment.NEWEST_TRITON:
+        text = "Triton is newer here than the tested ones (up to 3.9). If it fails, set NF4_BACKEND=torch."
+        say(text, logging.WARNING)
     return problem
-
-
-@functools.cache
-def say_once(text: str) -> None:
-    log.say(text, logging.WARNING)

@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,9 @@ def versions(packages):
 
 def cpu_name() -> str | None:
     """Return the model name of the host's CPU, None where Linux does not tell it."""
-    lines = CPU.read_text(errors="replace").splitlines() if CPU.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else None
+    text = CPU.read_text(errors="replace") if CPU.exists() else ""
+    found = re.search(r"^model name\s*: (.*)", text, re.M)
+    return found and found[1]
 
 
 def interpreted() -> bool:

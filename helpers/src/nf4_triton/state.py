@@ -229,8 +229,7 @@ def check_tensor(name, tensor, weight, least, *dtypes):
 def check_memory(packed, out=None, ids=None):
     """Check that real tensors have memory, not freed by FSDP, that none is a negated view, and that
     writing into `out` overwrites nothing that the kernel reads."""
-    names = ("weight", "absmax", "code2", "absmax2", "offset")
-    read = dict(zip(names, packed.tensors, strict=False))
+    read = dict(zip(Packed._fields, packed.tensors, strict=False))
     if ids is not None:
         read["rows"] = ids
     for name, tensor in {**read, "out": out}.items():
