@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -164,7 +163,6 @@ def store(notebook, path: Path) -> int:
 def options_of(argv: list[str]) -> argparse.Namespace:
     """Return the options of `run`, checked before anything runs. `path`: of the executed notebook."""
     parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
-    parser.add_argument("--quick", action="store_true", help="200 timed rounds per MLP instead of 1000")
     help = "store a GPU's rows in results/ and its outputs in the notebook (not with NF4_FORCE)"
     parser.add_argument("--in-place", action="store_true", help=help)
     help = "folder for the executed notebook, build by default; relative to the repository"
@@ -172,14 +170,13 @@ def options_of(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.in_place and not machine.has_gpu():
         parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
-    if options.in_place and (options.quick or os.environ.get("NF4_QUICK")):
-        parser.error("--in-place stores 1000 timed rounds: leave out --quick and NF4_QUICK")
+    if options.in_place and os.environ.get("NF4_QUICK"):
+        parser.error("--in-place stores 1000 timed rounds: leave out NF4_QUICK")
     folder = machine.ROOT / options.out.expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        parser.error(f"--out needs a folder that can be written: {error}")
+        parser.error(f"--out needs a folder: {error}")
     options.path = folder / f"{machine.NOTEBOOK.stem}.executed.ipynb"
     return options
 
@@ -188,8 +185,6 @@ def run(argv: list[str]) -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     options = options_of(argv)
     path = options.path
-    if options.quick:
-        os.environ["NF4_QUICK"] = "1"
     if path.exists():
         print(f"{path} is of {time.ctime(path.stat().st_mtime)} until this run replaces it")
     card = describe()["card"] or "the CPU (Triton interpreter)"

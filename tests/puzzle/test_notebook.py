@@ -169,7 +169,9 @@ def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
 
 
 def test_options_are_checked_before_anything_runs(monkeypatch, tmp_path):
-    for wrong in ("--quik", "--out=/proc/none", "--in-place --quick"):
+    monkeypatch.setattr(machine, "has_gpu", lambda: True)
+    monkeypatch.setenv("NF4_QUICK", "1")
+    for wrong in ("--quik", "--out=/proc/none", "--in-place"):
         with pytest.raises(SystemExit):
             book.options_of(wrong.split())
     monkeypatch.setenv("HOME", str(tmp_path))
