@@ -94,31 +94,18 @@ def assert_correct_bnb(layer, dtype):
 
 
 # %% tags=["module-only"]
-def quantized_layer(
-    in_features,
-    out_features,
-    dtype,
-    nested=True,
-    quant_type="nf4",
-    blocksize=64,
-    device=None,
-    seed=3407,
-):
-    """Return a Linear4bit of any kind: its (out, in) weight is standard normal, its output dtype `dtype`."""
+def quantized_layer(in_features, out_features, dtype, nested=True, device=DEVICE, seed=3407, **more):
+    """Return a Linear4bit of any kind: its (out, in) weight is standard normal, its output dtype `dtype`.
+
+    more: of Params4bit; NF4 in blocks of 64 by default.
+    """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    device = device or DEVICE
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (out_features, in_features)
-    weight = torch.randn(shape, generator=generator, device=device)
+    weight = torch.randn(out_features, in_features, generator=generator, device=device)
     layer = Linear4bit(in_features, out_features, bias=False, compute_dtype=dtype, device="meta")
-    layer.weight = Params4bit(
-        weight,
-        requires_grad=False,
-        blocksize=blocksize,
-        compress_statistics=nested,
-        quant_type=quant_type,
-    )
+    how = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": nested} | more
+    layer.weight = Params4bit(weight, requires_grad=False, **how)
     layer.to(device)  # quantizes the weight
     layer.weight.quant_state.dtype = dtype
     return layer
