@@ -245,17 +245,13 @@ def check_memory(packed, out=None, ids=None):
             )
     if out is None:
         return
+    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
     for name, tensor in read.items():
-        if overlaps(out, tensor):
+        first = tensor.data_ptr()
+        if start < first + tensor.nbytes and first < end:
             raise UnsupportedState(
                 f"out shares memory with {name}, expected its own: pass another tensor, or None"
             )
-
-
-def overlaps(out, tensor):
-    """Return whether two contiguous tensors share memory."""
-    start, first = out.data_ptr(), tensor.data_ptr()
-    return start < first + tensor.nbytes and first < start + out.nbytes
 
 
 def check_out(out, packed, selection=None):
