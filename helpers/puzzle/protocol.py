@@ -37,18 +37,18 @@ NEEDS_GPU = "an NVIDIA GPU"
 ROUNDS = (200 if os.environ.get("NF4_QUICK") else 1000) if ON_GPU else 1
 synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
 SLOWS_UNSLOTH = ("UNSLOTH_TRITON_FAST_LAUNCH", "UNSLOTH_BNB_TRITON")  # 0: no launcher, no kernel of its own
-Baseline = collections.namedtuple("Baseline", "label fn reason")  # reason: what is missing if fn is None
+Baseline = collections.namedtuple("Baseline", "fn reason")  # reason: what is missing if fn is None
 
 
 def load(name, loader, needs=""):
     """Import a library without its banners; return its Baseline. needs: what is missing already."""
     if needs:
-        return Baseline(LABELS[name], None, needs)
+        return Baseline(None, needs)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return Baseline(LABELS[name], loader(), "")
+            return Baseline(loader(), "")
     except Exception as error:  # not installed, or a broken installation, which can raise anything
-        return Baseline(LABELS[name], None, f"a working {LABELS[name]}: {type(error).__name__}: {error}")
+        return Baseline(None, f"a working {LABELS[name]}: {type(error).__name__}: {error}")
 
 
 def own_dequantize_4bit():
@@ -83,16 +83,10 @@ def load_unsloth_classic():  # the puzzle's baseline when it was published: thre
     return lambda layer: _fast_dequantize_ctypes(layer.weight, layer.weight.quant_state, None, False)
 
 
-def load_unsloth_today():
+def load_unsloth(**options):
     from unsloth.kernels.utils import fast_dequantize
 
-    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state)
-
-
-def load_unsloth_buffered():  # as Unsloth's training forward calls it: every result in one buffer
-    from unsloth.kernels.utils import fast_dequantize
-
-    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, use_global_buffer=True)
+    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, **options)
 
 
 @functools.cache
@@ -102,12 +96,14 @@ def baselines():
     for variable in SLOWS_UNSLOTH:
         if variable in os.environ:
             today = f"{variable} unset: it slows Unsloth"
+    # As Unsloth's training forward calls it: every result in one buffer.
+    one_buffer = functools.partial(load_unsloth, use_global_buffer=True)
     known = {
         "bitsandbytes": load("bitsandbytes", load_bitsandbytes),  # before Unsloth changes it
         "peft": load("peft", load_peft),
         "unsloth_classic": load("unsloth_classic", load_unsloth_classic, classic),
-        "unsloth_today": load("unsloth_today", load_unsloth_today, today),
-        "unsloth_buffered": load("unsloth_buffered", load_unsloth_buffered, today),
+        "unsloth_today": load("unsloth_today", load_unsloth, today),
+        "unsloth_buffered": load("unsloth_buffered", one_buffer, today),
     }
     launcher_at_import()
     return known
@@ -115,8 +111,8 @@ def baselines():
 
 def import_libraries():
     """Import what the kernel is compared with; print what is missing."""
-    for one in baselines().values():
-        print(f"{one.label}: {f'not measured (needs {one.reason})' if one.reason else 'imported'}")
+    for name, one in baselines().items():
+        print(f"{LABELS[name]}: {f'not measured (needs {one.reason})' if one.reason else 'imported'}")
 
 
 def unsloths_launcher():

@@ -158,8 +158,8 @@ def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     tested += [
         make_layer(*size, dtype) for size in ((1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336))
     ]
-    for baseline, layer in itertools.product(protocol.baselines().values(), tested):
-        assert baseline.fn, f"{baseline.label}: {baseline.reason}"
+    for (name, baseline), layer in itertools.product(protocol.baselines().items(), tested):
+        assert baseline.fn, f"{name}: {baseline.reason}"
         expected = baseline.fn(layer).detach()
         result = launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
-        assert same_bits(result, expected), baseline.label
+        assert same_bits(result, expected), name

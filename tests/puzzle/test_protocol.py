@@ -91,7 +91,7 @@ def test_every_mlp_is_checked_and_then_timed_for_all_rounds(monkeypatch):
 @pytest.mark.parametrize("at_import, now, timed", [(True, True, 5), (False, False, 5), (True, False, 0)])
 def test_the_puzzles_line_five_times(at_import, now, timed, monkeypatch, capsys):
     """Without Unsloth today if its launcher went off on the way, which would flatter this kernel."""
-    known = {f"unsloth_{name}": protocol.Baseline(name, name, "") for name in ("today", "classic")}
+    known = {f"unsloth_{name}": protocol.Baseline(name, "") for name in ("today", "classic")}
     monkeypatch.setattr(protocol, "baselines", lambda: known)
     monkeypatch.setattr(protocol, "launcher_at_import", lambda: (at_import, 0))
     monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0, "today": 2.998, "classic": 4.0}.get)
