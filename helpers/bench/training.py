@@ -230,8 +230,8 @@ def handled(switch) -> int:
     return sum(calls["by the kernel"] for calls in switch.calls.values()) if switch else 0
 
 
-def check(library: str, results) -> dict:
-    """Return Switch.calls of one call of results(), which must be the same with the kernel.
+def check(library: str, results) -> str:
+    """Return the switch's report of one call of results(), which must be the same with the kernel.
 
     Raises AssertionError if it is not, or if the kernel dequantized nothing.
     """
@@ -243,7 +243,7 @@ def check(library: str, results) -> dict:
             raise AssertionError("results differ with the kernel, expected the same bits: not timed")
         if not handled(switch):
             raise AssertionError("the kernel dequantized nothing: not timed")
-        return switch.calls
+        return str(switch)
 
 
 def speedup(times: dict[str, list[float]]) -> list[float]:
@@ -260,19 +260,17 @@ def speedup(times: dict[str, list[float]]) -> list[float]:
 def time_steps(label: str, library: str, folder: str, steps) -> dict:
     """Compare and time training steps of one library, which is not imported yet. The first error ends it.
 
-    Returns {"cases": [case, unit, {name: values}] of each, "calls": lines: what dequantized in one step}.
+    Returns {"cases": [case, unit, {name: values}] of each, "reports": what dequantized in one step of each}.
     """
     if library == "unsloth":  # adapters in fp32, under autocast
         trainer = Trainer(unsloth_model(folder), torch.bfloat16)
     else:
         trainer = Trainer(peft_model(folder))
-    cases = []
-    lines = []
+    cases, reports = [], []
     for sequences, length, count, rounds in steps:
         case = f"{label}, {sequences * length} tokens"
         ids = torch.randint(trainer.model.config.vocab_size, (sequences, length)).to(trainer.device)
-        counts = check(library, functools.partial(trainer.results, ids))
-        lines += [f"{case}: {function}: {dict(calls)}" for function, calls in counts.items()]
+        reports.append(f"{case}: {check(library, functools.partial(trainer.results, ids))}")
         step = functools.partial(trainer.step, ids)
         timers = {}
         for name in VARIANTS:
@@ -281,7 +279,7 @@ def time_steps(label: str, library: str, folder: str, steps) -> dict:
         times = clocks.in_turns(timers, rounds)
         ms = {name: [us / 1e3 for us in values] for name, values in times.items()}
         cases += [(case, "ms", ms), (case, "x", {"speedup": speedup(ms)})]
-    return {"cases": cases, "calls": lines}
+    return {"cases": cases, "reports": reports}
 
 
 def time_training(problems: list[str]) -> Iterator[tuple]:
@@ -292,7 +290,7 @@ def time_training(problems: list[str]) -> Iterator[tuple]:
             for label, library in libraries.items():
                 options = dict(label=label, library=library, folder=folder, steps=steps)
                 found = in_new_process("-m", __name__, timeout=300, **options)
-                print(*found["calls"], sep="\n")
+                print(*found["reports"], sep="\n")
                 yield from found["cases"]
 
 
