@@ -11,12 +11,15 @@ from helpers import machine
 from nf4_triton import backend, environment
 
 
-def test_the_description_is_json(monkeypatch):
+def test_the_description_is_json(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "CPU", tmp_path / "cpuinfo")
+    assert environment.describe()["cpu"] is None
+    environment.CPU.write_text("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nprocessor\t: 1\n")
     monkeypatch.delenv("NF4_FORCE", raising=False)
     monkeypatch.setattr(environment, "DRIVER", "echo '580.65.06\n580.65.06'")  # of two GPUs
     facts = json.loads(json.dumps(environment.describe()))
     assert (facts["card"] is None) == (not torch.cuda.is_available()) == (facts["capability"] is None)
-    assert facts["driver"] == "580.65.06" and facts["forced"] is None
+    assert facts["driver"] == "580.65.06" and facts["forced"] is None and facts["cpu"] == "A CPU @ 2 GHz"
     assert torch.__version__.startswith(facts["versions"]["torch"])  # PyPI names no CUDA version
     monkeypatch.setattr(environment, "DRIVER", "false")
     assert environment.describe()["driver"] is None
@@ -53,6 +56,9 @@ def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, capl
     monkeypatch.setattr(environment, "NEWEST_TRITON", (3, 0))
     assert backend.why_torch.__wrapped__(None) is None
     assert "Triton is newer here than the tested ones" in caplog.text
+    monkeypatch.setattr(environment, "cannot_run", lambda device: "too old")
+    assert backend.why_torch.__wrapped__(torch.device("cuda")) == "too old"
+    assert "dequantize() uses PyTorch: too old" in caplog.text
 
 
 @pytest.mark.gpu
