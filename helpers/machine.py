@@ -24,13 +24,6 @@ def has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def native_bf16() -> bool:
-    """Return whether the GPU has bf16 arithmetic (sm_80 and newer; a T4 does not)."""
-    import torch
-
-    return has_gpu() and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def prepare() -> None:
     """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
 
@@ -45,7 +38,7 @@ def prepare() -> None:
         return
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    if os.environ.get("NF4_FORCE") == "t4" and native_bf16():
+    if os.environ.get("NF4_FORCE") == "t4" and has_gpu():
         hide_native_bf16()
 
 

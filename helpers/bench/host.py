@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn.functional import linear
 
-from helpers import machine
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight
 from helpers.puzzle import protocol
 from helpers.puzzle.layers import DEVICE, ON_GPU, quantized_layer
 from nf4_triton.backend import dequantize
+from nf4_triton.settings import has_no_bf16
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
 MODES = ("default", "reduce-overhead")
@@ -72,7 +72,7 @@ def network(layers: list, fn: Callable, mode: str) -> Callable:
 def time_compiled(problems: list[str]) -> Iterator[tuple]:
     """Yield the time of all weights, each followed by its product, under one torch.compile."""
     torch._dynamo.reset()
-    dtype = torch.float16 if ON_GPU and not machine.native_bf16() else torch.bfloat16
+    dtype = torch.float16 if has_no_bf16(torch.device(DEVICE)) else torch.bfloat16
     layers = [quantized_layer(*LAYER, dtype, seed=index) for index in range(WEIGHTS)]
     for layer in layers:
         layer.exact = torch.nn.Parameter(exact_weight(layer), requires_grad=False)

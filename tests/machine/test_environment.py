@@ -70,7 +70,7 @@ def test_a_forced_t4_reports_no_native_bf16_to_torch_and_inductor(monkeypatch):
     monkeypatch.setenv("NF4_FORCE", "t4")
     for _ in range(2):  # the notebook and its helpers both prepare
         machine.prepare()
-        assert not machine.native_bf16() and torch.cuda.is_bf16_supported()
+        assert not torch.cuda.is_bf16_supported(False) and torch.cuda.is_bf16_supported()
         assert not CudaInterface.is_bf16_supported(False)
     assert environment.describe()["forced"] == "t4"
 

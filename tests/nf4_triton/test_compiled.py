@@ -161,7 +161,7 @@ def test_a_dynamic_number_of_selected_slices(device, options):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_layers_of_one_spec_share_a_graph(make_layer, dtype, options):
     """Whether or not some were used eagerly before, and after edits."""
-    if dtype == torch.bfloat16 and "backend" not in options and not machine.native_bf16():
+    if dtype == torch.bfloat16 and "backend" not in options and settings.has_no_bf16(torch.device("cuda")):
         pytest.skip("Inductor does not compile bf16 on this GPU: no full graph")
     made = [make_layer(64, 96, dtype, seed=seed) for seed in range(4)]
     launch.your_dequantize_nf4(made[0])
