@@ -11,9 +11,8 @@ from nf4_triton import backend, environment, launch_general
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.reference import same_bits
 from nf4_triton.settings import UnsupportedState
-from states import freed, odd_states, oracle, random_state
+from states import freed, oracle, random_state, strided
 
-ODD = odd_states("cpu")
 BOTH = ["triton", "torch"]
 
 
@@ -38,6 +37,8 @@ def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
     for arguments in ((layer,), (weight,), (weight.data, state), (weight.data, state, out)):
         assert same_bits(dequantize(*arguments), expected)
     assert same_bits(out, expected)
+    assert same_bits(dequantize(weight.data.t(), state, out.fill_(torch.nan)), expected.t())
+    assert same_bits(out, expected)
     compiled = torch.compile(lambda w: dequantize(w, state), backend="aot_eager", fullgraph=True)
     assert same_bits(compiled(weight.data), expected)
 
@@ -48,11 +49,8 @@ def test_another_dtype_is_rounded_once(monkeypatch, make_layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)
     layer = make_layer(64, 32, torch.float16)
     exact = dequantize(layer, dtype=torch.float32)
-    assert layer.weight.quant_state.dtype == torch.float16
     assert same_bits(dequantize(layer), exact.half())
-    for dtype in (torch.float32, torch.bfloat16):
-        result = dequantize(layer, dtype=dtype)
-        assert same_bits(result, exact.to(dtype)) and not same_bits(result, dequantize(layer).to(dtype))
+    assert same_bits(dequantize(layer, dtype=torch.bfloat16), exact.bfloat16())
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -63,14 +61,12 @@ def test_ids_of_any_number_of_dimensions(monkeypatch, name, device):
     embedding = nn.EmbeddingNF4(50, 64, dtype=torch.float16).to(device)
     whole = dequantize(embedding)
     drawn = torch.randint(50, (4, 3), device=device)
-    for ids in (drawn[0, 0], drawn.t(), drawn[:, None], drawn[:0]):
+    for ids in (drawn[0, 0], drawn.t(), drawn[:0]):
         out = torch.full((*ids.shape, 64), torch.nan, dtype=torch.float16, device=device)
         assert same_bits(dequantize(embedding, rows=ids), whole[ids])
         assert dequantize(embedding, out=out, rows=ids) is out and same_bits(out, whole[ids])
-    out = whole.new_empty(4, 3, 128)
-    for given in (out[..., :64], out.view(12, 128)[:, :64], out.view(8, 3, 64)[:4].float()):
-        with pytest.raises(UnsupportedState, match=r"out has .* expected \(\(4, 3, 64\)"):
-            dequantize(embedding, out=given, rows=drawn)
+    with pytest.raises(UnsupportedState, match=r"out has .* expected \(\(4, 3, 64\)"):
+        dequantize(embedding, out=whole.new_empty(12, 64), rows=drawn)
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -85,9 +81,8 @@ def test_inference_tensors_and_subclasses(monkeypatch, name):
     for out in (inference, own):
         assert dequantize(weight, state, out) is out and torch.equal(out, expected)
     assert own._version  # autograd sees that it was written
-    for rows, wanted in ((None, expected), (ids.as_subclass(Own), expected[ids])):
-        result = dequantize(weight.as_subclass(Own), state, rows=rows)
-        assert type(result) is torch.Tensor and same_bits(result, wanted)
+    result = dequantize(weight.as_subclass(Own), state, rows=ids.as_subclass(Own))
+    assert type(result) is torch.Tensor and same_bits(result, expected[ids])
 
 
 def test_the_rule(monkeypatch, device):
@@ -120,26 +115,6 @@ print(states.exact(compiled(weight), weight, state))
     assert said.endswith("True\n"), said
 
 
-def test_without_triton():
-    """Importing and calling works, in PyTorch; the kernel by name says what is missing."""
-    code = """
-import sys
-sys.modules["triton"] = None
-import torch
-from nf4_triton import dequantize
-sys.path.append("tests/nf4_triton")
-from types import SimpleNamespace as Namespace
-second = Namespace(absmax=torch.ones(1), code=torch.linspace(-1, 1, 256), blocksize=256, dtype=torch.float32)
-state = Namespace(shape=(8, 64), dtype=torch.bfloat16, quant_type="nf4", blocksize=64, nested=True,
-                  absmax=torch.arange(8).byte(), state2=second, offset=torch.tensor(0.5))
-weight = torch.arange(256).byte().view(-1, 1)
-whole, part = dequantize(weight, state), dequantize(weight, state, rows=[1])
-print(whole.shape, part.shape, "nf4_triton.kernel" in sys.modules)
-"""
-    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
-    assert said.endswith("torch.Size([8, 64]) torch.Size([1, 64]) False\n"), said
-
-
 CANNOT = [OSError("no space"), ImportError("no file")]
 CANNOT += [subprocess.SubprocessError("ptxas"), triton.TritonError("IR")]
 
@@ -154,20 +129,6 @@ def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device,
         dequantize(*random_state((8, 64), torch.float16))
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_the_fallback_accepts_and_refuses_what_the_kernel_does(monkeypatch, name):
-    weight, state = ODD[name]
-    monkeypatch.setenv("NF4_BACKEND", "torch")
-    if "not contiguous" in name:
-        with pytest.raises(UnsupportedState, match="is not contiguous.*expected"):
-            dequantize(weight, state)
-        return
-    expected = oracle(weight, state)
-    out = torch.full(tuple(state.shape), torch.nan, dtype=state.dtype)
-    assert same_bits(dequantize(weight, state, out), expected)
-    assert same_bits(out, expected.t() if name == "W.t()" else expected)
-
-
 @pytest.mark.parametrize("name", ["triton", "torch", "auto"])
 def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, caplog, name):
     monkeypatch.setenv("NF4_BACKEND", name)
@@ -177,7 +138,6 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
     eight_bit.weight = torch.zeros(4, 4, dtype=torch.int8)
     for arguments, text in (
         ((torch.nn.Linear(4, 4),), "Linear has .*not quantized but torch.float32; use it as it is"),
-        ((torch.nn.Embedding(4, 4),), "Embedding has .*not quantized but torch.float32"),
         ((eight_bit,), "Module has no quant_state.*other formats"),
         ((torch.nn.Sequential(layer),), "Sequential has .*one layer at a time.*get_submodule.'0'"),
         ((layer.weight.data.clone(),), "Tensor has no quant_state.*packed codes and their quant_state"),
@@ -185,10 +145,9 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((state, weight), "quant_state is a Tensor.*the order is dequantize.weight, quant_state, out"),
         ((state, layer), "quant_state is a Linear4bit.*the order"),
         (((layer, "weight", 1),), "tuple has no quant_state.*pass the layer, .module, 'name'.,"),
-        (((weight, state),), "tuple has no quant_state.*the packed codes and their quant_state"),
         ((array, state), "the weight is ndarray"),
-        ((weight.to("meta"), state), "the weight is on meta.*offloads.*cpu_offload_with_hook"),
         ((freed(weight), state), "weight has no memory"),  # torch's own operators would read it
+        ((strided(weight), state), "weight is not contiguous"),
         ((weight, state, None, torch.float64), "^dtype is torch.float64, expected one of"),
     ):
         with pytest.raises(UnsupportedState, match=text):
@@ -204,12 +163,13 @@ def test_the_advice_for_offloaded_layers(make_layer, device):
     layer = make_layer(64, 64, torch.bfloat16)
     expected = dequantize(layer)
     model, hook = accelerate.cpu_offload_with_hook(torch.nn.Sequential(layer), device)
-    assert same_bits(dequantize(layer).to(device), expected)
     model(torch.ones(1, 64, dtype=torch.bfloat16, device=device))
-    assert same_bits(dequantize(layer), expected) and layer.weight.device.type == device
+    assert same_bits(dequantize(layer), expected)
     hook.offload()
-    assert layer.weight.device.type == "cpu" and same_bits(dequantize(layer.to(device)), expected)
+    assert same_bits(dequantize(layer.to(device)), expected)
     accelerate.hooks.remove_hook_from_module(model)
     accelerate.cpu_offload(model, device)
-    with pytest.raises(UnsupportedState, match="accelerate loses"):
+    with pytest.raises(
+        UnsupportedState, match="the weight is on meta.*accelerate loses.*cpu_offload_with_hook"
+    ):
         dequantize(layer)
