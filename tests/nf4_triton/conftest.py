@@ -81,6 +81,23 @@ def general(watch):
 
 
 @pytest.fixture
+def layer(watched, make_layer):
+    """64 x 320 in bf16: 320 blocks of scales, 2 of the second level. FP4 for the package's own kernel."""
+    quant_type = "nf4" if watched.module is launch else "fp4"
+    return make_layer(64, 320, torch.bfloat16, quant_type=quant_type)
+
+
+@pytest.fixture(params=[False, True], ids=["first", "warm"])
+def case(request, watched, layer):
+    """(watched, plain weight, state), before and after a launch was kept."""
+    weight, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
+    if request.param:
+        watched.check(weight, state)
+        assert watched.check(weight, state)
+    return watched, weight, state
+
+
+@pytest.fixture
 def own_bitsandbytes():
     """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
     functional = pytest.importorskip("bitsandbytes.functional")
