@@ -1,24 +1,12 @@
-"""Layers as checkpoints and bitsandbytes' evaluation mode make them."""
+"""Layers as bitsandbytes' evaluation mode makes them."""
 
 import pytest
 import torch
 
 from nf4_triton import launch_general
 from nf4_triton.settings import UnsupportedState
-from states import right
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
-
-
-def test_loaded_from_a_checkpoint(make_layer, device):
-    """As transformers loads one."""
-    checkpoint = make_layer(64, 96, torch.float16).state_dict()
-    data = checkpoint.pop("weight")
-    stats = {name.removeprefix("weight."): value for name, value in checkpoint.items()}
-    layer = bitsandbytes.nn.Linear4bit(64, 96, False, torch.float16, quant_type="nf4")
-    load = bitsandbytes.nn.Params4bit.from_prequantized
-    layer.weight = load(data=data, quantized_stats=stats, requires_grad=False, device=device)
-    assert right(launch_general.dequantize_weight(layer.weight, layer.weight.quant_state), layer)
 
 
 def test_repacked_by_bitsandbytes_for_the_cpu(make_layer):
