@@ -11,7 +11,7 @@ import pytest
 import nf4_triton as package
 from helpers import machine
 from nf4_triton import __main__ as command_line
-from nf4_triton import autoload, environment, speed
+from nf4_triton import environment, speed
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -157,13 +157,6 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
     adapters = [alone.folder / out / "adapter_model.safetensors" for out in ("one", "without")]
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
     assert "It does not work here: No CUDA GPU" in text and "status 1" in text
-
-
-def test_an_unknown_value_of_the_variable_switches_nothing_on(monkeypatch, caplog):
-    monkeypatch.setenv("NF4_TRITON", "banana")
-    autoload.load()
-    assert not autoload.waiting
-    assert re.search("NF4_TRITON=banana has no effect, expected one of .*'1'.*'0'", caplog.text)
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])

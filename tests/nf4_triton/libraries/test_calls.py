@@ -52,29 +52,23 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
 
 
 @pytest.mark.parametrize(
-    "options, dtype",
-    [
-        ({}, FP16),
-        ({"quant_type": "fp4"}, BF16),
-        ({"quant_storage": FP32, "compress_statistics": False}, FP32),
-    ],
+    "options",
+    [{}, {"quant_type": "fp4"}, {"quant_storage": FP32, "compress_statistics": False}],
     ids=str,
 )
-def test_dequantize_4bit(options, dtype, device):
-    packed, state = quantized((6, 1024), dtype, device, **options)
-    out = torch.full(state.shape, torch.nan, dtype=dtype, device=device)
+def test_dequantize_4bit(options, device):
+    packed, state = quantized((6, 1024), BF16, device, **options)
+    out = torch.full(state.shape, torch.nan, dtype=BF16, device=device)
 
     def calls():
         whole = bnb.functional.dequantize_4bit(packed, state)
         row = bnb.functional.dequantize_4bit(A=packed.t(), quant_state=state, quant_type="fp4", blocksize=32)
         # fp4 has two zeros; which one bitsandbytes' CPU build takes depends on the position
-        return whole + 0, row + 0
+        return whole + 0, row + 0, outcome(lambda: bnb.functional.dequantize_4bit(packed))
 
     assert compared(calls, DEQUANTIZE) == (2, 0)
     with on():
         assert bnb.functional.dequantize_4bit(packed, state, out=out) is out
-        with pytest.raises(ValueError, match="requires both absmax and out"):
-            bnb.functional.dequantize_4bit(packed)
     assert same(out + 0, calls()[0])
 
 
@@ -103,12 +97,12 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, chan
 # Training: the library forms the products, from weights that the kernel dequantizes
 
 
-@pytest.mark.parametrize("compute, stored", [(FP16, FP16), (BF16, BF16), (BF16, FP32)])
-def test_result_and_gradient_of_a_layer(make_layer, device, compute, stored):
+@pytest.mark.parametrize("stored", [BF16, FP32])
+def test_result_and_gradient_of_a_layer(make_layer, device, stored):
     """Also in autocast and in inference mode."""
     layer = make_layer(128, 80, stored)
-    layer.compute_dtype = compute
-    x = inputs(device, 2, 5, 128, dtype=compute)
+    layer.compute_dtype = BF16
+    x = inputs(device, 2, 5, 128)
     assert compare(lambda: through(layer, x))[DEQUANTIZE][KERNEL] == 1
     compare(torch.autocast(device, FP16)(lambda: through(layer, x)))
     compare(torch.inference_mode()(lambda: layer(x).clone()))
@@ -205,7 +199,6 @@ def axolotl_experts_calls(function, packed, state):
     yield function(packed, state, ids.int(), (32, 64))
     yield function(packed, state, mask, (32, 64))  # from here the library's
     yield function(packed.flatten().view(FP16), state, ids, (32, 64))
-    yield outcome(lambda: function(packed, state, ids, (70, 64)))
 
 
 def unsloth_experts(param, experts, target_dtype=None):
@@ -243,7 +236,7 @@ STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by 
     unsloth.SITES[-1].name: ("unsloth", unsloth_experts, unsloth_experts_calls, (2, 2)),
     axolotl.FSDP2: ("axolotl", fsdp2, fsdp2_calls, (2, 1)),
     axolotl.DEQUANT: ("axolotl", from_parts, axolotl_calls, (1, 1)),
-    axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (1, 3)),
+    axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (1, 2)),
     FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (3, 0)),
 }
 

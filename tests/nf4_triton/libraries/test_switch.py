@@ -181,46 +181,32 @@ def wrong_bits(weight, state, out=None):
     return oracle(weight, state) + 1
 
 
-def full(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def raises(error):
+    def function(*_, **named):
+        raise error
+
+    return function
 
 
-def no_space(*_):
-    raise OSError("no space")
-
-
-def refuses(*_):
-    raise UnsupportedState("it is new")
-
-
-LAUNCH = launch_general, "dequantize_weight"
-REFUSED = {  # {case: (module, name, what is there instead, error, its text)}
-    "missing": (
-        bnb.functional,
-        "dequantize_4bit",
-        None,
-        UnknownInternals,
-        r"has the parameters \[\], expected",
-    ),
-    "no GPU": (switch, "cannot_run", lambda device: "No CUDA GPU: use one", RuntimeError, "No CUDA GPU"),
-    "wrong bits": (*LAUNCH, wrong_bits, RuntimeError, "torch.float16 bits differ from those of .*4bit$"),
-    "full GPU": (*LAUNCH, full, RuntimeError, "the self-test of .*4bit failed: OutOfMemoryError: CUDA out"),
-    "full disk": (
-        *LAUNCH,
-        no_space,
-        RuntimeError,
-        r"the kernel could not be launched \(OSError: no space\)$",
-    ),
-    "not its state": (*LAUNCH, refuses, RuntimeError, "the kernel refused the self-test of .*4bit$"),
+KERNEL_ANSWERS = {  # what it does in the self-test: the error's text
+    wrong_bits: "torch.float16 bits differ from those of .*4bit$",
+    raises(torch.OutOfMemoryError("out")): "the self-test of .*4bit failed: OutOfMemoryError: out$",
+    raises(OSError("no space")): r"the kernel could not be launched \(OSError: no space\)$",
+    raises(UnsupportedState("it is new")): "the kernel refused the self-test of .*4bit$",
 }
+REFUSED = [  # (module, name, what is there instead, error, its text)
+    (bnb.functional, "dequantize_4bit", None, UnknownInternals, r"has the parameters \[\], expected"),
+    (switch, "cannot_run", lambda device: "No CUDA GPU: use one", RuntimeError, "No CUDA GPU"),
+]
+for answer, text in KERNEL_ANSWERS.items():
+    REFUSED.append((launch_general, "dequantize_weight", answer, RuntimeError, text))
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(monkeypatch, logged, caplog, case):
+@pytest.mark.parametrize("module, name, instead, error, text", REFUSED)
+def test_refused(monkeypatch, logged, caplog, module, name, instead, error, text):
     """strict raises. Otherwise nothing is replaced, and the report says why, also after."""
-    *change, error, text = REFUSED[case]
     forget_self_tests()
-    monkeypatch.setattr(*change)
+    monkeypatch.setattr(module, name, instead)
     before = library_function()
     with pytest.raises(error, match=text) as problem:
         quietly(strict=True)
@@ -284,10 +270,7 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     lost = {DEQUANTIZE: "another library wrapped or replaced it since, and no call came through"}
     assert on.left == lost and LINE not in str(on)
     assert dequantizes() and not on.left and f"{LINE}1 by the kernel" in str(on)
-    right = launch_general.dequantize_weight
-    monkeypatch.setattr(launch_general, "dequantize_weight", lambda *arguments: right(*arguments) + 1)
-    with pytest.raises(RuntimeError, match="bits differ"):
-        quietly("bitsandbytes", strict=True)
+    monkeypatch.setattr(launch_general, "dequantize_weight", wrong_bits)
     quietly("axolotl")  # replaces again what is on
     assert library_function() is wrapper
     assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").left[DEQUANTIZE]
@@ -300,7 +283,7 @@ def test_each_rank_tests_on_its_own_gpu(monkeypatch):
     """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for rank, index in (("1", 1), ("5", 0), ("x", 0)):
+    for rank, index in (("1", 1), ("5", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert site.self_test_device() == torch.device("cuda", index)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -311,17 +294,10 @@ def test_each_rank_tests_on_its_own_gpu(monkeypatch):
 
 
 def test_one_process_of_a_host_logs(monkeypatch, logged):
-    for rank, speaks in (("0", True), ("1", False), ("1" * 5000, True)):
+    for rank, speaks in (("0", True), ("1", False), ("1" * 5000, True), ("x", True)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         use_nf4_kernel("bitsandbytes")
         assert bool(logged()) == speaks
-
-
-class Closed:
-    """A stderr whose reader is gone."""
-
-    def write(self, text):
-        raise ValueError("I/O operation on closed file")
 
 
 @pytest.fixture
@@ -337,8 +313,9 @@ def test_without_configured_logging_lines_have_a_name(unconfigured, monkeypatch,
     log.log.setLevel(logging.WARNING)
     log.say("it is on")
     assert capsys.readouterr().err == "nf4_triton: it is on\n"
-    monkeypatch.setattr(sys, "stderr", Closed())
-    log.say("it falls back", logging.WARNING)
+    with open("/dev/null") as closed:  # for writing
+        monkeypatch.setattr(sys, "stderr", closed)
+        log.say("it falls back", logging.WARNING)
 
 
 # NF4_TRITON=1
@@ -439,10 +416,12 @@ def test_without_triton_it_says_why_it_is_off():
     assert done.err.count(f"nf4_triton: The NF4 kernel is not used.\n{why}") == 2
 
 
-def test_without_the_variable_nothing_happens(variable):
-    variable.setenv("NF4_TRITON", " False ")
+@pytest.mark.parametrize("value, lines", [(" False ", 0), ("banana", 1)])
+def test_another_value_switches_nothing_on(variable, logged, value, lines):
+    variable.setenv("NF4_TRITON", value)
     autoload.load()
     assert not autoload.waiting
+    assert logged().count("NF4_TRITON=banana has no effect, expected one of") == lines
 
 
 @pytest.mark.parametrize("ends", [restore, lambda: quietly("bitsandbytes")], ids=["restore", "a call"])
@@ -458,12 +437,12 @@ def test_a_call_of_ones_own_ends_the_waiting(variable, logged, ends):
 
 def test_the_variable_fails_no_import_and_no_layer(variable, logged):
     autoload.load()
-    variable.setattr(switch, "use_nf4_kernel", lambda **_: full())
+    variable.setattr(switch, "use_nf4_kernel", raises(torch.OutOfMemoryError("out")))
     assert a_layer().in_features == a_layer().in_features == 64 and untouched()
     variable.setitem(sys.modules, "bitsandbytes.nn.modules", types.ModuleType("without a layer"))
     autoload.load()
     assert logged().splitlines() == [
-        "NF4_TRITON=1 has no effect: CUDA out of memory",
+        "NF4_TRITON=1 has no effect: out",
         "NF4_TRITON=1 has no effect: AttributeError: module 'without a layer' has no attribute 'Linear4bit'",
     ]
 
@@ -506,7 +485,8 @@ def test_the_callback(callback, logged):
     assert not untouched() and not logged()  # it found the kernel on
 
 
-def test_the_callbacks_report_stands_alone(callback, unconfigured, monkeypatch, capsys):
+def test_the_callbacks_report_stands_alone(callback, unconfigured, capsys):
+    """A progress bar is on the line."""
     from tqdm.auto import tqdm
 
     unconfigured()
@@ -516,7 +496,3 @@ def test_the_callbacks_report_stands_alone(callback, unconfigured, monkeypatch, 
         end(one)
         lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
     assert f"nf4_triton: {NOTHING}no calls".splitlines()[0] in lines
-    begin(one)
-    monkeypatch.setattr(sys, "stderr", Closed())
-    end(one)
-    assert untouched()
