@@ -215,16 +215,13 @@ def test_it_runs_alone_after_the_puzzles_own_cells_and_each_cell_twice(notebook,
     alone(notebook)
     assert printed(notebook, "exact-2").endswith("passed\n")
     for ending in ("", "-2"):
-        said = printed(notebook, f"ratio{ending}")
-        assert said == "all weights are correct; not timed (needs an NVIDIA GPU)\n"
+        assert printed(notebook, f"ratio{ending}").startswith("all weights are correct; not timed")
         needing = ("turns", "device", "single-kernel", "custom-asm", "cache-eviction", "memory")
         assert {printed(notebook, name + ending) for name in needing} == {
             "not measured (needs an NVIDIA GPU)\n"
         }
         assert printed(notebook, f"rows{ending}") == ""
-        score = printed(notebook, f"score{ending}")
-        assert score.startswith("Nothing but correctness was measured")
-        assert "1 of 14 points on this CPU (Triton's interpreter)" in score
+        assert "\n1 of 14 points on this CPU" in printed(notebook, f"score{ending}")
 
 
 @pytest.mark.long

@@ -1,9 +1,5 @@
 """Records: written, replaced, read, selected; what results/ holds."""
 
-import math
-
-import pytest
-
 from helpers.results import store
 from helpers.results.store import Row
 
@@ -23,13 +19,3 @@ def test_a_section_is_replaced_and_the_others_stay(folder):
 
 def test_folder_of_a_machine():
     assert store.slug(MACHINE | {"forced": "/../t4"}) == "nvidia-t1-forced-t4"
-
-
-@pytest.mark.parametrize("card", store.cards())
-def test_stored_rows_are_sound(card):
-    rows = store.rows(card)
-    assert len({row[:4] for row in rows}) == len(rows), "a row twice"
-    assert all(math.isfinite(value) for row in rows for value in row.values)
-    for name, record in store.records(card).items():
-        sections = {"protocol", "score"} if name == "notebook" else {name}
-        assert {row.section for row in record.rows} <= sections and "commit" in record.environment
