@@ -1,6 +1,7 @@
 """The puzzle's test: what it checks and times, how contenders alternate, and what a missing library says."""
 
 import collections
+import inspect
 import types
 
 import pytest
@@ -173,7 +174,7 @@ def test_an_error_fails_and_a_missing_module_does_not(check, verdict, said, caps
 
 
 def test_bitsandbytes_own_function_is_found_behind_unsloths_wrapper(monkeypatch):
-    own = functional.dequantize_4bit
+    own = inspect.unwrap(functional.dequantize_4bit)  # on a GPU Unsloth may have been imported
 
     def wrapper(*arguments):
         return own(*arguments)

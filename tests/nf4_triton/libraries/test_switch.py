@@ -19,7 +19,7 @@ from helpers import machine  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
 from nf4_triton import autoload, launch_general, log  # noqa: E402
 from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
-from nf4_triton.libraries.bitsandbytes import DEQUANTIZE  # noqa: E402
+from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
 from nf4_triton.settings import UnsupportedState  # noqa: E402
@@ -37,6 +37,11 @@ from switching import (  # noqa: E402
 LINE = f"  {DEQUANTIZE}: "
 NOTHING = f"The NF4 kernel was on, but no dequantization was counted.\n{LINE}"
 EARLY = "imported before use_nf4_kernel() was called, or read-only"
+
+
+def without_fallback(text):
+    """A report without the line of bitsandbytes' CUDA operator, which a CPU does not have."""
+    return "".join(line for line in str(text).splitlines(True) if FALLBACK not in line)
 
 
 @functools.cache
@@ -69,7 +74,9 @@ def by_kernel(on):
 def test_on_for_the_time_of_a_with_block(logged):
     with pytest.raises(KeyError), use_nf4_kernel("bitsandbytes") as on:
         assert not untouched() and on.on
-        assert logged() == f"{on}\n" == f"The NF4 kernel works here.\n{LINE}no calls\nrestore() ends it.\n"
+        said = logged()
+        assert said == f"{on}\n"
+        assert without_fallback(said) == f"The NF4 kernel works here.\n{LINE}no calls\nrestore() ends it.\n"
         assert repr(on) != str(on)  # a notebook shows it below that
         dequantizes()
         during = str(on)
@@ -87,11 +94,11 @@ def test_the_report_says_why_nothing_was_counted(fake_module):
     """No model, a name imported earlier. For compiled code: test_calls.py."""
     with quietly("bitsandbytes") as on:
         pass
-    assert str(on) == f"{NOTHING}no calls\nWas a model loaded in 4 bits?"
+    assert without_fallback(on) == f"{NOTHING}no calls\nWas a model loaded in 4 bits?"
     script = fake_module("my_script", dequantize=ORIGINAL[0])
     with quietly("bitsandbytes") as on:
         dequantizes(script.dequantize)
-    assert str(on) == f"{NOTHING}no calls\nLeft to the library: my_script.dequantize: {EARLY}"
+    assert without_fallback(on) == f"{NOTHING}no calls\nLeft to the library: my_script.dequantize: {EARLY}"
 
 
 def test_who_finds_it_on_leaves_it_on(fake_unsloth):
@@ -277,6 +284,27 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     assert dequantizes()
     restore()
     assert library_function() is wrapper and dequantizes() and by_kernel(on) == 1
+
+
+def test_the_self_tests_state_is_as_bitsandbytes_makes_it():
+    """Other libraries read fields that this kernel does not, such as `code`."""
+
+    def kinds(state):
+        tensors = ((k, v) for k, v in vars(state).items() if isinstance(v, torch.Tensor))
+        return {k: (v.dtype, v.shape) for k, v in tensors}
+
+    own, made = site.small_layer(BF16, DEVICE)[1], quantized((128, 192), BF16, DEVICE)[1]
+    assert kinds(own) == kinds(made) and kinds(own.state2) == kinds(made.state2)
+    assert torch.equal(own.code, made.code)
+
+
+@pytest.mark.gpu
+def test_unsloths_functions_for_experts_are_replaced():
+    pytest.importorskip("unsloth")
+    modules = [site.name.rpartition(".")[0] for site in unsloth.SITES[:3]]
+    code = f"import unsloth, {', '.join(modules)}\nfrom nf4_triton import use_nf4_kernel"
+    done = machine.python(["-c", f"{code}\nprint(use_nf4_kernel('unsloth', quiet=True).left)"])
+    assert done.out.splitlines()[-1].count("it has a kernel of its own") == done.out.count("': '"), done.out
 
 
 def test_each_rank_tests_on_its_own_gpu(monkeypatch):
@@ -476,7 +504,8 @@ def test_the_callback(callback, logged):
         begin(one)
         assert dequantizes() and one.switch.on and copy.deepcopy(one).switch is None
         end(one)
-        assert logged().endswith(f"ends it.\nThe kernel dequantized 1 of 1.\n{LINE}1 by the kernel\n")
+        report = f"ends it.\nThe kernel dequantized 1 of 1.\n{LINE}1 by the kernel\n"
+        assert without_fallback(logged()).endswith(report)
         assert untouched()
     quietly("bitsandbytes")
     quiet = callback(quiet=True)

@@ -16,7 +16,7 @@ import torch
 
 from .. import private
 from ..log import local_rank, say
-from ..reference import same_bits
+from ..reference import NF4_VALUES, same_bits
 from ..settings import INTERPRETED
 from ..state import UnsupportedState, read_state
 
@@ -188,7 +188,7 @@ def small_layer(dtype: torch.dtype, device: torch.device) -> tuple:
     second = make(absmax=floats[200:202], code=floats, blocksize=256, dtype=torch.float32)
     return codes.view(-1, 1), make(
         absmax=codes[:384], shape=torch.Size((128, 192)), dtype=dtype, blocksize=64, quant_type="nf4",
-        offset=floats[240], state2=second,
+        code=torch.tensor(NF4_VALUES, dtype=torch.float32, device=device), offset=floats[240], state2=second,
     )  # fmt: skip
 
 
