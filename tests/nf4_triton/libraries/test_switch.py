@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib.util
 import logging
 import pickle
 import sys
@@ -83,10 +84,10 @@ def test_on_for_the_time_of_a_with_block(logged):
         raise KeyError
     assert untouched() and not on.on
     report = f"The kernel dequantized 1 of 1.\n{LINE}1 by the kernel"
-    assert str(on) == report and during == f"{report}\nrestore() ends it."
+    assert without_fallback(on) == report and without_fallback(during) == f"{report}\nrestore() ends it."
     with quietly("bitsandbytes") as later:
         assert dequantizes() and dequantizes()
-    assert str(on) == report and by_kernel(on) == 1 and by_kernel(later) == 2
+    assert without_fallback(on) == report and by_kernel(on) == 1 and by_kernel(later) == 2
     assert typing.get_type_hints(type(on).__enter__)["return"] is type(on)  # for mypy
 
 
@@ -300,7 +301,8 @@ def test_the_self_tests_state_is_as_bitsandbytes_makes_it():
 
 @pytest.mark.gpu
 def test_unsloths_functions_for_experts_are_replaced():
-    pytest.importorskip("unsloth")
+    if importlib.util.find_spec("unsloth") is None:  # not imported here: it would change this process
+        pytest.skip("unsloth is not installed")
     names = [one.name for one in unsloth.SITES[:3]]
     modules = ", ".join(name.rpartition(".")[0] for name in names)
     code = f"import unsloth, {modules}\nimport nf4_triton\nprint(nf4_triton.use_nf4_kernel('unsloth'))"
