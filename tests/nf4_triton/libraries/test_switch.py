@@ -42,7 +42,7 @@ EARLY = "imported before use_nf4_kernel() was called, or read-only"
 
 def without_fallback(text):
     """A report without the line of bitsandbytes' CUDA operator, which a CPU does not have."""
-    return "".join(line for line in str(text).splitlines(True) if FALLBACK not in line)
+    return "\n".join(line for line in str(text).splitlines() if FALLBACK not in line)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_on_for_the_time_of_a_with_block(logged):
         assert not untouched() and on.on
         said = logged()
         assert said == f"{on}\n"
-        assert without_fallback(said) == f"The NF4 kernel works here.\n{LINE}no calls\nrestore() ends it.\n"
+        assert without_fallback(said) == f"The NF4 kernel works here.\n{LINE}no calls\nrestore() ends it."
         assert repr(on) != str(on)  # a notebook shows it below that
         dequantizes()
         during = str(on)
@@ -508,7 +508,7 @@ def test_the_callback(callback, logged):
         begin(one)
         assert dequantizes() and one.switch.on and copy.deepcopy(one).switch is None
         end(one)
-        report = f"ends it.\nThe kernel dequantized 1 of 1.\n{LINE}1 by the kernel\n"
+        report = f"ends it.\nThe kernel dequantized 1 of 1.\n{LINE}1 by the kernel"
         assert without_fallback(logged()).endswith(report)
         assert untouched()
     quietly("bitsandbytes")
