@@ -39,6 +39,7 @@ SECTIONS = {
     "experts": Section(experts.time_experts, "tests/nf4_triton/test_rows.py"),
     "training": Section(training.time_training, "tests/training/test_training_sameness.py"),
 }
+INTERRUPTED = "interrupted"
 DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains for minutes
 
 
@@ -49,6 +50,8 @@ def run_section(name: str) -> tuple[list[Row], list[str]]:
         for case, unit, found in SECTIONS[name].cases(problems):
             for contender, values in found.items():
                 rows.append(Row(name, case, contender, unit, values))
+    except KeyboardInterrupt:
+        problems.append(INTERRUPTED)
     except Exception as error:
         traceback.print_exc()
         problems.append(why(error))
@@ -92,4 +95,6 @@ def main(argv: list[str] | None = None) -> int:
         if rows:
             path = store.write(name, rows, options.into, note="; ".join(problems))
             print(f"stored in {path}", flush=True)
+        if INTERRUPTED in problems:
+            return 130
     return int(failed)

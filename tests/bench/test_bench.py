@@ -85,11 +85,16 @@ def broken(problems):
     raise ValueError("first line\nsecond line")
 
 
+def interrupted(_):
+    yield "a", "us", {"ours": [1.0]}
+    raise KeyboardInterrupt
+
+
 def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ON_GPU", False)
     assert bench.main([]) == 1 and not store.cards()  # without a GPU nothing is timed
     monkeypatch.setattr(bench, "ON_GPU", True)
-    sections = {one.__name__: bench.Section(one, "tests") for one in (broken, good)}
+    sections = {one.__name__: bench.Section(one, "tests") for one in (broken, good, interrupted)}
     monkeypatch.setattr(bench, "SECTIONS", sections)
     assert bench.main(["--only", "broken", "good", "--into", "some-card"]) == 1
     shown = capsys.readouterr().out
@@ -98,4 +103,6 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, caps
     assert [row.section for row in store.rows("some-card")] == ["broken", "good"]
     note = store.records("some-card")["broken"].environment["note"]
     assert note == "peft: not bit-identical; ValueError: first line"
+    assert bench.main(["--only", "interrupted", "good"]) == 130  # as from a shell's Ctrl-C
+    assert store.records(store.cards()[0])["interrupted"].environment["note"] == "interrupted"
     assert bench.main(["--only", "good"]) == 0 and len(store.cards()) == 2
