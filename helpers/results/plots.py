@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from helpers.names import LABELS
 from helpers.results.store import CARDS, one, select
 
-CARD = "nvidia-h100-80gb-hbm3"  # the folder that pages and pictures show
+CARD = "nvidia-h200"  # the folder that pages and pictures show
 ON = f"on an {CARDS[CARD].name}"
 BYTES = 0.5 + 1 / 64 + 4 / 16384 + 2  # read and written per weight
 CALLS = 9000  # of the puzzle's test: 1000 rounds, 3 configurations, 3 weights
