@@ -117,7 +117,7 @@ def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup):
 
 
 def test_an_environment_without_packages_is_told_what_to_install(setup):
-    script(setup.folder / "python", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    script(setup.folder / "python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     text = setup(PYTHON="./python")[0].stderr
     assert text.count("\n") == 2
     assert "python: No module named 'torch'. Nothing is installed in an environment of yours" in text
