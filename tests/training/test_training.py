@@ -23,21 +23,16 @@ def test_one_library_is_compared_and_timed(toy):
     found = training.time_steps("PEFT", "peft", toy, steps=((1, 16, 1, 2),))
     [times, ratios] = [values for _, _, values in found["cases"]]
     assert [len(ms) for ms in times.values()] == [2, 2] and len(ratios["speedup"]) == 3
-    assert found["reports"][0].startswith(
-        "PEFT, 16 tokens: loss and gradients are the same. The kernel dequantized "
-    )
+    assert found["reports"][0].startswith("PEFT, 16 tokens: The kernel dequantized ")
 
 
 def test_other_results_are_not_timed():
     with pytest.raises(AssertionError, match="results differ with the kernel"):
-        training.check("peft", iter(["1a", "1a", "1b"]).__next__)
-    with pytest.raises(AssertionError, match="results differ with the kernel"):
-        training.check("peft", iter(["1a", "1b", "2a"]).__next__)
+        training.check("peft", iter("aab").__next__)
     with pytest.raises(AssertionError, match="from run to run without the kernel"):
-        training.check("peft", iter(["1a", "2a"]).__next__)
-    for gradients in ("aaa", "abc"):  # no kernel is launched
-        with pytest.raises(AssertionError, match="dequantized nothing"):
-            training.check("peft", iter([f"1{one}" for one in gradients]).__next__)
+        training.check("peft", iter("ab").__next__)
+    with pytest.raises(AssertionError, match="dequantized nothing"):
+        training.check("peft", lambda: "a")
 
 
 def test_the_interval_pairs_rounds():
