@@ -130,5 +130,6 @@ def _dequantize_general_kernel(
     result = _product(value, scale[:, None], out_ptr, ASM, SM75)
     offsets = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
     if SELECT:
-        result = tl.where(exists, result, float("nan"))  # an id out of range: no wait, no error
+        nan = tl.full((), float("nan"), tl.float32)  # Triton 3.6's interpreter has no bf16 constants
+        result = tl.where(exists, result, nan.to(result.dtype))  # an id out of range: no wait, no error
     _store(out_ptr, which * n + start, offsets, result, left, UNIT, ALIGNED, STORE_HINT)
