@@ -97,12 +97,12 @@ def case(request, watched, layer):
     return watched, weight, state
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_bitsandbytes():
-    """Skip where Unsloth, imported in this process, has replaced bitsandbytes' functions."""
+    """Skip where Unsloth, imported in this process, has changed bitsandbytes and transformers."""
     functional = pytest.importorskip("bitsandbytes.functional")
     if functional.dequantize_4bit.__module__ != functional.__name__:
-        pytest.skip("Unsloth replaced bitsandbytes' functions in this process: run this folder by itself")
+        pytest.skip("Unsloth changed other libraries in this process: run this folder by itself")
 
 
 ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads

@@ -36,7 +36,7 @@ def lora(folder, model, **how):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(own_bitsandbytes, tmp_path_factory):
     """A folder with 4-bit models: one in shards, a mixture of experts with tied embeddings; LoRA of each."""
     folder = tmp_path_factory.mktemp("saved")
     torch.manual_seed(0)
