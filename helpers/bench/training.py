@@ -56,16 +56,16 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-STEPS = (  # sequences, tokens of each, steps a round, rounds
-    (1, 128, 6, 30),
-    (1, 512, 6, 30),
-    (1, LONGEST, 3, 30),
-    (4, LONGEST, 1, 10),  # the GPU is the limit: the host adds no noise
+STEPS = (  # sequences, tokens of each, steps a round, rounds: short ones pair steps of a host's same second
+    (1, 128, 3, 90),
+    (1, 512, 3, 90),
+    (1, LONGEST, 3, 60),
+    (4, LONGEST, 1, 30),  # the GPU is the limit: the host adds no noise
 )
 MOE_STEPS = (
-    (1, 16, 6, 30),
-    (1, 128, 6, 30),
-    (1, 1024, 6, 30),
+    (1, 16, 3, 90),
+    (1, 128, 3, 90),
+    (1, 1024, 3, 60),
 )
 RUNS = (  # a model, {how rows call it: library}, steps
     (LLAMA3_8B, {"PEFT": "peft", "Unsloth": "unsloth"}, STEPS),
