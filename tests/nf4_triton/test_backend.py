@@ -1,10 +1,13 @@
 """`nf4_triton.dequantize`: its arguments, its errors, and NF4_BACKEND=triton|torch|auto."""
 
+import os
+import shutil
 import subprocess
 
 import pytest
 import torch
 import triton
+from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import machine
 from nf4_triton import backend, environment, launch_general
@@ -100,19 +103,57 @@ def test_the_rule(monkeypatch, device):
         choose(torch.device("cpu"))
 
 
-def test_compiled_on_a_cpu_without_the_interpreter():
-    """The kernel cannot run there: PyTorch is traced."""
-    code = """
+COMPILERS = [os.environ.get("CXX"), "g++", "clang++"]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_compiled_on_a_cpu_without_the_interpreter(compiler):
+    """The kernel cannot run there. Inductor would leave out the rounding that .float() follows."""
+    if compiler == "inductor" and not any(name and shutil.which(name) for name in COMPILERS):
+        pytest.skip("needs a C++ compiler")
+    code = f"""
 import torch
 from nf4_triton import dequantize
 import sys; sys.path.append("tests/nf4_triton")
 import states
-weight, state = states.random_state((64, 64), torch.float16, device="cpu")
-compiled = torch.compile(lambda w: dequantize(w, state), backend="aot_eager", fullgraph=True)
-print(states.exact(compiled(weight), weight, state))
+weight, state = states.random_state((64, 64), torch.bfloat16, device="cpu")
+def call(w):
+    return dequantize(w, state).float()
+print(torch.equal(torch.compile(call, backend="{compiler}", fullgraph=True)(weight), call(weight)))
 """
     said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
     assert said.endswith("True\n"), said
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("name", BOTH)
+def test_scales_with_gradients(monkeypatch, name, nested):
+    """bitsandbytes makes such, where it quantizes a parameter."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((64, 64), torch.float16, nested=nested)
+    expected = oracle(weight, state)
+    for tensor in (state.state2.absmax, state.offset) if nested else (state.absmax,):
+        tensor.requires_grad_()
+    x = torch.ones(64, dtype=torch.float16, device=weight.device, requires_grad=True)
+    for call in (dequantize, torch.compile(dequantize, backend="aot_eager")):
+        result = call(weight, state)
+        assert same_bits(result, expected) and not result.requires_grad
+        (call(weight, state) @ x).sum().backward()
+        assert same_bits(dequantize(weight, state, rows=[1, 0]), expected[[1, 0]])
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_memory_is_checked_under_a_dispatch_mode(monkeypatch, name):
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((64, 64), torch.float16)
+    memory = torch.zeros(64 * 128, dtype=torch.uint8, device=weight.device)
+    inside = memory[: weight.numel()].view(weight.shape).copy_(weight)
+    with FlopCounterMode(display=False):
+        with pytest.raises(UnsupportedState, match="out shares memory with weight"):
+            dequantize(inside, state, memory.view(torch.float16).view(64, 64))
+        with pytest.raises(UnsupportedState, match="weight has no memory"):
+            dequantize(freed(weight.clone()), state)
+    assert torch.equal(inside, weight)
 
 
 CANNOT = [OSError("no space"), ImportError("no file")]

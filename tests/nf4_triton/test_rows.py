@@ -76,7 +76,7 @@ def whole(packed):
 
 def test_ids_out_of_range(packed, whole, device):
     """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
-    for bad in ([0, -1], torch.tensor([2, 16]), [2**63], range(15, 17), torch.tensor([[1, 19]])):
+    for bad in ([0, -1], torch.tensor([2, 16]), [2**63], range(15, 17)):
         with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 15"):
             launch_general.dequantize_packed(packed, rows=bad)
     ids = torch.tensor([-1, 2, 16, -(2**40), 2**40], device=device)
@@ -91,6 +91,16 @@ def test_ids_out_of_range(packed, whole, device):
         launch_general.check_and_launch(empty, None, selection)
 
 
+@pytest.mark.parametrize(
+    "count, first, number", [(None, 14, 3), (None, 1 << 40, 1), (None, -1, 2), (1, 0, 2)]
+)
+def test_the_operator_reads_nothing_outside(packed, device, count, first, number):
+    """Called by itself, or with other ids than torch.jit.trace saw."""
+    ids = None if count is None else torch.arange(8, device=device)[:count]
+    with pytest.raises(UnsupportedState, match="rows (are|has) .*expected"):
+        launch_general.general_operator(*packed._replace(shape=list(packed.shape)), ids, first, number, "")
+
+
 # Ids or a result of one slice may have any first stride; for several slices it matters.
 @pytest.mark.parametrize("order", [(1, 4), (4, 1, 4)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2, 0])
@@ -103,7 +113,7 @@ def test_ids_that_are_not_contiguous(general, packed, whole, device, stride, ord
         if ids.is_contiguous():
             assert same_bits(launch_general.dequantize(*arguments), whole[ids]), count
         else:
-            with pytest.raises(UnsupportedState, match="expected contiguous int32 or int64 ids"):
+            with pytest.raises(UnsupportedState, match="expected contiguous ids in one"):
                 launch_general.dequantize(*arguments)
 
 
@@ -144,7 +154,10 @@ BAD = [
     (slice(1.0, 3.0), "expected ints and step 1"),
     ("all", "rows is str"),
     ([1.5], "rows has 1.5, expected ints"),
-    ([True, False, True], "rows has True, expected ints: use mask.nonzero"),
+    (torch.tensor([3, 1], dtype=torch.uint8), "expected int32 or int64 ids: use rows.long"),
+    (torch.tensor([3, 1], dtype=torch.uint32), "expected int32 or int64 ids: use rows.long"),
+    ([True, False, True], "rows has True, expected ints: pass mask.nonzero"),
+    ([[3], [1]], "rows has .3., expected ints: pass a tensor of ids"),
     ([torch.tensor(True)], "rows has tensor.True., expected ints"),
     (torch.empty(2, dtype=torch.int64, device="meta"), "rows is on meta, expected"),
 ]

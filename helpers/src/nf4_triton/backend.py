@@ -9,7 +9,7 @@ import torch
 
 from . import environment, private, reference
 from .log import say
-from .state import DTYPES, UnsupportedState, check_call, check_out, read_rows, read_state
+from .state import DTYPES, Packed, Selection, UnsupportedState, check_call, check_out, read_rows, read_state
 
 BACKENDS = ("triton", "torch", "auto")
 
@@ -123,9 +123,14 @@ def no_state(given) -> str:
 def dequantize_in_torch(packed, out=None, rows=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
     selection = None if rows is None else read_rows(rows, packed)
-    check_call(packed, out, selection, memory=not private.is_traced(packed.weight))
+    check_call(packed, out, selection)
     with private.plain_tensors():
-        result = reference.dequantize(packed, selection=selection)
+        packed = packed.detached()
+        if torch.compiler.is_compiling():
+            fields = packed._replace(shape=list(packed.shape))
+            result = torch_operator(*fields, *(selection or (None, 0, None)))
+        else:
+            result = reference.dequantize(packed, selection)
         if out is None:
             return result
         if selection is None and packed.weight.shape[0] == 1:
@@ -134,6 +139,25 @@ def dequantize_in_torch(packed, out=None, rows=None):
         inference = not private.is_compiling() and out.is_inference()
         with torch.inference_mode() if inference else contextlib.nullcontext():
             return out.copy_(result)
+
+
+def dequantize_fields(*fields) -> torch.Tensor:
+    """Dequantize the fields of a Packed, and of a Selection if its number is given."""
+    packed, selection = Packed(*fields[:11]), Selection(*fields[11:])
+    packed = packed._replace(shape=tuple(packed.shape))
+    return reference.dequantize(packed, None if selection.number is None else selection)
+
+
+# Opaque: Inductor would fuse it, with an FMA for the scales and without the rounding to 16 bits.
+torch_operator = torch.library.custom_op(
+    "nf4_triton::dequantize_in_torch",
+    dequantize_fields,
+    mutates_args=(),
+    schema="(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, SymInt[] shape, "
+    "ScalarType dtype, str quant_type, SymInt blocksize, SymInt? blocksize2, bool nested, Tensor? ids, "
+    "SymInt first, SymInt? number) -> Tensor",
+)
+torch_operator.register_fake(dequantize_fields)
 
 
 def choose(device) -> str:

@@ -23,7 +23,6 @@ from .private import (
     current_device,
     current_stream,
     empty_cuda,
-    in_transform,
     is_compiling,
     is_fake,
     is_traced,
@@ -310,16 +309,15 @@ def launch_eagerly(packed, out, selection):
 
 def call_operator(packed, out, selection=None):
     """Dequantize by an operator, which tracers record as one call."""
-    weight = packed.weight
-    traced = is_compiling() or in_transform() or is_fake(weight) or is_fake(out)
-    check_call(packed, out, selection, KERNEL_DEVICE, memory=out is not None and not traced)
+    check_call(packed, out, selection, KERNEL_DEVICE)
+    packed, weight = packed.detached(), packed.weight
     if packed.dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
         return launch_eagerly(packed, out, selection)
     of_puzzle = puzzles_tensors(packed, memory=False) if selection is None else None
     if of_puzzle:
         result = launch.call_operator(of_puzzle, packed.layout)
     else:
-        fields = packed._replace(weight=weight.detach(), shape=list(packed.shape))
+        fields = packed._replace(shape=list(packed.shape))
         result = general_operator(*fields, *(selection or (None, 0, None)), launch_text())
     if out is not None:
         result = out.copy_(result)

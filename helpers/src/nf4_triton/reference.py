@@ -95,7 +95,7 @@ def select(packed, selection):
 
 def codes_of(packed):
     """Return the bytes of the packed weight."""
-    return packed.weight.detach().contiguous().view(-1).view(torch.uint8)
+    return packed.weight.contiguous().view(-1).view(torch.uint8)
 
 
 def scales_of(packed, blocks):

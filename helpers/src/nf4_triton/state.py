@@ -6,7 +6,7 @@ import typing
 
 import torch
 
-from .private import has_memory, is_traced
+from .private import has_memory, in_transform, is_compiling, is_fake, is_traced
 from .settings import UnsupportedState
 
 MAX_ELEMENTS = 1 << 34  # of one tensor: the kernel counts rows of 8 elements in 31 bits
@@ -35,6 +35,11 @@ class Packed(typing.NamedTuple):
     def tensors(self):
         """The tensors that the kernel reads: five, or two if flat."""
         return self[:5] if self.nested else self[:2]
+
+    def detached(self):
+        """The same without gradients, which scales have if bitsandbytes quantized a parameter."""
+        named = zip(self._fields, self.tensors, strict=False)
+        return self._replace(**{name: x.detach() for name, x in named if isinstance(x, torch.Tensor)})
 
     @property
     def layout(self):
@@ -286,17 +291,22 @@ def slice_elements(packed):
     return n
 
 
-def check_ids(packed, ids):
-    """Check that slices begin at rows, and that the kernel can read ids. Raises UnsupportedState."""
+def check_selection(packed, selection):
+    """Check that slices begin at rows and exist. Raises UnsupportedState."""
     slice_elements(packed)
+    ids, first, number = selection
     if ids is None:
+        if first < 0 or number < 0 or first + number > packed.shape[0]:
+            raise UnsupportedState(
+                f"rows are {first} to {first + number}, expected some of 0 to {packed.shape[0]}"
+            )
         return
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.is_contiguous():
+    check_ids(ids)
+    if ids.shape[0] != number:
         raise UnsupportedState(
-            f"rows is {ids.dtype} of shape {tuple(ids.shape)}, expected contiguous int32 or int64 "
-            "ids in one dimension: use mask.nonzero().view(-1) for a mask"
+            f"rows has {ids.shape[0]} ids, expected {number}: torch.jit.trace keeps the number that it saw"
         )
-    if not packed.shape[0] and ids.numel():
+    if not packed.shape[0] and number:
         raise IndexError("rows has ids, expected none: the weight has no slices")
     if ids.device != packed.weight.device:
         raise UnsupportedState(
@@ -304,13 +314,23 @@ def check_ids(packed, ids):
         )
 
 
-def check_call(packed, out=None, selection=None, device=None, memory=True):
-    """Check all that a call was given. Return check's sizes. memory: the tensors should have some."""
+def check_ids(ids):
+    """Check that the kernel can read ids. Raises UnsupportedState."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        do = "mask.nonzero().view(-1)" if ids.dtype == torch.bool else "rows.long()"
+        raise UnsupportedState(f"rows is {ids.dtype}, expected int32 or int64 ids: use {do}")
+    if ids.dim() != 1 or not ids.is_contiguous():
+        raise UnsupportedState(
+            f"rows has shape {tuple(ids.shape)} and strides {ids.stride()}, expected contiguous ids in one "
+            "dimension: use rows.contiguous()"
+        )
+
+
+def check_call(packed, out=None, selection=None, device=None):
+    """Check all that a call was given. Return check's sizes."""
     sizes = check(packed, device)
-    ids = None
     if selection is not None:
-        ids = selection.ids
-        check_ids(packed, ids)
+        check_selection(packed, selection)
     elif packed.weight.shape[0] == 1 and len(packed.shape) > 2:
         raise UnsupportedState(
             f"the weight is packed as one row, so its result is transposed, and quant_state.shape is "
@@ -318,8 +338,8 @@ def check_call(packed, out=None, selection=None, device=None, memory=True):
         )
     if out is not None:
         check_out(out, packed, selection)
-    if memory:
-        check_memory(packed, out, ids)
+    if not (is_compiling() or in_transform() or is_fake(packed.weight) or is_fake(out)):
+        check_memory(packed, out, selection and selection.ids)
     return sizes
 
 
@@ -344,6 +364,7 @@ def read_rows(rows, packed):
     if isinstance(rows, (list, tuple, range)):
         rows = torch.tensor([read_id(row, size) for row in rows], dtype=torch.int64, device="cpu")
     elif isinstance(rows, torch.Tensor):
+        check_ids(rows)
         if not is_traced(rows):  # a tracer knows no values
             for row in rows[(rows < 0) | (rows >= size)].tolist():
                 read_id(row, size)
@@ -359,7 +380,8 @@ def read_rows(rows, packed):
 def read_id(row, size):
     """Return an id that a caller gave as an int. Raises UnsupportedState, or IndexError out of range."""
     if isinstance(row, (bool, torch.Tensor)) or not hasattr(row, "__index__"):
-        raise UnsupportedState(f"rows has {row!r}, expected ints: use mask.nonzero().view(-1) for a mask")
+        do = "mask.nonzero().view(-1) of a mask" if isinstance(row, bool) else "a tensor of ids"
+        raise UnsupportedState(f"rows has {row!r}, expected ints: pass {do}")
     if not 0 <= row < size:
         raise IndexError(f"rows has {row}, expected ids from 0 to {size - 1}")
     return operator.index(row)
