@@ -41,8 +41,11 @@ def load(name, file):
     return folder, {key: tensor for file in files for key, tensor in load_file(folder / file).items()}
 
 
-def load_adapter(name, quantized):
-    """Return ({module: its A and B}, scale) of a LoRA adapter, or exit and name what cannot be merged."""
+def load_adapter(name, states):
+    """Return ({module: its A and B}, scale) of a LoRA adapter, or exit and name what cannot be merged.
+
+    states: of the weights that it may belong to, by name.
+    """
     folder, tensors = load(name, "adapter_model.safetensors")
     config, pairs = json.loads((folder / "adapter_config.json").read_text()), {}
     refused = [key for key, value in config.items() if value and value != "none" and key not in PLAIN]
@@ -50,12 +53,20 @@ def load_adapter(name, quantized):
     for key, tensor in tensors.items():
         module, _, matrix = key.removeprefix("base_model.model.").partition(".lora_")
         pairs.setdefault(module, {})[matrix] = tensor
+    rank = config["r"]
     for module, pair in pairs.items():
-        if f"{module}.weight" not in quantized or pair.keys() != {"A.weight", "B.weight"}:
+        state = states.get(f"{module}.weight")
+        if state is None or pair.keys() != {"A.weight", "B.weight"}:
             refused.append(module)
-    if refused:
-        raise SystemExit(f"{name} has {', '.join(refused)}, expected LoRA on 4-bit weights alone: use PEFT")
-    return pairs, config["lora_alpha"] / config["r"] ** (0.5 if config.get("use_rslora") else 1)
+            continue
+        rows, *columns = state.shape
+        shapes = [tuple(pair[f"{matrix}.weight"].shape) for matrix in "BA"]
+        if shapes != [(rows, rank), (rank, *columns)]:
+            refused.append(f"{module} of another shape or rank")
+    if refused or not pairs:
+        refused = ", ".join(refused) or "no tensors"
+        raise SystemExit(f"{name} has {refused}, expected LoRA on 4-bit weights alone: use PEFT")
+    return pairs, config["lora_alpha"] / rank ** (0.5 if config.get("use_rslora") else 1)
 
 
 def write(out, folder, results, convert, shard_size):

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 
 import pytest
 import torch
@@ -93,6 +94,19 @@ REFUSED = {
 def test_an_adapter_that_is_not_plain_lora_is_refused_by_name(main, saved, tmp_path, text):
     lora(tmp_path / "adapter", saved / "llama", **REFUSED[text])
     with pytest.raises(SystemExit, match=f"{text}.*expected LoRA on 4-bit weights alone"):
+        main(tmp_path / "out", saved / "llama", tmp_path / "adapter")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_rank_or_without_tensors_is_refused(main, saved, tmp_path):
+    """Its scale would be wrong, or the model would be called merged."""
+    shutil.copytree(saved / "llama-lora", tmp_path / "adapter")
+    config, tensors = tmp_path / "adapter" / "adapter_config.json", "adapter_model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 2}))
+    with pytest.raises(SystemExit, match="q_proj of another shape or rank.*expected LoRA on 4-bit"):
+        main(tmp_path / "out", saved / "llama", tmp_path / "adapter")
+    files.save_file({}, tmp_path / "adapter" / tensors)
+    with pytest.raises(SystemExit, match="has no tensors, expected LoRA on 4-bit"):
         main(tmp_path / "out", saved / "llama", tmp_path / "adapter")
     assert not (tmp_path / "out").exists()
 

@@ -18,8 +18,8 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, or if a part is missing.
     """
     saved = f"{name}.quant_state.bitsandbytes__"
-    saved += "fp4" if f"{saved}fp4" in tensors else "nf4"
     try:
+        saved += "fp4" if f"{saved}fp4" in tensors else "nf4"
         facts = json.loads(bytes(tensors[saved].tolist()))
         state = types.SimpleNamespace(
             absmax=tensors[f"{name}.absmax"],
