@@ -31,8 +31,8 @@ def dequantize(
     library's result converted with .to(dtype), which was rounded to quant_state.dtype before.
     rows: dequantize only these slices along the first dimension of quant_state.shape, in the same single
     launch: a slice of step 1, an int32 or int64 tensor of ids such as (batch, tokens), or a list of ints. Ids
-    may repeat. One out of range raises IndexError on a CPU; on a GPU, where checking would wait, its slice is
-    NaN. Ids on a CPU are copied to the GPU, which may wait.
+    may repeat. One out of range raises IndexError on a CPU; on a GPU, where checking would wait, and in
+    traced code its slice is NaN. Ids on a CPU are copied to the GPU, which may wait.
     NF4_BACKEND picks the code: "triton" the kernel, "torch" plain PyTorch, "auto" (the default) the kernel
     where it can run, else PyTorch.
     Returns a tensor of shape quant_state.shape, transposed if weight.shape[0] is 1; with rows, of shape
