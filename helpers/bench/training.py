@@ -57,15 +57,15 @@ VARIABLES = {
 }
 VARIANTS = ("without", "with")
 STEPS = (  # sequences, tokens of each, steps a round, rounds: short ones pair steps of a host's same second
-    (1, 128, 3, 90),
-    (1, 512, 3, 90),
-    (1, LONGEST, 3, 60),
-    (4, LONGEST, 1, 30),  # the GPU is the limit: the host adds no noise
+    (1, 128, 3, 60),
+    (1, 512, 3, 60),
+    (1, LONGEST, 3, 40),
+    (4, LONGEST, 1, 20),  # the GPU is the limit: the host adds no noise
 )
 MOE_STEPS = (
-    (1, 16, 3, 90),
-    (1, 128, 3, 90),
-    (1, 1024, 3, 60),
+    (1, 16, 3, 60),
+    (1, 128, 3, 60),
+    (1, 1024, 3, 40),
 )
 RUNS = (  # a model, {how rows call it: library}, steps
     (LLAMA3_8B, {"PEFT": "peft", "Unsloth": "unsloth"}, STEPS),
