@@ -310,9 +310,10 @@ def launch_eagerly(packed, out, selection):
 def call_operator(packed, out, selection=None):
     """Dequantize by an operator, which tracers record as one call."""
     check_call(packed, out, selection, KERNEL_DEVICE)
-    packed, weight = packed.detached(), packed.weight
+    weight = packed.weight
     if packed.dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
         return launch_eagerly(packed, out, selection)
+    packed = packed.detached()  # after the break, which loses a replaced Packed in torch 2.11
     of_puzzle = puzzles_tensors(packed, memory=False) if selection is None else None
     if of_puzzle:
         result = launch.call_operator(of_puzzle, packed.layout)
