@@ -21,6 +21,7 @@ from nf4_triton.reference import dequantize_in_pytorch
 from nf4_triton.settings import UnsupportedState, force, has_no_bf16, settings
 
 # %% What the criteria share id="checks-tools" folded=true
+import gc
 import re
 
 BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
@@ -92,6 +93,7 @@ def another_state_raises(candidate):
 
 def allocated(function, layer):
     """Return the bytes of a result, the peak of its call, and what stays. Raises if it waits for the GPU."""
+    gc.collect()  # older garbage, freed during the call, would be counted
     torch.cuda.reset_peak_memory_stats()
     start = torch.cuda.memory_allocated()
     torch.cuda.set_sync_debug_mode("error")
