@@ -142,6 +142,32 @@ def test_scales_with_gradients(monkeypatch, name, nested):
         assert same_bits(dequantize(weight, state, rows=[1, 0]), expected[[1, 0]])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("name", BOTH)
+def test_traced_ids_of_a_real_weight(monkeypatch, name):
+    """An exported module whose weight is no parameter; ids whose number is unknown; torch.jit.trace."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((16, 96), torch.bfloat16)
+    whole, mask = oracle(weight, state), torch.arange(16, device=weight.device) % 3 == 0
+
+    class Lookup(torch.nn.Module):
+        def forward(self, ids):
+            return dequantize(weight, state, rows=ids)
+
+    ids = mask.nonzero().view(-1)
+    few = {"ids": {0: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(Lookup(), (ids,), dynamic_shapes=few, strict=False).module()
+    for count in (4, 2, 0):
+        assert same_bits(exported(ids[:count]), whole[ids[:count]])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(lambda mask: Lookup()(mask.nonzero().view(-1)), backend="aot_eager")
+        assert same_bits(compiled(mask), whole[mask])
+    traced = torch.jit.trace(Lookup(), (ids,))
+    assert same_bits(traced(ids.flip(0)), whole[ids.flip(0)])
+    with pytest.raises(RuntimeError, match="expected 6: a traced call keeps the number that it saw"):
+        traced(ids[:1])
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_memory_is_checked_under_a_dispatch_mode(monkeypatch, name):
     monkeypatch.setenv("NF4_BACKEND", name)

@@ -9,7 +9,17 @@ import torch
 
 from . import environment, private, reference
 from .log import say
-from .state import DTYPES, Packed, Selection, UnsupportedState, check_call, check_out, read_rows, read_state
+from .state import (
+    DTYPES,
+    Packed,
+    Selection,
+    UnsupportedState,
+    check_call,
+    check_out,
+    read_rows,
+    read_state,
+    result_shape,
+)
 
 BACKENDS = ("triton", "torch", "auto")
 
@@ -126,7 +136,7 @@ def dequantize_in_torch(packed, out=None, rows=None):
     check_call(packed, out, selection)
     with private.plain_tensors():
         packed = packed.detached()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             fields = packed._replace(shape=list(packed.shape))
             result = torch_operator(*fields, *(selection or (None, 0, None)))
         else:
@@ -141,11 +151,25 @@ def dequantize_in_torch(packed, out=None, rows=None):
             return out.copy_(result)
 
 
-def dequantize_fields(*fields) -> torch.Tensor:
-    """Dequantize the fields of a Packed, and of a Selection if its number is given."""
+def from_fields(fields) -> tuple:
+    """Return the operator's arguments as a Packed, and a Selection if its number is given."""
     packed, selection = Packed(*fields[:11]), Selection(*fields[11:])
     packed = packed._replace(shape=tuple(packed.shape))
-    return reference.dequantize(packed, None if selection.number is None else selection)
+    return packed, None if selection.number is None else selection
+
+
+def dequantize_fields(*fields) -> torch.Tensor:
+    """Check and dequantize."""
+    packed, selection = from_fields(fields)
+    check_call(packed, None, selection)
+    return reference.dequantize(packed, selection)
+
+
+def allocate_fields(*fields) -> torch.Tensor:
+    """Return what a tracer sees as the result."""
+    packed, selection = from_fields(fields)
+    result = packed.weight.new_empty(result_shape(packed, selection), dtype=packed.dtype)
+    return result.t() if selection is None and packed.weight.shape[0] == 1 else result
 
 
 # Opaque: Inductor would fuse it, with an FMA for the scales and without the rounding to 16 bits.
@@ -157,7 +181,7 @@ torch_operator = torch.library.custom_op(
     "ScalarType dtype, str quant_type, SymInt blocksize, SymInt? blocksize2, bool nested, Tensor? ids, "
     "SymInt first, SymInt? number) -> Tensor",
 )
-torch_operator.register_fake(dequantize_fields)
+torch_operator.register_fake(allocate_fields)
 
 
 def choose(device) -> str:

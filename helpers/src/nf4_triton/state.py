@@ -304,7 +304,7 @@ def check_selection(packed, selection):
     check_ids(ids)
     if ids.shape[0] != number:
         raise UnsupportedState(
-            f"rows has {ids.shape[0]} ids, expected {number}: torch.jit.trace keeps the number that it saw"
+            f"rows has {ids.shape[0]} ids, expected {number}: a traced call keeps the number that it saw"
         )
     if not packed.shape[0] and number:
         raise IndexError("rows has ids, expected none: the weight has no slices")
@@ -338,8 +338,9 @@ def check_call(packed, out=None, selection=None, device=None):
         )
     if out is not None:
         check_out(out, packed, selection)
-    if not (is_compiling() or in_transform() or is_fake(packed.weight) or is_fake(out)):
-        check_memory(packed, out, selection and selection.ids)
+    ids = selection and selection.ids
+    if not (is_compiling() or in_transform() or any(map(is_fake, (*packed.tensors, out, ids)))):
+        check_memory(packed, out, ids)
     return sizes
 
 
@@ -364,6 +365,7 @@ def read_rows(rows, packed):
     if isinstance(rows, (list, tuple, range)):
         rows = torch.tensor([read_id(row, size) for row in rows], dtype=torch.int64, device="cpu")
     elif isinstance(rows, torch.Tensor):
+        rows = rows.contiguous()
         check_ids(rows)
         if not is_traced(rows):  # a tracer knows no values
             for row in rows[(rows < 0) | (rows >= size)].tolist():
