@@ -56,7 +56,7 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-STEPS = (  # sequences, tokens of each, steps a round, rounds: short ones pair steps of a host's same second
+STEPS = (  # sequences, tokens of each, steps a round, rounds: in a short one the host changes little
     (1, 128, 3, 60),
     (1, 512, 3, 60),
     (1, LONGEST, 3, 40),
@@ -256,7 +256,7 @@ def check(library: str, results) -> str:
 def speedup(times: dict[str, list[float]]) -> list[float]:
     """Return (low, median, high) of the rounds' ratios of times without the kernel to times with it.
 
-    low, high: the 95% bootstrap interval of the median. An interval that includes 1 is within noise.
+    low, high: the 95% bootstrap interval of the median.
     """
     ratios = np.divide(times["without"], times["with"])
     resampled = np.random.default_rng(3407).choice(ratios, (10_000, len(ratios)))

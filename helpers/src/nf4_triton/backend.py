@@ -137,8 +137,7 @@ def dequantize_in_torch(packed, out=None, rows=None):
     with private.plain_tensors():
         packed = packed.detached()
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            fields = packed._replace(shape=list(packed.shape))
-            result = torch_operator(*fields, *(selection or (None, 0, None)))
+            result = torch_operator(*packed, *(selection or (None, 0, None)))
         else:
             result = reference.dequantize(packed, selection)
         if out is None:
@@ -153,9 +152,8 @@ def dequantize_in_torch(packed, out=None, rows=None):
 
 def from_fields(fields) -> tuple:
     """Return the operator's arguments as a Packed, and a Selection if its number is given."""
-    packed, selection = Packed(*fields[:11]), Selection(*fields[11:])
-    packed = packed._replace(shape=tuple(packed.shape))
-    return packed, None if selection.number is None else selection
+    selection = Selection(*fields[11:])
+    return Packed(*fields[:11]), None if selection.number is None else selection
 
 
 def dequantize_fields(*fields) -> torch.Tensor:

@@ -38,8 +38,8 @@ class Packed(typing.NamedTuple):
 
     def detached(self):
         """The same without gradients, which scales have if bitsandbytes quantized a parameter."""
-        named = zip(self._fields, self.tensors, strict=False)
-        return self._replace(**{name: x.detach() for name, x in named if isinstance(x, torch.Tensor)})
+        tensors = (tensor.detach() for tensor in self.tensors)
+        return self._replace(**dict(zip(self._fields, tensors, strict=False)))
 
     @property
     def layout(self):
@@ -298,7 +298,7 @@ def check_selection(packed, selection):
     if ids is None:
         if first < 0 or number < 0 or first + number > packed.shape[0]:
             raise UnsupportedState(
-                f"rows are {first} to {first + number}, expected some of 0 to {packed.shape[0]}"
+                f"rows are {first} to {first + number}, expected within 0 to {packed.shape[0]}"
             )
         return
     check_ids(ids)
