@@ -22,13 +22,14 @@ class Watched:
         self.module = module
         self.call = getattr(module, "dequantize_weight", None) or module._your_dequantize_nf4
         self.checked = 0  # calls for which no kept launch fit
-        check_and_launch = module.check_and_launch
+        name = "launch_first" if module is launch_general else "check_and_launch"
+        first = getattr(module, name)
 
         def count(*arguments):
             self.checked += 1
-            return check_and_launch(*arguments)
+            return first(*arguments)
 
-        monkeypatch.setattr(module, "check_and_launch", count)
+        monkeypatch.setattr(module, name, count)
 
     def __call__(self, *arguments):
         """Return (result, whether it was launched again)."""
@@ -58,11 +59,11 @@ def watch(device, monkeypatch):
         def start(module):
             if device == "cuda" and not module.CAN_RELAUNCH:
                 pytest.skip("this Triton launches the ordinary way: nothing is kept")
-            for room in {module, launch} if module is launch_general else {module}:
-                room.launches.clear()
-                after.callback(room.launches.clear)
-                if device == "cpu":
-                    interpret(room, monkeypatch)
+            for table in (launch.launches, launch_general.launches_with):
+                table.clear()
+                after.callback(table.clear)
+            if device == "cpu":
+                interpret({module, launch, launch_general}, monkeypatch)
             return Watched(module, monkeypatch)
 
         yield start
@@ -127,24 +128,22 @@ class Interpreted:
             self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
 
 
-def interpret(room, monkeypatch):
-    """Give a launch room what it takes from CUDA: an allocator, a stream, a compiled kernel."""
-    launch_ordinary = room.launch_ordinary
+def interpret(rooms, monkeypatch):
+    """Give launch rooms what they take from CUDA: an allocator, a stream, a compiled kernel."""
+    launch_ordinary = launch.launch_ordinary
 
-    def launch_and_compile(*given):
+    def launch_and_compile(kernel, grid, arguments, options):
         with ONE_AT_A_TIME:
-            launch_ordinary(*given)
-        if room is not launch_general:
-            return Interpreted(room._your_dequantize_nf4_kernel, room.prepare(*given)[1])
-        ready, _ = given
-        return Interpreted(ready.kernel, ready.arguments) if ready.grid else None
+            launch_ordinary(kernel, grid, arguments, options)
+        return Interpreted(kernel, arguments)
 
     def empty(shape, stride, dtype):
         return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
 
-    monkeypatch.setattr(room, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(room, "launcher", lambda compiled, version: (compiled.run, ()))
-    monkeypatch.setattr(room, "empty_cuda", empty)
-    monkeypatch.setattr(room, "current_stream", lambda index: 0)
-    monkeypatch.setattr(room, "current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(room, "CAN_RELAUNCH", True)
+    for room in rooms:
+        monkeypatch.setattr(room, "launch_ordinary", launch_and_compile, raising=False)
+        monkeypatch.setattr(room, "launcher", lambda compiled, version: (compiled.run, ()))
+        monkeypatch.setattr(room, "empty_cuda", empty)
+        monkeypatch.setattr(room, "current_stream", lambda index: 0)
+        monkeypatch.setattr(room, "current_device", lambda: -1)  # of a tensor on the CPU
+        monkeypatch.setattr(room, "CAN_RELAUNCH", True)
