@@ -117,11 +117,9 @@ def commit() -> str | None:
     """
     if named := os.environ.get("NF4_COMMIT"):
         return named
-    git = ["git", "--git-dir=.git", "describe", "--always", "--dirty", "--exclude", "*"]
-    try:
-        return subprocess.check_output(git, cwd=ROOT, text=True).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    git = "git --git-dir=.git describe --always --dirty --exclude '*'"
+    done = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def write(

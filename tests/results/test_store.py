@@ -29,9 +29,8 @@ def test_a_changed_file_makes_the_commit_dirty(tmp_path, monkeypatch):
     commit, file = store.commit.__wrapped__, tmp_path / "file"
     assert commit() is None
     file.touch()
-    author = ["-c", "user.name=a", "-c", "user.email=a"]
-    for arguments in (["init"], ["add", "file"], [*author, "commit", "-m", "first"]):
-        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    first = "git init && git add file && git -c user.name=a -c user.email=a commit -m first"
+    subprocess.run(first, shell=True, cwd=tmp_path, check=True)
     clean = commit()
     file.write_text("changed")
     assert commit() == f"{clean}-dirty"
