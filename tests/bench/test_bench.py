@@ -48,7 +48,7 @@ def run(name):
     return {case: found.keys() for case, _, found in bench.SECTIONS[name].cases(problems)}, problems
 
 
-@pytest.mark.parametrize("section", FOUND)
+@pytest.mark.parametrize("section", bench.DEFAULT)
 def test_everyone_is_exact_and_timed(section):
     before = settings.settings()
     found, problems = run(section)
@@ -58,7 +58,7 @@ def test_everyone_is_exact_and_timed(section):
     assert (machine.ROOT / bench.SECTIONS[section].bits).is_file()
 
 
-@pytest.mark.parametrize("section", FOUND)
+@pytest.mark.parametrize("section", bench.DEFAULT)
 def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monkeypatch):
     def nearly(packed):
         weight = reference.dequantize(packed)
