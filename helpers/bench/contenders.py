@@ -7,7 +7,8 @@ import torch
 
 from helpers.puzzle import protocol
 from nf4_triton import launch
-from nf4_triton.reference import dequantize, same_bits
+from nf4_triton.reference import exact_weight as weight_of
+from nf4_triton.reference import same_bits
 from nf4_triton.state import read_state
 
 
@@ -28,7 +29,7 @@ def why(error: BaseException) -> str:
 
 def exact_weight(layer) -> torch.Tensor:
     """Return the layer's weight from the plain torch reference."""
-    return dequantize(read_state(layer.weight.data, layer.weight.quant_state))
+    return weight_of(*read_state(layer.weight.data, layer.weight.quant_state))
 
 
 def check(call: Callable, expected: torch.Tensor, out=None) -> None:

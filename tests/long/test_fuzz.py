@@ -14,7 +14,7 @@ import torch
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import launch_general, settings
 from nf4_triton.reference import same_bits
-from nf4_triton.state import STORAGES, Selection, UnsupportedState, read_fields
+from nf4_triton.state import STORAGES, Selection, UnsupportedState, read_state
 from states import DTYPES, SPECIAL, between_guards, moved, oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -90,7 +90,7 @@ def check_rows(kind, seed):
     source = random.Random(seed)
     shape = source.randint(1, 12), 8 * source.choice([1, 2, 3, 8, source.randint(1, 40)])
     weight, state = random_layer(source, kind, shape)
-    (slices, inner), fields = state.shape, read_fields(weight, state)
+    (slices, inner), fields = state.shape, read_state(weight, state)
     whole = oracle(weight.reshape(-1, 1), state).reshape(slices, inner)
     memory = torch.full((20, 2 * inner), math.nan, dtype=state.dtype, device=weight.device)
     with settings.force(**WAYS[kind[0]]):
@@ -100,7 +100,7 @@ def check_rows(kind, seed):
             out = memory.as_strided((selection.number, inner), (stride, 1)) if stride else None
             fits = all(x is None or x.is_contiguous() for x in (out, selection.ids))
             try:
-                result = launch_general.dequantize(*fields, out, selection)
+                result = launch_general.run_kernel(*fields, out, selection)
                 assert fits and same_bits(result, whole[rows]), (kind, seed)
                 (memory[:0] if out is None else out).fill_(math.nan)
             except UnsupportedState:

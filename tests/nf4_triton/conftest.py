@@ -20,13 +20,14 @@ class Watched:
         self.module = module
         self.call = getattr(module, "dequantize_weight", None) or module._your_dequantize_nf4
         self.checked = 0  # calls for which no kept launch fit
-        check_and_launch = module.check_and_launch
+        name = "launch_first" if module is launch_general else "check_and_launch"
+        first = getattr(module, name)
 
         def count(*arguments):
             self.checked += 1
-            return check_and_launch(*arguments)
+            return first(*arguments)
 
-        monkeypatch.setattr(module, "check_and_launch", count)
+        monkeypatch.setattr(module, name, count)
 
     def __call__(self, *arguments):
         """Return (result, whether it was launched again)."""
@@ -61,10 +62,11 @@ def watch(device, monkeypatch, gpu):
         def start(module):
             if device == "cuda" and not module.CAN_RELAUNCH:
                 pytest.skip("this Triton launches the ordinary way: nothing is kept")
-            for room in {module, launch} if module is launch_general else {module}:
-                room.launches.clear()
-                after.callback(room.launches.clear)
-                if device == "cpu":
+            for table in (launch.launches, launch_general.launches_with):
+                table.clear()
+                after.callback(table.clear)
+            if device == "cpu":
+                for room in {module, launch, launch_general}:
                     gpu.install(room, monkeypatch)
             return Watched(module, monkeypatch)
 

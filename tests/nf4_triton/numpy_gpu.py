@@ -17,7 +17,7 @@ TABLES = {"nf4": reference.NF4_VALUES, "fp4": reference.FP4_VALUES}
 TABLES = {name: np.array(values, np.float32) for name, values in TABLES.items()}
 # What the puzzle's kernel does not take as an argument.
 PUZZLES = dict(
-    first=0, SELECT=False, NESTED=True, QUANT_TYPE="nf4", BYTES=False, LOG2_ROW=6, UNIT=64, ALIGNED=True
+    skip=0, SELECT=False, NESTED=True, QUANT_TYPE="nf4", BYTES=False, LOG2_ROW=6, UNIT=64, ALIGNED=True
 )
 BYTE, FLOAT = {torch.uint8}, {torch.float32}
 HALF = {torch.float16, torch.bfloat16}
@@ -156,7 +156,7 @@ class Program:
         assert grid > 0 and k.n % k.UNIT == 0 and k.UNIT <= 1 << k.LOG2_ROW <= 1 << k.LOG2_BLOCK
         if not k.SELECT:
             assert grid == tile, "grid"
-            self.slice(k.first, 0, True)
+            self.slice(k.skip, 0, True)
             return
         number, rest = divmod(grid, tile)
         assert not rest, "grid"

@@ -66,7 +66,7 @@ def test_every_state_of_torch(watched, layer, make_layer, device):
                     result, relaunched = watched(weight, state)
                 assert exact(result, weight, state) and relaunched >= (turn > 0), mode
                 assert result.is_inference() == (mode is modes[-1])
-    assert len(watched.module.launches) == 1
+    assert len(launch.launches) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -85,7 +85,7 @@ def test_the_same_tensor_twice_in_a_state(watched, layer):
     state.state2.absmax = state.state2.code
     for _ in range(2):
         watched.check(layer.weight, state)
-    assert not watched.module.launches  # no guards accept it
+    assert not launch.launches  # no guards accept it
 
 
 class Wrapper(torch.Tensor):
@@ -186,19 +186,18 @@ def test_forced_settings_are_honored_at_once(watched, layer):
     assert not watched.check(weight, state), "back to the GPU's own settings"
 
 
-PRIVATE = re.findall(r' private\(\s*([\w.]+), "([\w.]+)"', Path(private.__file__).read_text())
+IMPORTS = re.findall(r"from (torch\._\S+) import (.+)", Path(private.__file__).read_text())
+PRIVATE = [f"{module}.{name.split()[0]}" for module, names in IMPORTS for name in names.split(", ")]
 
 
-@pytest.mark.parametrize("path", [f"{root}.{name}" for root, name in PRIVATE])
-def test_without_a_private_name(watch, changed_kernel, make_layer, monkeypatch, path):
+@pytest.mark.parametrize("path", PRIVATE)
+def test_without_a_private_name(changed_kernel, make_layer, monkeypatch, path):
+    """Then every call is an ordinary launch, or an operator's."""
     assert len(PRIVATE) >= 8
     with monkeypatch.context() as patched:
         patched.delattr(path, raising=False)
         module = changed_kernel("without")
-    if module.GUARDED and module.TensorGuards:
-        watch(module)
-    else:  # every call is then an ordinary launch
-        assert not module.CAN_RELAUNCH
+    assert not module.CAN_RELAUNCH
     call, layer = module._your_dequantize_nf4, make_layer(64, 320, torch.bfloat16)
     traced = torch.compile(call, backend="aot_eager", fullgraph=True)
     for function in (call, call, traced):
@@ -209,12 +208,12 @@ def test_without_a_private_name(watch, changed_kernel, make_layer, monkeypatch, 
 def test_a_layout_keeps_32_launches_and_the_cache_1024_layouts(watched, layer):
     weight, state = layer.weight, layer.weight.quant_state
     scales = state.state2.absmax
-    watched.module.launches.update({(i,): () for i in range(1100)})
+    launch.launches.update({(i,): () for i in range(1100)})
     for i in range(34):
         state.state2.absmax = torch.cat([scales, noise(scales.new_empty(i))])
         assert not watched.check(weight, state)
     assert watched.check(weight, state)
-    assert [len(known) for known in watched.module.launches.values()] == [32]
+    assert [len(known) for known in launch.launches.values()] == [32]
 
 
 def test_nothing_about_a_layer_is_kept(watched, make_layer):

@@ -1,7 +1,7 @@
 """Random sequences of calls on a few shared layers: what changes between two calls is honored, bit for bit.
 
 Without a GPU on numpy's, which also fails where a launch breaks what the kernels assume. A sequence depends
-on its seed alone: NF4_FUZZ_SEED=7 runs that one. More of them: pytest -m long tests/nf4_triton/test_sequences.py
+on its seed alone: NF4_FUZZ_SEED=7 runs that one. More: pytest -m long tests/nf4_triton/test_sequences.py
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from nf4_triton.libraries import axolotl, bitsandbytes
 from nf4_triton.libraries.site import Site
 from nf4_triton.reference import same_bits
 from nf4_triton.settings import UnsupportedState
-from nf4_triton.state import STORAGES, Selection, read_fields
+from nf4_triton.state import STORAGES, Selection, read_state
 from states import DTYPES, SECOND, freed, get, moved, oracle, random_state, replace, strided
 
 bitsandbytes_nn = pytest.importorskip("bitsandbytes").nn
@@ -162,7 +162,7 @@ def by_entry(layer, out, dtype, selection):
 
 
 def by_rows(layer, out, dtype, selection):
-    return launch_general.dequantize(*read_fields(layer.weight, state_of(layer)), out, selection)
+    return launch_general.run_kernel(*read_state(layer.weight, state_of(layer)), out, selection)
 
 
 def by_puzzle(layer, out, dtype, selection):
@@ -355,9 +355,10 @@ class Sequence:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_sequences(gpu, monkeypatch, device, seed):
     for room in (launch, launch_general):
-        room.launches.clear()
         if device == "cpu":
             gpu.install(room, monkeypatch)
+    for table in (launch.launches, launch_general.launches_with):
+        table.clear()
     monkeypatch.setattr(bitsandbytes, "linear", lambda x, weight, bias: weight)
     monkeypatch.setenv("NF4_BACKEND", "triton")
     torch.set_num_threads(1)

@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .supported import OLDEST_TRITON
+
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
 CPU = Path("/proc/cpuinfo")
-OLDEST_TRITON = (3, 4)  # the first whose tl.gather compiles for this kernel
-NEWEST_TRITON = (3, 9)  # the newest that the tests ran with
 
 
 def describe():

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..state import Packed, UnsupportedState
+from ..settings import UnsupportedState
 from .site import Site, dequantize_rows, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
@@ -16,11 +16,9 @@ CHUNK = 2**26  # elements of its launches; other sizes bound the caller's memory
 
 def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
     """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
-    packed = Packed(
-        weight=W, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset, shape=tuple(shape), dtype=dtype,
-        quant_type="nf4", blocksize=blocksize, blocksize2=blocksize2, nested=True,
-    )  # fmt: skip
-    return site.dequantize(launch_general.dequantize_packed, packed)
+    tensors = W, absmax, code2, absmax2, offset
+    layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
+    return site.dequantize(launch_general.run_kernel, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):

@@ -4,7 +4,6 @@ multiplies."""
 import torch
 from torch.nn.functional import linear
 
-from ..state import Packed
 from .site import Site, launch_general
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
@@ -24,12 +23,9 @@ def dequant_linear_fallback(
 ):  # fmt: skip
     """Answer for the branch of the CUDA operator gemm_4bit that dequantizes and multiplies."""
     nested = absmax_8bit is not None  # then `absmax` scales the scales
-    packed = Packed(
-        weight=B, absmax=absmax_8bit if nested else absmax, code2=absmax_code, offset=absmax_offset,
-        absmax2=absmax if nested else None, shape=tuple(shapeB), dtype=A.dtype, quant_type=quant_type,
-        blocksize=blocksize, blocksize2=256 if nested else None, nested=nested,
-    )  # fmt: skip
-    weight = site.dequantize(launch_general.dequantize_packed, packed)
+    tensors = (B, absmax_8bit, absmax_code, absmax, absmax_offset) if nested else (B, absmax)
+    layout = tuple(shapeB), A.dtype, quant_type, blocksize, 256 if nested else None, nested
+    weight = site.dequantize(launch_general.run_kernel, tensors, layout)
     if weight is None:
         return None
     return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight

@@ -18,7 +18,7 @@ from .. import private
 from ..log import local_rank, say
 from ..reference import NF4_VALUES, same_bits
 from ..settings import INTERPRETED
-from ..state import UnsupportedState, read_state
+from ..state import UnsupportedState, read_rows, read_state
 
 try:
     from .. import launch_general
@@ -126,8 +126,9 @@ class Site:
 
 def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
     """Return these rows, ids or a slice, of a stack of this shape. Raises UnsupportedState."""
-    packed = read_state(weight.reshape(-1, 1), quant_state)
-    return launch_general.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
+    tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
+    layout = tuple(shape), *layout[1:]
+    return launch_general.run_kernel(tensors, layout, selection=read_rows(rows, tensors, layout))
 
 
 def contents(module) -> dict[str, Any]:

@@ -29,10 +29,10 @@ def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
 
 def expert_stack(weight, quant_state, out_shape, out):
     require_unrounded(quant_state)
-    packed = read_state(weight.reshape(-1, 1), quant_state)
+    tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
     if out_shape is not None:
-        packed = packed._replace(shape=tuple(out_shape))
-    return launch_general.dequantize_packed(packed, out)
+        layout = tuple(out_shape), *layout[1:]
+    return launch_general.run_kernel(tensors, layout, out)
 
 
 def dequantize_experts(site, param, experts, target_dtype=None):
