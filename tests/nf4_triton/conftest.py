@@ -1,17 +1,15 @@
 """Kept launches for the tests of the launch path.
 
-Without a GPU nothing is kept, so Triton's interpreter stands in for the compiled kernel: it reads and writes
-at the addresses given, as a GPU would. A stale address, layout, or setting gives wrong bits in both.
+Without a GPU nothing is kept, so a GPU made of numpy stands in: numpy_gpu.py.
 """
 
 import contextlib
-import ctypes
-import threading
 
 import pytest
 import torch
 
 from nf4_triton import launch, launch_general
+from numpy_gpu import NumpyGPU
 from states import exact
 
 
@@ -52,7 +50,12 @@ class Watched:
 
 
 @pytest.fixture
-def watch(device, monkeypatch):
+def gpu():
+    return NumpyGPU()
+
+
+@pytest.fixture
+def watch(device, monkeypatch, gpu):
     """watch(module): that launch room as Watched, with nothing kept."""
     with contextlib.ExitStack() as after:
 
@@ -63,7 +66,8 @@ def watch(device, monkeypatch):
                 table.clear()
                 after.callback(table.clear)
             if device == "cpu":
-                interpret({module, launch, launch_general}, monkeypatch)
+                for room in {module, launch, launch_general}:
+                    gpu.install(room, monkeypatch)
             return Watched(module, monkeypatch)
 
         yield start
@@ -104,46 +108,3 @@ def own_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     if functional.dequantize_4bit.__module__ != functional.__name__:
         pytest.skip("Unsloth changed other libraries in this process: run this folder by itself")
-
-
-ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads
-
-
-class Interpreted:
-    """What the interpreter lacks: a compiled kernel whose run(...) takes addresses."""
-
-    def __init__(self, kernel, arguments):
-        self.kernel, self.name = kernel, kernel.fn.__name__
-        self.like = [(x.dtype, x.numel()) for x in arguments if isinstance(x, torch.Tensor)]
-
-    def run(self, grid, y, z, stream, *arguments):
-        tensors = []
-        for address, (dtype, numel) in zip(arguments, self.like, strict=False):
-            if address:
-                content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
-                tensors.append(torch.frombuffer(content, dtype=dtype))
-            else:  # not read
-                tensors.append(torch.empty(0, dtype=dtype))
-        with ONE_AT_A_TIME:
-            self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
-
-
-def interpret(rooms, monkeypatch):
-    """Give launch rooms what they take from CUDA: an allocator, a stream, a compiled kernel."""
-    launch_ordinary = launch.launch_ordinary
-
-    def launch_and_compile(kernel, grid, arguments, options):
-        with ONE_AT_A_TIME:
-            launch_ordinary(kernel, grid, arguments, options)
-        return Interpreted(kernel, arguments)
-
-    def empty(shape, stride, dtype):
-        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
-
-    for room in rooms:
-        monkeypatch.setattr(room, "launch_ordinary", launch_and_compile, raising=False)
-        monkeypatch.setattr(room, "launcher", lambda compiled, version: (compiled.run, ()))
-        monkeypatch.setattr(room, "empty_cuda", empty)
-        monkeypatch.setattr(room, "current_stream", lambda index: 0)
-        monkeypatch.setattr(room, "current_device", lambda: -1)  # of a tensor on the CPU
-        monkeypatch.setattr(room, "CAN_RELAUNCH", True)
