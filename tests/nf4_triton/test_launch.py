@@ -66,7 +66,7 @@ def test_every_state_of_torch(watched, layer, make_layer, device):
                     result, relaunched = watched(weight, state)
                 assert exact(result, weight, state) and relaunched >= (turn > 0), mode
                 assert result.is_inference() == (mode is modes[-1])
-    assert len(launch.launches) == 1
+    assert len(launch.launches) <= 2  # FP4, and the NF4 of `inference`
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -149,7 +149,7 @@ def test_a_slice_of_another_alignment_has_a_launch_of_its_own(general):
         result = select(packed, slice(first, first + 4))
         assert same_bits(result, whole[first : first + 4]), first
     [kept] = launch_general.launches_with.values()
-    aligned = {aligned: constexprs for *_, constexprs, _, aligned, _ in kept}
+    aligned = {aligned: tuple(after) for *_, after, aligned, _ in kept}
     assert len(kept) == len(aligned) == 2 and aligned[True] != aligned[False]
 
 

@@ -67,19 +67,21 @@ def dequantize(
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         layout = layout[0], dtype, *layout[2:]
-    shape, selection = layout[0], None
+    selection, into = None, out
     several = isinstance(rows, torch.Tensor) and rows.dim() != 1  # dimensions of ids
     if rows is not None:
-        selection = read_rows(rows, tensors, layout)
+        selection, inner = read_rows(rows, tensors, layout), layout[0][1:]
         if several and out is not None:
-            check_out(out, (*rows.shape, *shape[1:]), layout[1], tensors[0].device)
-            out = out.view(selection.number, *shape[1:])
+            check_out(out, (*rows.shape, *inner), layout[1], tensors[0].device)
+            into = out.view(selection.number, *inner)
     elif out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
         result = launch.relaunch(tensors, layout)
         if result is not None:
             return result
-    result = run(tensors, layout, out, selection)
-    return result.view(*rows.shape, *shape[1:]) if several else result
+    result = run(tensors, layout, into, selection)
+    if several:
+        return result.view(*rows.shape, *inner) if out is None else out
+    return result
 
 
 def run(tensors, layout, out, selection=None):

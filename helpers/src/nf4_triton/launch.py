@@ -46,7 +46,7 @@ def relaunch(tensors, layout):
     if known is None:
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, _, grid, after, aligned in known:
+        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -200,8 +200,8 @@ def keep(table, key, tensors, compiled, result, *launch, fixed=5):
         result.get_device(),
         *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        compiled,  # owns what the launcher's arguments point to
-        *launch)  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
+        *launch,  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
+        compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
     table[key] = [kept, *table.get(key, ())][:32]
 

@@ -105,7 +105,7 @@ def relaunch_with(tensors, layout, out, selection):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, _, elements, tile, unread, after, aligned in known:
+        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
             if not same_kind(*given) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
