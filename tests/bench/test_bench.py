@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.bench import bench, clocks, contenders, experts, gpu, host
+from helpers.bench import bench, clocks, contenders, experts, gpu, host, training
 from helpers.results import store
 from nf4_triton import reference, settings
 
@@ -45,7 +45,14 @@ def small(monkeypatch, tmp_path):
 def run(name):
     """A section's {case: who is timed}, and its problems."""
     problems = []
-    return {case: found.keys() for case, _, found in bench.SECTIONS[name].cases(problems)}, problems
+    return {case: found.keys() for case, _, found in bench.SECTIONS[name](problems)}, problems
+
+
+def test_every_section_is_tested_and_shown():
+    page = (machine.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name in bench.SECTIONS:
+        assert name in FOUND or name in training.RUNS, f"add {name} to FOUND"
+        assert f"<!-- {name} -->" in page or f"/{name}.jsonl" in page, f"add {name} to docs/benchmarks.md"
 
 
 @pytest.mark.parametrize("section", FOUND)
@@ -55,7 +62,6 @@ def test_everyone_is_exact_and_timed(section):
     cases, names = FOUND[section]
     assert not problems and list(found) == cases and settings.settings() == before
     assert all(names <= timed for timed in found.values())
-    assert (machine.ROOT / bench.SECTIONS[section].bits).is_file()
 
 
 @pytest.mark.parametrize("section", FOUND)
@@ -94,7 +100,7 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, caps
     monkeypatch.setattr(bench, "ON_GPU", False)
     assert bench.main([]) == 1 and not store.cards()  # without a GPU nothing is timed
     monkeypatch.setattr(bench, "ON_GPU", True)
-    sections = {one.__name__: bench.Section(one, "tests") for one in (broken, good, interrupted)}
+    sections = {one.__name__: one for one in (broken, good, interrupted)}
     monkeypatch.setattr(bench, "SECTIONS", sections)
     assert bench.main(["--only", "broken", "good", "--into", "some-card"]) == 1
     shown = capsys.readouterr().out
