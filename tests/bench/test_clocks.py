@@ -9,15 +9,13 @@ def test_contenders_take_turns_in_going_first():
     timers = {name: lambda name=name: order.append(name) or name for name in "abc"}
     assert clocks.in_turns(timers, 3) == {name: [name] * 3 for name in "abc"}
     assert "".join(order) == "abcbcacab"
-    assert clocks.in_turns(timers, 3, seconds=0) == {name: [name] for name in "abc"}
 
 
 def test_where_the_clock_waits(monkeypatch):
     order = []
     monkeypatch.setattr(clocks, "synchronize", lambda: order.append("|"))
     clocks.host_timer(lambda: order.append("."), 4, wait=2)()
-    clocks.host_timer(lambda: order.append("."), 1, warm=False)()
-    assert "".join(order) == ".|..|..||" + "|.|"
+    assert "".join(order) == ".|..|..||"
 
 
 @pytest.mark.gpu

@@ -14,9 +14,13 @@ pytest.importorskip("bitsandbytes")
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
-def test_nested_and_flat_are_compared_and_timed(capsys):
+def test_nested_and_flat_are_compared_and_timed(monkeypatch, capsys):
+    models, trainer = [], training.Trainer
+    monkeypatch.setattr(training, "Trainer", lambda model: models.append(model) or trainer(model))
     found = training.time_steps("peft", SMALLEST, tokens=[(1, 16)], seconds=0)
     shown = capsys.readouterr().out
+    nested = [model.config.quantization_config.bnb_4bit_use_double_quant for model in models]
+    assert nested == [True, False]
     for case in ("PEFT nested, 16 tokens", "PEFT flat, 16 tokens"):
         assert f"{case}: The kernel dequantized " in shown
         times, ratios = (values for of, _, values in found if of == case)
