@@ -111,6 +111,15 @@ def test_a_relaunched_out(case, out):
         assert general.check(weight, state, out)
 
 
+def test_an_out_of_a_transposed_weight(general, make_layer):
+    """As bitsandbytes' backward pass calls it: one launch is kept, and found again."""
+    layer = make_layer(64, 320, torch.bfloat16, quant_type="fp4")
+    weight, state = layer.weight.data.t(), layer.weight.quant_state
+    out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
+    assert [general.check(weight, state, out) for _ in range(3)] == [False, True, True]
+    assert [len(known) for known in launch_general.launches_with.values()] == [1]
+
+
 def test_autograd_notices_that_out_was_overwritten(general, layer, out):
     weight, state = layer.weight, layer.weight.quant_state
     for relaunched in (False, True):
