@@ -56,9 +56,13 @@ def relaunch(tensors, layout):
             address = weight.data_ptr()
             if (address % 16 == 0) is not aligned or address == weight.storage_offset() * weight.itemsize:
                 continue  # or freed by FSDP
+            if len(tensors) == 5:  # written out, 0.1 us less than map(data_ptr, ...)
+                _, absmax, code2, absmax2, offset = tensors
+                scales = absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr()
+            else:  # flat
+                scales = tensors[1].data_ptr(),
             result = empty_cuda(*output)
-            run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
-                *map(data_ptr, tensors[1:]), *after)
+            run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), *scales, *after)
             return result
 
 
@@ -73,7 +77,6 @@ BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
 CAN_RELAUNCH = (GUARDED and current_device is not None and not INTERPRETED
                 and TRITON <= NEWEST_TRITON and torch.version.hip is None)
-data_ptr = torch.Tensor.data_ptr
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 launches: dict = {}  # {layout: what keep() made for it}
 when_forced.append(launches.clear)

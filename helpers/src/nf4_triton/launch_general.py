@@ -14,7 +14,7 @@ import triton
 
 from . import launch, tracing
 from .kernel_general import _dequantize_general_kernel
-from .launch import data_ptr, has_hooks, keep, run_eagerly
+from .launch import has_hooks, keep, run_eagerly
 from .private import (
     address_of,
     current_device,
@@ -137,7 +137,7 @@ def relaunch_with(tensors, layout, out, selection):
             if grid:
                 run(
                     grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
-                    *map(data_ptr, scales), *unread, ids_address, n, skip, *after,
+                    *map(torch.Tensor.data_ptr, scales), *unread, ids_address, n, skip, *after,
                 )  # fmt: skip
             return transposed(result, weight) if selection is None else result
 
