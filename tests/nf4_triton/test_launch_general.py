@@ -96,29 +96,3 @@ def test_an_out_without_memory_of_its_own(case, out, mode):
                 general(given, state, given_out)
         general.check(weight, state, out)
     assert torch.equal(inside, weight) and exact(out, weight, state)
-
-
-def test_a_relaunched_out(case, out):
-    """Its address may change between calls. Launches into misaligned memory are not kept."""
-    general, weight, state = case
-    memory = torch.empty(out.numel() + 1, dtype=out.dtype, device=out.device)
-    for given in (out, memory[1:].view(out.shape)):
-        for turn in range(3):
-            given.fill_(float("nan"))
-            result, relaunched = general(weight, state, given)
-            assert result.data_ptr() == given.data_ptr() and exact(result, weight, state)
-            assert relaunched == (turn > 0 and given is out)
-        assert general.check(weight, state, out)
-
-
-def test_autograd_notices_that_out_was_overwritten(general, layer, out):
-    weight, state = layer.weight, layer.weight.quant_state
-    for relaunched in (False, True):
-        out.zero_()
-        loss = (torch.ones_like(out, requires_grad=True) * out).sum()
-        assert general.check(weight, state, out) == relaunched
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-    with torch.inference_mode():
-        out = torch.empty_like(out)  # which has no version
-    general.check(weight, state, out)
