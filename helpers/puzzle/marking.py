@@ -91,7 +91,7 @@ def environment_of(versions):
         "cuda": torch.version.cuda,
         "versions": versions,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "forced": os.environ.get("NF4_FORCE") or None,
+        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
     }
 
 

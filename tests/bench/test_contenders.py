@@ -9,6 +9,6 @@ def test_unwritten_elements_and_another_dtype_are_wrong(device):
     unwritten, problems = expected.clone(), []
     with pytest.raises(AssertionError, match="not bit-identical"):
         contenders.check(lambda: unwritten, expected, unwritten)
-    functions = {"exact": torch.clone, "dtype": torch.Tensor.float}
-    assert list(contenders.exact(functions, expected, expected, problems, "here")) == ["exact"]
+    calls = {"exact": expected.clone, "dtype": expected.float}
+    assert list(contenders.exact(calls, expected, problems, "here")) == ["exact"]
     assert "dtype at here: AssertionError: not bit-identical" in problems[0]

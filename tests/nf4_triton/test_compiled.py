@@ -199,7 +199,7 @@ for dtype in (torch.float16, torch.bfloat16):
     compiled = torch.compile(lambda w: launch_general.dequantize_weight(w, state))
     print([states.exact(compiled(weight), weight, state) for _ in range(2)])
 """
-    variables = {"NF4_FORCE": "t4", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    variables = {"NF4_FORCE": " T4 ", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = machine.python(["-c", code], variables=variables)
     assert done.out.split("\n")[:3] == ["128"] + ["[True, True]"] * 2, done
 

@@ -38,7 +38,7 @@ def test_every_state_of_torch(watched, layer, make_layer, device):
                     result, relaunched = watched(weight, state)
                 assert exact(result, weight, state) and relaunched >= (turn > 0), mode
                 assert result.is_inference() == (mode is modes[-1])
-    assert len(launch.launches) == 1
+    assert len(launch.launches) <= 2  # FP4, and the NF4 of `inference`
 
 
 class Wrapper(torch.Tensor):

@@ -15,7 +15,6 @@ from .state import (
     UnsupportedState,
     check_call,
     check_out,
-    check_plain,
     from_fields,
     read_rows,
     read_state,
@@ -68,28 +67,21 @@ def dequantize(
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         layout = layout[0], dtype, *layout[2:]
+    selection, into = None, out
+    several = isinstance(rows, torch.Tensor) and rows.dim() != 1  # dimensions of ids
     if rows is not None:
-        return dequantize_rows(tensors, layout, out, rows)
-    if out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
+        selection, inner = read_rows(rows, tensors, layout), layout[0][1:]
+        if several and out is not None:
+            check_out(out, (*rows.shape, *inner), layout[1], tensors[0].device)
+            into = out.view(selection.number, *inner)
+    elif out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
         result = launch.relaunch(tensors, layout)
         if result is not None:
             return result
-    return run(tensors, layout, out)
-
-
-def dequantize_rows(tensors, layout, out, rows):
-    """Return selected slices: of ids with any number of dimensions."""
-    shape, dtype, *_ = layout
-    if not isinstance(rows, torch.Tensor) or rows.dim() == 1:
-        return run(tensors, layout, out, read_rows(rows, tensors, layout))
-    check_plain("rows", rows)
-    ids, shape = rows.reshape(-1), (*rows.shape, *shape[1:])
-    selection = read_rows(ids, tensors, layout)
-    if out is None:
-        return run(tensors, layout, None, selection).view(shape)
-    check_out(out, shape, dtype, tensors[0].device)
-    run(tensors, layout, out.view(ids.numel(), *layout[0][1:]), selection)
-    return out
+    result = run(tensors, layout, into, selection)
+    if several:
+        return result.view(*rows.shape, *inner) if out is None else out
+    return result
 
 
 def run(tensors, layout, out, selection=None):

@@ -34,7 +34,7 @@ def describe():
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "forced": os.environ.get("NF4_FORCE") or None,
+        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
     }
 
 

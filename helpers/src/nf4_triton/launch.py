@@ -46,7 +46,7 @@ def relaunch(tensors, layout):
     if known is None:
         return None
     with plain_tensors():
-        for same_kind, device, run, before, grid, after, output, aligned, _ in known:
+        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -160,7 +160,7 @@ def launch_and_keep(tensors, layout):
     result = torch.empty(shape, dtype=dtype, device=tensors[0].device)
     grid, arguments, options = prepare(tensors, layout, result)
     compiled = launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)
-    keep(tensors, layout, compiled, grid, arguments, result)
+    keep(launches, layout, tensors, compiled, result, grid, arguments[6:], True)
     return result
 
 
@@ -182,40 +182,26 @@ def run_eagerly(function, *arguments):
     return function(*arguments)
 
 
-def keep(tensors, layout, compiled, grid, arguments, result, aligned=True):
-    """Keep a launch for later calls on such tensors. result: as callers get it."""
-    same_kind = comparison(tensors) if CAN_RELAUNCH and compiled is not None else None
-    if same_kind is None:
+def keep(table, key, tensors, compiled, result, *launch, fixed=5):
+    """Keep a launch for later calls on such tensors. result: as callers get it; launch: what else the table's
+    loop needs. From the tensor after the first `fixed` ones on, the first dimension may differ."""
+    if not CAN_RELAUNCH or compiled is None:
         return
-    # Of pointers that the kernel has beyond these tensors, it reads none.
-    after = [0 if isinstance(x, torch.Tensor) else x for x in arguments[len(tensors) + 1:]]
-    remember(launches, layout, (
-        same_kind,
-        result.get_device(),
-        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
-        grid,  # programs
-        after,  # the kernel's arguments after its pointers
-        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        aligned,  # whether the weight's address is a multiple of 16
-        compiled))  # owns what the launcher's arguments point to
-
-
-def comparison(tensors, fixed=5):
-    """Return a function that tells in one call into torch whether other tensors are of the same type, dtype,
-    device, sizes, and strides. None if it refuses these: one of them is given twice.
-
-    From the tensor after the first `fixed` ones on, the first dimension may differ."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     for numbers in (*sizes[fixed:], *strides[fixed:]):
         numbers[0] = None
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return guards.check if guards.check(*tensors) else None
-
-
-def remember(table, key, kept):
-    """Put a kept launch first among those of its key."""
+    if not guards.check(*tensors):  # one tensor given twice
+        return
     if len(table) >= 1024:  # a model has few layouts, a test may have many
         table.clear()
+    kept = (
+        guards.check,  # compares type, dtype, device, sizes, and strides in one call into torch
+        result.get_device(),
+        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
+        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
+        *launch,  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
+        compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
     table[key] = [kept, *table.get(key, ())][:32]
 

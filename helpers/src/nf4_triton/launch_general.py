@@ -13,9 +13,8 @@ import torch
 import triton
 
 from . import launch, tracing
-from .kernel import TRITON
 from .kernel_general import _dequantize_general_kernel
-from .launch import CAN_RELAUNCH, comparison, data_ptr, has_hooks, remember, run_eagerly
+from .launch import data_ptr, has_hooks, keep, run_eagerly
 from .private import (
     address_of,
     current_device,
@@ -24,7 +23,6 @@ from .private import (
     is_compiling,
     is_fake,
     is_traced,
-    launcher,
     plain_tensors,
 )
 from .settings import (
@@ -67,11 +65,15 @@ def run_kernel(tensors, layout, out=None, selection=None):
     selection: of read_rows: only these slices along the first dimension, never transposed. An id on a GPU
     that is out of range gives a slice of NaN. Raises UnsupportedState.
     """
-    if out is None and selection is None:
-        result = launch.relaunch(tensors, layout)
-    else:
+    if out is not None or selection is not None:
         result = relaunch_with(tensors, layout, out, selection)
-    return launch_first(tensors, layout, out, selection) if result is None else result
+    else:
+        result = launch.relaunch(tensors, layout)
+    if result is not None:
+        return result
+    if is_traced(tensors[0]):
+        return call_general_operator(tensors, layout, out, selection)
+    return launch_first(tensors, layout, out, selection)
 
 
 # --- kept launches with `out=` or selected rows ---
@@ -103,7 +105,7 @@ def relaunch_with(tensors, layout, out, selection):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, elements, tile, unread, after, output, aligned, _ in known:
+        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
             if not same_kind(*given) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -153,31 +155,6 @@ def can_write(out, tensors):
     return True
 
 
-def keep_with(tensors, layout, out, selection, compiled, arguments, result):
-    """Keep a launch with `out=` or selected rows. Launches into an `out` that is not aligned are not kept."""
-    if not CAN_RELAUNCH or compiled is None or result.data_ptr() % 16:
-        return
-    key, given = key_and_given(tensors, layout, out, selection)
-    same_kind = comparison(given, len(given) if selection is None else len(tensors))
-    if same_kind is None:
-        return
-    shape = layout[0]
-    skip, *after = arguments[8:]
-    kept = (
-        same_kind,
-        result.get_device(),
-        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
-        math.prod(shape) if selection is None else slice_elements(shape),
-        64 * settings(result.device).rows,  # elements of a program
-        (0,) * (5 - len(tensors)),  # pointers that a flat layout does not read
-        after,  # the kernel's arguments after n and skip
-        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        (address_of(tensors[0]) + skip // 2) % 16 == 0,  # where the kernel starts to read
-        compiled,  # owns what the launcher's arguments point to
-    )
-    remember(launches_with, key, kept)
-
-
 def extent(elements, tile, selection):
     """Return the kernel's n and skip, and how many programs of `tile` elements it needs.
 
@@ -196,27 +173,34 @@ def extent(elements, tile, selection):
 
 def launch_first(tensors, layout, out=None, selection=None):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    weight, (shape, dtype, *_) = tensors[0], layout
-    if is_traced(weight):
-        return call_general_operator(tensors, layout, out, selection)
     with plain_tensors():
         if out is None and selection is None and launch.fits(tensors, layout):
             return launch.launch_and_keep(tensors, layout)
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
+        weight, (shape, dtype, *_), result = tensors[0], layout, out
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:
-            result = out
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
         grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
+        key, given = key_and_given(tensors, layout, out, selection)
         compiled = None
         if grid:
             compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
-        if out is not None or selection is not None:
-            keep_with(tensors, layout, out, selection, compiled, arguments, result)
-            return transposed(result, weight) if selection is None else result
-        result = transposed(result, weight)
-        launch.keep(tensors, layout, compiled, grid, arguments, result, weight.data_ptr() % 16 == 0)
+        n, skip, *after = arguments[7:]
+        aligned = (weight.data_ptr() + skip // 2) % 16 == 0
+        unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
+        if selection is None:
+            result = transposed(result, weight)
+        if out is None and selection is None:
+            after = *unread, 0, n, skip, *after
+            keep(launch.launches, layout, tensors, compiled, result, grid, after, aligned)
+        elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
+            fixed, elements = len(given), n
+            if selection is not None:
+                fixed, elements = len(tensors), slice_elements(shape)
+            more = elements, 64 * settings(weight.device).rows, unread, after, aligned
+            keep(launches_with, key, given, compiled, result, *more, fixed=fixed)
         return result
 
 
@@ -251,7 +235,7 @@ def call_general_operator(tensors, layout, out=None, selection=None):
     check_call(tensors, layout, out, selection, KERNEL_DEVICE)
     weight, dtype = tensors[0], layout[1]
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return run_eagerly(launch_first, tensors, layout, out, selection)
+        return run_eagerly(run_kernel, tensors, layout, out, selection)
     # Scales have gradients if bitsandbytes quantized a parameter.
     tensors = tuple(tensor.detach() for tensor in tensors)
     if selection is None and launch.fits(tensors, layout, memory=False):

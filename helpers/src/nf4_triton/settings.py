@@ -108,9 +108,9 @@ def force(card=None, **overrides):
 
 
 force()
-if os.environ.get("NF4_FORCE"):
+if forced := os.environ.get("NF4_FORCE", "").strip().lower():
     try:
-        force(card=os.environ["NF4_FORCE"])
+        force(card=forced)
     except ValueError as error:
         logging.getLogger("nf4_triton").warning("nf4_triton: NF4_FORCE has no effect: %s", error)
 

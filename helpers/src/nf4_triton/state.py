@@ -336,10 +336,15 @@ def transposed(result, weight):
 def read_rows(rows, tensors, layout):
     """Return the Selection of `rows`: a slice of step 1, a tensor of ids, or a list of ints.
 
-    Ids on a CPU are checked, which raises IndexError, and copied to the weight's device.
+    Ids of several dimensions become one. Ids on a CPU are checked, which raises IndexError, and copied to the
+    weight's device.
     """
-    if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
-        return Selection(rows, 0, rows.numel())
+    if isinstance(rows, torch.Tensor):
+        if rows.dim() != 1:
+            check_plain("rows", rows)
+            rows = rows.reshape(-1)
+        if rows.device.type != "cpu":
+            return Selection(rows, 0, rows.numel())
     shape = layout[0]
     size = shape[0] if len(shape) else 0
     if isinstance(rows, slice):
