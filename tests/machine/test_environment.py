@@ -53,7 +53,7 @@ def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
 
 
 def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(environment, "NEWEST_TRITON", (3, 0))
+    monkeypatch.setattr(backend, "NEWEST_TRITON", (3, 0))
     assert backend.why_torch.__wrapped__(None) is None
     assert "Triton is newer here than the tested ones" in caplog.text
     monkeypatch.setattr(environment, "cannot_run", lambda device: "too old")

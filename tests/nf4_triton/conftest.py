@@ -60,7 +60,7 @@ def watch(device, monkeypatch, gpu):
     with contextlib.ExitStack() as after:
 
         def start(module):
-            if device == "cuda" and not module.CAN_RELAUNCH:
+            if device == "cuda" and not launch.CAN_RELAUNCH:
                 pytest.skip("this Triton launches the ordinary way: nothing is kept")
             for table in (launch.launches, launch_general.launches_with):
                 table.clear()

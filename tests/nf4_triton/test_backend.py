@@ -224,6 +224,30 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
     assert not caplog.text
 
 
+class Quantized(torch.nn.Linear):
+    """Another library's layer; its weight has a floating-point dtype of its own."""
+
+
+Quantized.__module__ = "another_library.nn"
+OTHERS = {
+    "a class of its own": (Quantized(4, 4), "another_library.nn.Quantized.*its own library"),
+    "float8": (torch.nn.Linear(4, 4).to(torch.float8_e4m3fn), "torch.nn.*its own library's function"),
+}
+
+
+@pytest.mark.parametrize("layer, text", OTHERS.values(), ids=OTHERS)
+def test_what_another_library_quantized_is_not_called_unquantized(layer, text):
+    with pytest.raises(UnsupportedState, match=text):
+        dequantize(layer)
+
+
+def test_a_layer_on_meta_is_told_to_load_its_weights():
+    """As Lightning makes it: layer.to('cuda') cannot work yet."""
+    nn = pytest.importorskip("bitsandbytes.nn")
+    with pytest.raises(UnsupportedState, match="its weight is on meta; load its values"):
+        dequantize(nn.Linear4bit(64, 64, device="meta"))
+
+
 def test_the_advice_for_offloaded_layers(make_layer, device):
     """accelerate's other offload loses the state. Whole models move with a hook, layers with to()."""
     accelerate = pytest.importorskip("accelerate")

@@ -15,7 +15,7 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nf4_triton import launch, private, settings
+from nf4_triton import dequantize, launch, private, settings
 from nf4_triton.settings import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
@@ -63,6 +63,25 @@ def test_a_tensor_that_only_wraps_others_is_refused(case):
         text = "takes other layouts" if watched.module is launch else text
         with pytest.raises(UnsupportedState, match=text):
             watched(kind(weight), state)
+
+
+@pytest.mark.parametrize("name", ["absmax", "offset", "out", "rows"])
+def test_what_is_no_plain_tensor_is_named(make_layer, device, name):
+    layer = make_layer(64, 320, torch.bfloat16)
+    given = {
+        "out": layer.weight.new_empty(320, 64, dtype=torch.bfloat16),
+        "rows": torch.arange(4, device=device),
+    }
+    if name in given:
+        arguments = {name: DTensor(given[name])}
+    else:
+        arguments = {}
+        replace(layer, name, DTensor)
+    with pytest.raises(UnsupportedState, match=f"{name} is a DTensor, expected .* pass {name}.full_tensor"):
+        dequantize(layer, **arguments)
+    for sparse in (given["rows"].to_sparse(), given["rows"].view(2, 2).to_sparse()):
+        with pytest.raises(UnsupportedState, match="rows is torch.sparse_coo, expected .*to_dense"):
+            dequantize(make_layer(64, 320, torch.bfloat16), rows=sparse)
 
 
 # What wants to see a launch

@@ -96,3 +96,12 @@ def test_an_out_without_memory_of_its_own(case, out, mode):
                 general(given, state, given_out)
         general.check(weight, state, out)
     assert torch.equal(inside, weight) and exact(out, weight, state)
+
+
+def test_an_out_of_a_transposed_weight(general, make_layer):
+    """As bitsandbytes' backward pass calls it: one launch is kept, and found again."""
+    layer = make_layer(64, 320, torch.bfloat16, quant_type="fp4")
+    weight, state = layer.weight.data.t(), layer.weight.quant_state
+    out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
+    assert [general.check(weight, state, out) for _ in range(3)] == [False, True, True]
+    assert [len(known) for known in launch_general.launches_with.values()] == [1]

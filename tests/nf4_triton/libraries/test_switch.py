@@ -18,7 +18,7 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit  # noqa: E402
 
 from helpers import machine  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
-from nf4_triton import autoload, launch_general, log  # noqa: E402
+from nf4_triton import autoload, launch, launch_general, log  # noqa: E402
 from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
@@ -247,7 +247,7 @@ def test_which_libraries(monkeypatch):
 
 def test_where_no_launch_is_kept_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
     """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
-    monkeypatch.setattr(launch_general, "CAN_RELAUNCH", False)
+    monkeypatch.setattr(launch, "CAN_RELAUNCH", False)
     monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
         assert fake_unsloth.fast_dequantize is fast_dequantize and dequantizes()

@@ -21,9 +21,9 @@ from ..settings import INTERPRETED
 from ..state import UnsupportedState, read_rows, read_state
 
 try:
-    from .. import launch_general
+    from .. import launch, launch_general
 except ImportError:  # no Triton: use_nf4_kernel() says so, and no function is replaced
-    launch_general = None  # type: ignore[assignment]
+    launch = launch_general = None  # type: ignore[assignment]
 
 OFF = "switched off"
 KERNEL = "by the kernel"
@@ -82,7 +82,7 @@ class Site:
 
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
-        if self.relaunches and not (launch_general.CAN_RELAUNCH or INTERPRETED):
+        if self.relaunches and not (launch.CAN_RELAUNCH or INTERPRETED):
             raise RuntimeError("launches cannot be kept here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
