@@ -91,7 +91,9 @@ def test_broken(room, make_layer, layer, name, what, change):
 def test_a_tensor_on_another_device(room, layer, name):
     room.warm(layer)
     replace(layer, name, lambda x: x.to("meta"))
-    refused(room, layer.weight, layer.weight.quant_state, f"{CALLED.get(name, name)} is on meta, expected")
+    weight, state = layer.weight, layer.weight.quant_state
+    refused(room, weight, state, f"{CALLED.get(name, name)} is on meta, expected")
+    assert not launch.fits(*launch.read(weight, state), memory=False)
 
 
 def test_a_missing_field(room, layer):

@@ -205,7 +205,7 @@ for dtype in (torch.float16, torch.bfloat16):
 
 
 # The operator itself
-@pytest.mark.parametrize("kind", ["puzzle", "flat", "ids", "range"])
+@pytest.mark.parametrize("kind", ["puzzle", "flat", "ids", "range", "reference"])
 def test_opcheck(kind, device):
     tensors, layout = read_state(*random_state((96, 64), torch.bfloat16, nested=kind != "flat"))
     selections = {"ids": (torch.tensor([3, 1], device=device), 0, 2), "range": (None, 5, 3)}
@@ -214,8 +214,11 @@ def test_opcheck(kind, device):
     else:
         selection = Selection(*selections[kind]) if kind in selections else None
         name, arguments = "dequantize_general", to_fields(tensors, layout, selection)
-    operator = getattr(torch.ops.nf4_triton, name).default
-    verdicts = torch.library.opcheck(operator, (*arguments, settings.cache_key()))
+    if kind == "reference":
+        name = "dequantize_reference"
+    else:
+        arguments = *arguments, settings.cache_key()
+    verdicts = torch.library.opcheck(getattr(torch.ops.nf4_triton, name).default, arguments)
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 

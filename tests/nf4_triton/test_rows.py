@@ -5,8 +5,8 @@ import torch
 
 from nf4_triton import dequantize, launch_general, reference
 from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, UnsupportedState, check, read_rows, read_state, to_fields
-from states import DTYPES, between_guards, moved, oracle, part, random_state
+from nf4_triton.state import Selection, UnsupportedState, read_rows, read_state, to_fields
+from states import DTYPES, between_guards, oracle, part, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 SHAPES = [(9, 8), (40, 24), (40, 96), (12, 4096), (7, 5, 64), (5, 1000)]
@@ -48,20 +48,6 @@ def test_every_kind_of_state(backend, dtype, nested, quant_type):
     weight, state = random_state((6, 192), dtype, nested, quant_type)
     for rows in (slice(1, 4), [5, 0]):
         check_rows(weight, state, rows)
-
-
-def test_misaligned_memory_and_other_storages(backend):
-    """The last one holds a byte more than it needs."""
-    weight, state = random_state((9, 24), torch.float16)
-    spare = torch.cat([weight, weight[:4]]).view(-1)
-    for given in (
-        moved(weight, 3),
-        weight.t(),
-        weight.view(-1).view(torch.bfloat16),
-        spare.view(torch.float64),
-    ):
-        for rows in (slice(2, 6), [7, 1]):
-            check_rows(given, state, rows, skip=3)
 
 
 @pytest.fixture
@@ -106,53 +92,6 @@ def test_the_operator_reads_nothing_outside(packed, device, count, start, number
         launch_general.general_operator(*to_fields(*packed, Selection(ids, start, number)), "")
 
 
-# Ids or a result of one slice may have any first stride; for several slices it matters.
-@pytest.mark.parametrize("order", [(1, 4), (4, 1, 4)], ids=str)
-@pytest.mark.parametrize("stride", [1, 2, 0])
-def test_ids_that_are_not_contiguous(general, packed, whole, device, stride, order):
-    """A router's top-k column of one token, then of several, and the other way round."""
-    memory = torch.tensor([3, 9, 5, 2, 7, 8, 1, 0], device=device)
-    for count in order:
-        ids = memory.as_strided((count,), (stride,))
-        arguments = *packed, None, Selection(ids, 0, count)
-        if ids.is_contiguous():
-            assert same_bits(launch_general.run_kernel(*arguments), whole[ids]), count
-        else:
-            with pytest.raises(UnsupportedState, match="expected contiguous ids in one"):
-                launch_general.run_kernel(*arguments)
-
-
-@pytest.mark.parametrize("rows", [range(5), slice(0, 5)], ids=["ids", "range"])
-@pytest.mark.parametrize("strides", [(64, 1), (128, 1), (0, 1), (1, 128)], ids=str)
-def test_an_out_that_is_not_contiguous(general, packed, whole, device, strides, rows):
-    """Also after a call with one slice, and of another number of slices: nothing is written."""
-    memory = torch.full((128 * 128,), torch.nan, dtype=torch.bfloat16, device=device)
-    for count in (1, 5, 1, 5):
-        few = rows[:count] if isinstance(rows, range) else slice(count)
-        for size in (count, 3):
-            out = memory.as_strided((size, 64), strides)
-            if size == count and out.is_contiguous():
-                select(packed, few, out)
-                assert same_bits(out, whole[:count])
-                out.fill_(torch.nan)
-            else:
-                with pytest.raises(UnsupportedState, match="out has"):
-                    select(packed, few, out)
-            assert memory.isnan().all(), "written outside"
-
-
-def test_a_slice_of_another_alignment_has_a_launch_of_its_own(general):
-    """Rows of 12 bytes: every fourth begins at a multiple of 16. A kept launch's 16-byte load would fail."""
-    packed = read_state(*random_state((16, 24), torch.float16))
-    whole = reference.exact_weight(*packed)
-    for first in (0, 1, 4, 2, 8, 3):
-        result = select(packed, slice(first, first + 4))
-        assert same_bits(result, whole[first : first + 4]), first
-    [kept] = launch_general.launches_with.values()
-    aligned = {aligned: tuple(after) for *_, after, aligned, _ in kept}
-    assert len(kept) == len(aligned) == 2 and aligned[True] != aligned[False]
-
-
 BAD = [
     (torch.tensor([True, False, True, True]), "mask.nonzero"),
     (slice(0, 4, 2), "expected ints and step 1"),
@@ -183,16 +122,6 @@ def test_what_is_refused(backend, device, rows, text):
         dequantize(*random_state((4, 320), torch.float16), rows=rows)
     with pytest.raises(UnsupportedState, match="a slice of .* has 12 elements, expected a multiple of 8"):
         dequantize(*random_state((4, 12), torch.float16), rows=[1])
-
-
-@pytest.mark.parametrize("n", [8, 24, 32, 40, 64, 96])
-def test_slices_that_begin_between_16_byte_words_are_loaded_by_bytes(n, device):
-    """On a GPU a wide load from such an address fails."""
-    packed = read_state(*random_state((5, n), torch.float16))
-    selection = Selection(torch.tensor([3], device=device), 0, 1)
-    prepared = launch_general.prepare_general(*packed, check(*packed), packed[0][-1], selection)
-    named = dict(zip(launch_general._dequantize_general_kernel.arg_names, prepared[1], strict=True))
-    assert named["BYTES"] == (n % 32 > 0)
 
 
 def test_an_out_over_the_ids(device):

@@ -182,9 +182,11 @@ def test_bitsandbytes_own_function_is_found_behind_unsloths_wrapper(monkeypatch)
     wrapper.__wrapped__ = own
     monkeypatch.setattr(functional, "dequantize_4bit", wrapper)
     assert protocol.own_dequantize_4bit() is own
-    with protocol.own_libraries():
-        assert functional.dequantize_4bit is own
-    assert functional.dequantize_4bit is wrapper
+    timed = []
+    monkeypatch.setattr(protocol, "CONFIGS", layers.SMALL[1:2])
+    monkeypatch.setattr(protocol, "checked_seconds", lambda *_: timed.append(functional.dequantize_4bit) or 1)
+    protocol.in_turns({"peft": exact}, turns=1)
+    assert timed == [own] and functional.dequantize_4bit is wrapper
     monkeypatch.setattr(functional, "dequantize_4bit", lambda *arguments: None)
     with pytest.raises(RuntimeError, match="replaced"):
         protocol.own_dequantize_4bit()
