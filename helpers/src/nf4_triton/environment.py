@@ -60,6 +60,12 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
+def missing(*packages: str) -> str | None:
+    """Return which of these packages are not installed and what to do, None if all are."""
+    names = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"Missing packages: pip install {' '.join(names)}." if names else None
+
+
 def triton_version() -> tuple[int, int] | None:
     """Return Triton's major and minor version, None if it is not installed."""
     if importlib.util.find_spec("triton") is None:
@@ -109,4 +115,5 @@ def cannot_run(device=None) -> str | None:
 
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    return triton_problem() or (None if interpreted() else no_gpu(device))
+    problems = triton_problem(), None if interpreted() else no_gpu(device)
+    return " ".join(filter(None, problems)) or None

@@ -31,13 +31,16 @@ def dequant_linear_fallback(
     return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight
 
 
-def multiplied_from_parts(function, packed, quant_state):
-    values = torch.linspace(-1, 1, 64 * 192, dtype=quant_state.dtype, device=packed.device)
-    x, bias = values.view(64, 192), values[:128]
-    second = quant_state.state2
-    sizes = quant_state.blocksize, quant_state.quant_type
-    scales = quant_state.absmax, second.code, quant_state.offset
-    return [function(x, packed, quant_state.shape, second.absmax, *sizes, bias, *scales)]
+def multiplied_from_parts(packed, quant_state, weight):
+    """Return the self-test's call: a product with zeros and ones, which shows every bit of the weight."""
+    weight = weight.view(512, 64)
+    x = torch.eye(64, dtype=weight.dtype, device=packed.device)
+    bias = x.view(8, 512)[0]
+    q, second = quant_state, quant_state.state2
+    scales = (second or q).absmax
+    nested = (q.absmax, second.code, q.offset) if second else ()
+    given = x, packed, weight.shape, scales, q.blocksize, q.quant_type, bias, *nested
+    return [(given, {}, linear(x, weight, bias))]
 
 
 SITES = (
