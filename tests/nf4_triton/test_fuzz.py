@@ -115,11 +115,11 @@ SITE = Site("of no library", None)
 def product(weight, q):
     """Call the answer that multiplies, without the product."""
     x = torch.empty(0, dtype=q.dtype, device=weight.device)
-    absmax, *nested = q.absmax, None, None, None
+    absmax, nested = q.absmax, ()
     if q.nested:
-        absmax, *nested = q.state2.absmax, q.absmax, q.state2.code, q.offset
-    rest = q.shape, absmax, q.blocksize, q.quant_type, None, *nested
-    return bitsandbytes.dequant_linear_fallback(SITE, x, weight, *rest)
+        absmax, nested = q.state2.absmax, (absmax, q.state2.code, q.offset)
+    parts = x, weight, q.shape, absmax, q.blocksize, q.quant_type, None, *nested
+    return bitsandbytes.dequant_linear_fallback(SITE, *parts)
 
 
 def random_rows(slices, device):
