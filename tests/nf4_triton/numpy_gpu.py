@@ -34,7 +34,6 @@ class NumpyGPU(threading.local):
     def __init__(self):
         self.owned = None  # memory that a relaunch may touch, as (start, end); None: any
         self.current = OWN  # device
-        self.full_disk = False  # then an ordinary launch fails
         self.launches = collections.Counter()  # of each kernel: the ordinary ones, and those that were kept
 
     def install(self, room, monkeypatch):
@@ -81,8 +80,6 @@ class Kernel:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, enable_fp_fusion):
             assert not enable_fp_fusion, "an FMA changes bits"
-            if self.gpu.full_disk:
-                raise OSError("no space left on device")
             compiled = Compiled(self.gpu, self.kernel, arguments)
             compiled.launch("ordinary", *grid, [memory_of(x) for x in arguments], arguments)
             return compiled

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import dequantize, launch, launch_general, reference, settings
 from nf4_triton.libraries import bitsandbytes
 from nf4_triton.libraries.site import Site
@@ -41,7 +42,8 @@ WAYS = {  # arguments of settings.force
 def random_kind(largest):
     """Return arguments of random_state: the puzzle's, or any."""
     if random.random() < 0.3:
-        return dict(shape=(random.choice([64, 192]), 64), dtype=random.choice(DTYPES[:2]))
+        shape, blocksize2 = random.choice([(64, 64), (192, 64)]), random.choice([256, 64])
+        return dict(shape=shape, dtype=random.choice(DTYPES[:2]), blocksize2=blocksize2)
     edge = random.choice([1, 8, 24, 64, 256, 4096])  # the end of a word, a block, a tile
     n = min(largest, abs(edge * random.randint(0, 12) + random.choice([0, 0, -1, 1, 7])))
     inner = random.choice([1, 8, 24, 96])
@@ -99,15 +101,13 @@ CHANGES += [
 ]
 BROKEN = [
     ("weight", freed),
-    ("weight", strided),
     ("absmax", strided),
-    ("absmax", lambda x: x.to("meta")),
     ("offset", lambda x: x.to("meta")),
     ("state2.code", torch._neg_view),
     ("blocksize", lambda x: 48),
 ]
 MODES = [contextlib.nullcontext] * 4
-MODES += [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+MODES += [torch.no_grad, torch.inference_mode, lambda: torch.autocast(DEVICE, torch.bfloat16)]
 MODES += [lambda: torch.device("meta"), lambda: mock.patch.dict(os.environ, NF4_BACKEND="torch")]
 SITE = Site("of no library", None)
 
@@ -115,11 +115,11 @@ SITE = Site("of no library", None)
 def product(weight, q):
     """Call the answer that multiplies, without the product."""
     x = torch.empty(0, dtype=q.dtype, device=weight.device)
-    absmax, *nested = q.absmax, None, None, None
+    absmax, nested = q.absmax, ()
     if q.nested:
-        absmax, *nested = q.state2.absmax, q.absmax, q.state2.code, q.offset
-    rest = q.shape, absmax, q.blocksize, q.quant_type, None, *nested
-    return bitsandbytes.dequant_linear_fallback(SITE, x, weight, *rest)
+        absmax, nested = q.state2.absmax, (absmax, q.state2.code, q.offset)
+    parts = x, weight, q.shape, absmax, q.blocksize, q.quant_type, None, *nested
+    return bitsandbytes.dequant_linear_fallback(SITE, *parts)
 
 
 def random_rows(slices, device):
@@ -135,8 +135,9 @@ def random_rows(slices, device):
 
 
 def random_out(shape, dtype, device):
-    """Return memory full of NaN, and a tensor in it, at any address and maybe strided."""
+    """Return memory full of NaN, and a tensor in it, at any address, maybe strided or of another shape."""
     stride, skip = random.choice([1, 1, 1, 2]), random.choice([0, 0, 1, 8])
+    shape = shape[0] + random.choice([0] * 9 + [1]), *shape[1:]
     size = stride * math.prod(shape)
     memory = torch.full((skip + size + 64,), math.nan, dtype=dtype, device=device)
     return memory, memory[skip:][:size:stride].view(shape)
@@ -155,7 +156,8 @@ class Sequence:
         i, what = random.randrange(4), random.random()
         layer = self.layers[i]
         if what < 0.25:
-            self.layers[i] = layer = random_layer(self.kinds)
+            with torch.inference_mode(random.random() < 0.2):
+                self.layers[i] = layer = random_layer(self.kinds)
         elif what < 0.3:
             self.layers[i] = layer = copy.deepcopy(layer)
         elif what < 0.35:
@@ -165,7 +167,8 @@ class Sequence:
         else:
             name, how = random.choice(CHANGES)
             if layer.weight.quant_state.nested or not name.startswith(("state2", "offset")):
-                replace(layer, name, how)
+                with torch.inference_mode(layer.weight.is_inference()):
+                    replace(layer, name, how)
         for _ in range(random.randint(1, 4)):
             self.call(layer)
 
@@ -177,10 +180,11 @@ class Sequence:
             return
         before = get(layer, name)
         before = before.data if name == "weight" else before
-        replace(layer, name, how)
-        for _ in range(3):
-            self.call(layer, False)
-        replace(layer, name, lambda x: before)
+        with torch.inference_mode(layer.weight.is_inference()):
+            replace(layer, name, how)
+            for _ in range(3):
+                self.call(layer, False)
+            replace(layer, name, lambda x: before)
 
     def in_threads(self):
         """First and later calls on all layers at the same time."""
@@ -226,8 +230,10 @@ class Sequence:
             if door == "selection" and selection.ids is not None:
                 fits = fits and selection.ids.is_contiguous()
         if door not in ("puzzle", "product") and random.random() < 0.4:
-            memory, out = random_out(shape, dtype, weight.device)
-            fits, version = fits and out.is_contiguous(), out._version
+            with torch.inference_mode(random.random() < 0.1):
+                memory, out = random_out(shape, dtype, weight.device)
+            fits = fits and out.is_contiguous() and out.shape == shape
+            version = out.is_inference() or out._version
         self.own(layer, out, rows, selection and selection.ids)
         mode = random.choice([*MODES, lambda: self.gpu.device(0)])
         try:
@@ -255,8 +261,10 @@ class Sequence:
             self.results = [*self.results[-2:], (result, expected)]
             assert result.is_inference() == (mode is torch.inference_mode)
         else:
-            assert result.data_ptr() == out.data_ptr() and out._version > version, "autograd was not told"
-            out.fill_(math.nan)
+            assert result.data_ptr() == out.data_ptr()
+            assert out.is_inference() or out._version > version, "autograd was not told"
+            with torch.inference_mode():
+                out.fill_(math.nan)
             assert memory.isnan().all(), "written outside"
 
 
@@ -287,7 +295,7 @@ def test_launches(watch, run, gpu, device, seed):
     watch(launch_general)
     with settings.force(rows=4):
         run(seed, kinds=6, largest=3000, steps=2000)
-    assert sum(count for how, count in gpu.launches.items() if how.startswith("kept")) > 1000
+    assert sum(count for how, count in gpu.launches.items() if how.startswith("kept")) > 500
 
 
 def test_kernels(run):

@@ -3,7 +3,6 @@
 In both rooms: the puzzle's alone, and the package's entry on top of it. Its own: test_launch_general.py.
 """
 
-import contextlib
 import copy
 import re
 import weakref
@@ -20,25 +19,6 @@ from nf4_triton.settings import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
 pytest.importorskip("bitsandbytes")
-
-
-# The state of torch
-def test_every_state_of_torch(watched, layer, make_layer, device):
-    """Guards depend on these, so one layout has several launches; after one round all are used again.
-    In turns with a new layer, and with plain tensors."""
-    modes = torch.no_grad(), torch.autocast(device, torch.bfloat16), torch.inference_mode()
-    with torch.inference_mode():
-        inference = make_layer(64, 320, torch.bfloat16, seed=1).weight
-    codes = layer.weight.data.clone().as_subclass(torch.Tensor)
-    for turn in range(3):
-        for weight in (layer.weight, codes, inference):
-            state = getattr(weight, "quant_state", layer.weight.quant_state)
-            for mode in (contextlib.nullcontext(), *modes):
-                with mode:
-                    result, relaunched = watched(weight, state)
-                assert exact(result, weight, state) and relaunched >= (turn > 0), mode
-                assert result.is_inference() == (mode is modes[-1])
-    assert len(launch.launches) <= 2  # FP4, and the NF4 of `inference`
 
 
 class Wrapper(torch.Tensor):
