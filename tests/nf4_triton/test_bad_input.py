@@ -37,6 +37,7 @@ BAD_VALUES = {
 }
 OTHERS = [
     ("absmax", "strided", strided),
+    ("absmax", "sparse", lambda x: x.to_sparse()),
     ("state2.code", "negated", torch._neg_view),
     ("offset", "of two", lambda x: torch.stack([x, x])),
     ("offset", "(1,) in fp64", lambda x: x.double().view(1)),
