@@ -18,7 +18,7 @@ def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, block
     """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
     tensors = W, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
-    return site.dequantize(launch_general.run_kernel, tensors, layout)
+    return site.by_kernel(launch_general.run_kernel, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
@@ -26,12 +26,12 @@ def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
     and never transposes."""
     if data.shape[0] == 1 or chunk_size != CHUNK:
         return None
-    return site.dequantize(launch_general.dequantize_weight, data, state, out)
+    return site.by_kernel(launch_general.dequantize_weight, data, state, out)
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
     """Answer for the experts that a batch is routed to."""
-    return site.dequantize(selected_experts, raw_param, quant_state, active_experts, expert_shape)
+    return site.by_kernel(selected_experts, raw_param, quant_state, active_experts, expert_shape)
 
 
 def selected_experts(raw_param, quant_state, active_experts, expert_shape):

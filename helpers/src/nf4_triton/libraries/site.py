@@ -61,7 +61,7 @@ class Site:
     left: Collection[str] = ()  # names of layouts that stay the library's
     calls: collections.Counter = field(default_factory=collections.Counter)  # {by whom and why: eager calls}
 
-    def dequantize(self, kernel: Callable, *arguments):
+    def by_kernel(self, kernel: Callable, *arguments):
         """Return kernel(*arguments), counted, or None if the library has to dequantize."""
         try:
             if self.left:

@@ -19,12 +19,12 @@ def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False
     formats (8 bit, NVFP4, MXFP4), which have other state types."""
     if type(quant_state).__name__ != "QuantState":
         return None
-    return site.dequantize(launch_general.dequantize_weight, W, quant_state, out)
+    return site.by_kernel(launch_general.dequantize_weight, W, quant_state, out)
 
 
 def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
     """Answer for whole stacks of experts, in batches that use most of them. They are never transposed."""
-    return site.dequantize(expert_stack, packed, quant_state, out_shape, out)
+    return site.by_kernel(expert_stack, packed, quant_state, out_shape, out)
 
 
 def expert_stack(weight, quant_state, out_shape, out):
@@ -39,7 +39,7 @@ def dequantize_experts(site, param, experts, target_dtype=None):
     """Answer for the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
     while hasattr(param, "base_layer"):  # PEFT's wrappers
         param = param.base_layer
-    return site.dequantize(selected_experts, param, experts, target_dtype)
+    return site.by_kernel(selected_experts, param, experts, target_dtype)
 
 
 def selected_experts(param, experts, target_dtype):
