@@ -9,8 +9,10 @@ import threading
 
 import numpy as np
 import torch
+import triton
 
 from nf4_triton import reference
+from nf4_triton.settings import settings
 from nf4_triton.state import DTYPES, OFFSETS
 
 TABLES = {"nf4": np.float32(reference.NF4_VALUES), "fp4": np.float32(reference.FP4_VALUES)}
@@ -98,6 +100,9 @@ class Compiled:
 
     def run(self, grid, y, z, stream, *arguments):
         assert (y, z, stream, self.gpu.current) == (1, 1, 100 + OWN, OWN), "another device or its stream"
+        assert self.constexprs["ROWS"] == settings().rows, "settings were forced since"
+        assert self.constexprs.get("ALIGNED", True), "slow stores"
+        assert triton.knobs.runtime.launch_enter_hook is not bool, "a profiler's hook sees nothing"
         self.launch("kept", grid, self.gpu.owned, arguments)
 
     def launch(self, how, grid, owned, arguments):
@@ -124,6 +129,7 @@ class Program:
         dtype = self.dtypes[name]
         assert dtype in dtypes, f"{name} is of {dtype}"
         size, address = number * dtype.itemsize, getattr(self, name) + first * dtype.itemsize
+        assert address > 4096, f"{name} has no memory"
         if self.owned is not None:
             inside = (start <= address and address + size <= end for start, end in self.owned)
             assert any(inside), f"{name} touches memory of no tensor of the call"
