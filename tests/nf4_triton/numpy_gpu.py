@@ -153,7 +153,8 @@ class Program:
         codes = 2 if self.BYTES else 8
         bytes = self.at("weight_ptr", source // 2, -(-n // codes) * codes // 2, torch.uint8).numpy()
         assert source % (1 << self.LOG2_ROW) == 0, "begins within a row"
-        assert self.BYTES or bytes.ctypes.data % 16 == 0, "words that are not aligned"
+        words = bytes.ctypes.data % 16 == 0 and n % 8 == 0
+        assert self.BYTES != words or self.SELECT and words, "words that are not aligned, or bytes that are"
         assert not self.ALIGNED or out.data_ptr() % 16 == 0, "a result that is not aligned"
         code = np.stack([bytes >> 4, bytes & 15], 1).reshape(-1)[:n]
         scale = self.each("absmax_ptr", blocks, torch.uint8 if self.NESTED else torch.float32)
