@@ -29,7 +29,6 @@ WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
-ADAPTER = ("adapter_model.safetensors",)
 SMALL = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer and the like
 FLOATS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 TYPES = FLOATS | {torch.bool: "BOOL", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
@@ -83,10 +82,10 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
         config = read_json(inside(folder, "config.json"))
         config = changed(config, ["dtype", "torch_dtype"] if dtype else [], dtype)
     if adapter or not unchecked:
-        built = build(config)
+        built = build(folder, config)
     checkpoint.connect(built)
     if built:
-        compare(built, config, checkpoint.results)
+        compare(built, checkpoint.results)
     if adapter:
         checkpoint.adapter = Adapter(adapter, built, checkpoint.results)
         if checkpoint.adapter.untie(checkpoint.results):
@@ -181,7 +180,7 @@ def quiet(problem):
         logging.disable(before)
 
 
-def build(config):
+def build(folder, config):
     """Return a model of transformers or diffusers on meta. Code that comes with a checkpoint is not run."""
     problem = "no library builds the model of config.json: update transformers, or pass --unchecked"
     with quiet(problem), torch.device("meta"):
@@ -194,7 +193,10 @@ def build(config):
 
         require_version("transformers>=5.15")
         kind = getattr(transformers, config["architectures"][0])
-        return kind(kind.config_class.from_dict(config))
+        settings = kind.config_class.from_pretrained(folder)
+        if hasattr(settings, "quantization_config"):
+            del settings.quantization_config
+        return kind(settings)
 
 
 def names_in(model, names) -> dict:
@@ -215,7 +217,7 @@ def names_in(model, names) -> dict:
     return found
 
 
-def compare(model, config, results):
+def compare(model, results):
     """Check that a model can load the results: none is missing, surplus, or of another shape."""
     likes = {name: result.like for name, result in results.items()}
     with quiet("the model cannot load the tensors: download them again, or pass --unchecked"):
@@ -224,7 +226,7 @@ def compare(model, config, results):
             return
         _, found = model.from_pretrained(
             None,
-            config=model.config_class.from_dict(config),
+            config=model.config,
             state_dict=likes,
             device_map={"": "meta"},
             ignore_mismatched_sizes=True,
@@ -290,12 +292,13 @@ class Checkpoint:
         if self.adapter:
             tensor = self.adapter.apply(result.target, tensor, self.device)
             self.merged += tensor is not old
-        finite = (tensor is old and not self.dtype) or tensor.isfinite().all()
-        if tensor.shape != like.shape or not finite:
-            raise UnsupportedState(
-                f"{name} becomes {tuple(tensor.shape)}, or not finite, expected numbers in"
-                f" {tuple(like.shape)}: check the adapter and dtype"
-            )
+        if tensor.shape != like.shape:
+            raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
+        if tensor is not old or like.dtype == self.dtype:
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
+                raise UnsupportedState(
+                    f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
+                )
         return tensor
 
 
@@ -303,7 +306,7 @@ class Adapter:
     """A LoRA adapter, of which PEFT merges one layer at a time."""
 
     def __init__(self, name, model, results):
-        folder, files = locate(name, ADAPTER)
+        folder, files = locate(name, ["adapter_model.safetensors"])
         self.model, self.files = model, open_files(files)
         self.fields = read_json(inside(folder, "adapter_config.json"))
         problems = [
@@ -312,10 +315,8 @@ class Adapter:
             if (value and key not in MERGED + OTHERS) or value not in VALUES.get(key, [value])
         ]
         self.tied = tied_names(model, {result.target for result in results.values()})
-        self.layers, self.given = (
-            {},
-            {},
-        )  # {parameter: its LoRA tensors}, {parameter: the tensor in its place}
+        self.layers: dict = {}  # {parameter of the model: the keys of its LoRA tensors}
+        self.given: dict = {}  # {parameter of the model: the key of a tensor in its place}
         plain = {key: key.removeprefix(PREFIX).replace(".base_layer", "") for key in self.files}
         plain = {key: re.sub(r"\.lora_.*", ".weight", parameter) for key, parameter in plain.items()}
         targets = names_in(model, plain.values())
@@ -357,7 +358,7 @@ class Adapter:
 
     def merge(self, path, weight):
         """Return a layer's weight with its adapter, which PEFT adds in float32, rounding once."""
-        from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
+        import peft
         from transformers.utils.versions import require_version
 
         require_version("peft>=0.20")
@@ -368,16 +369,16 @@ class Adapter:
             parent.add_module(part, root)
             root = parent
         fields = {key: self.fields[key] for key in MERGED if key in self.fields}
-        inject_adapter_in_model(LoraConfig(target_modules=[path], **fields), root)
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=[path], **fields), root)
         for name, parameter in root.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
         tensors = {}
         for key in self.layers[f"{path}.weight"]:
             tensors[f"{path}.lora_{key.partition('.lora_')[2]}"] = self.files[key].get_tensor(key)
-        report = set_peft_model_state_dict(root, tensors)
-        missing = [key for key in report.missing_keys if "lora_" in key]
-        refuse("its tensors do not fit its config", missing + report.unexpected_keys, "merge it with PEFT")
+        expected = peft.get_peft_model_state_dict(root, save_embedding_layers=False)
+        refuse("its tensors do not fit its config", sorted(tensors.keys() ^ expected), "merge it with PEFT")
+        peft.set_peft_model_state_dict(root, tensors)
         root.get_submodule(path).merge()
         merged, module.weight = module.weight.data, own
         return merged
@@ -413,12 +414,10 @@ def write(out, folder, config, checkpoint, shard_size):
             if any(map(path.match, SMALL)) and not re.search("index.json|adapter_config", path.name):
                 shutil.copyfile(inside(folder, path.name), done / path.name)
         if config:
-            (done / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+            (done / "config.json").write_text(json.dumps(config, indent=2))
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            (done / f"{stem}.safetensors.index.json").write_text(
-                json.dumps(index, indent=2), encoding="utf-8"
-            )
+            (done / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, names in plan.filename_to_tensors.items():
             names = sorted(names, key=lambda name: -likes[name].itemsize)  # each is aligned
             write_file(done / file, {name: likes[name] for name in names}, checkpoint.convert, bar)
@@ -438,9 +437,7 @@ def write_file(path, likes, convert, bar):
         written = pool.submit(int)  # nothing yet
         for name in likes:
             content = convert(name).contiguous().view(-1).view(torch.uint8)
-            if (
-                content.is_cuda
-            ):  # torch keeps pinned memory for the next one; new memory costs more than the copy
+            if content.is_cuda:  # torch reuses pinned memory; fresh memory costs more than the copy
                 content = torch.empty_like(content, device="cpu", pin_memory=True).copy_(content)
             bar.update(written.result())
             written = pool.submit(file.write, content.numpy())
