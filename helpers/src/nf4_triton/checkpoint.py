@@ -37,6 +37,8 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
 
 def read(tensors, name) -> tuple:
     """Return what read_checkpoint returns, or raise what Python raises."""
+    if not hasattr(tensors, "keys"):
+        raise TypeError(f"tensors is a {type(tensors).__name__}")
     names = tensors.keys()
 
     def get(key):
