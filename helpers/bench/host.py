@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import exact_weight
-from helpers.puzzle import protocol
+from helpers.puzzle import turns
 from helpers.puzzle.layers import DEVICE, ON_GPU, quantized_layer
 from nf4_triton.backend import dequantize
 from nf4_triton.settings import has_no_bf16
@@ -47,7 +47,7 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
         "ours_out": lambda layer: dequantize(layer.weight, state, out=out),
         "ours_rows": lambda layer: dequantize(layer.weight, state, rows=ids),
     }
-    with protocol.own_libraries():
+    with turns.own_libraries():
         calls = contenders.exact(functions, layer, expected, problems, "host_time")
         yield "until_return", "us", host_us(calls, clocks.INNER)
         yield "synchronized", "us", host_us(calls, clocks.INNER, wait=1)
