@@ -3,15 +3,13 @@
 # bash colab_setup.sh run [OPTION ...]    set up, execute the notebook, print the score: --in-place, --out FOLDER
 # bash colab_setup.sh test [OPTION ...]   set up, run the tests; options of pytest
 #
-# In Colab and Kaggle it adds what is missing to the running Python; torch and triton stay as they are. Elsewhere it
-# makes .venv beside this file: 2 to 5 minutes and 3 GB, or 6 GB with a GPU. A second run needs no network. It changes
-# no environment that it did not make: PYTHON=/path/to/python, or a .venv of yours, is used as it is.
+# In Colab and Kaggle it adds what is missing to the running Python; versions that requirements.txt accepts stay.
+# Elsewhere it makes .venv beside this file: 2 to 5 minutes and 3 GB, or 6 GB with a GPU. A second run needs no network.
+# It changes no environment that it did not make: PYTHON=/path/to/python, or a .venv of yours, is used as it is.
 set -euo pipefail
 here=$PWD
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
-CPU_INDEX=https://download.pytorch.org/whl/cpu
-CPU_TORCH=torch==2.13.0 # without that index: some machines have a CPU build of this one
-OURS=.venv/colab_setup  # marks a .venv that this script made; holds what it installed there
+OURS=.venv/colab_setup # marks a .venv that this script made; holds what it installed there
 trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&2; exit 130' INT TERM
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
@@ -36,16 +34,32 @@ skip=unsloth # of requirements.txt
 mapfile -t packages < <(sed -E "${hosted:+/^jupyter/d;}/extra == \"($skip)\"/d; s/ *; extra ==.*//; /^#|^\$/d" requirements.txt)
 mapfile -t alone < <(sed -n 's/ *; extra == "unsloth"$//p' requirements.txt)
 
-quietly() { # WHAT COMMAND...: shows the last line of a command that fails
-  echo "$1 ..."
+quietly() { # WHAT COMMAND...: shows the last line of a command that fails; in a subshell, or Ctrl-C is told to the log
+  echo "$1; progress is in build/setup.log ..."
   mkdir -p build
-  "${@:2}" >build/setup.log 2>&1 || fail "$1: $(tail -n 1 build/setup.log) (all of it: build/setup.log). Is there a" \
+  ("${@:2}") >build/setup.log 2>&1 || fail "$1: $(tail -n 1 build/setup.log) (all of it: build/setup.log). Is there a" \
     "network, and room on the disk? Then run the same command again."
 }
 
 pip() { # with uv where it is on PATH
   if command -v uv >/dev/null; then uv pip install --python "$python" "$@"; return; fi
   "$python" -m pip --disable-pip-version-check install "$@"
+}
+
+cpu_torch() { # isolated: pip's own settings may name another index, whose torch comes with gigabytes of CUDA
+  "$python" -m pip --isolated install --index-url https://download.pytorch.org/whl/cpu --timeout 10 --retries 1 \
+    "$(grep ^torch requirements.txt)" || pip torch==2.13.0 # some machines have a CPU build of this one
+}
+
+kept() { # prints NAME==VERSION of torch, Triton, and every package whose installed version fits its requirement
+  "$python" -m pip list --format=freeze 2>/dev/null | "$python" -c '
+import sys
+from packaging.requirements import Requirement
+ranges = {need.name: need.specifier for need in map(Requirement, sys.argv[1:])}
+for line in sys.stdin.read().split():
+    name, _, version = line.partition("==")
+    if name in ("torch", "triton") or name in ranges and ranges[name].contains(version, prereleases=True): print(line)
+' "${packages[@]}"
 }
 
 make_venv() {
@@ -65,11 +79,9 @@ if [ -n "${PYTHON:-}" ]; then
   python=$PYTHON; echo "using $python as it is"
 elif [ -n "$hosted" ]; then
   python=$(command -v python3) remedy="Restart the runtime, then run this again"
-  kept=$("$python" -m pip list --format=freeze 2>/dev/null | grep -E '^(torch|triton)==') || true
-  quietly "installing what is missing" pip "${packages[@]}" -c <(echo "$kept")
+  versions=$(kept) || fail "$python needs pip and packaging: install them, then run this again."
+  quietly "installing what is missing" pip "${packages[@]}" -c <(echo "$versions")
   [ -z "$gpu" ] || quietly "installing Unsloth" pip --no-deps "${alone[@]}"
-elif [ -L .venv ] && [ ! -e .venv ]; then
-  fail ".venv is a link to nothing. Remove it, then run this again."
 elif [ -e .venv ] && [ ! -e $OURS ]; then
   echo "using .venv as it is: this script did not make it"
 else
@@ -79,12 +91,7 @@ else
     make_venv || fail "cannot make .venv, see above. $remedy."
   fi
   if [ "$(<$OURS)" != "${packages[*]} ${gpu:+${alone[*]}}" ]; then
-    if [ -z "$gpu" ] && ! "$python" -c "import torch" 2>/dev/null; then
-      echo "installing torch, CPU build ..."
-      # isolated: pip's own settings may name another index, whose torch comes with gigabytes of CUDA
-      "$python" -m pip --isolated install -q --index-url $CPU_INDEX --timeout 10 --retries 1 \
-        "$(grep ^torch requirements.txt)" >/dev/null 2>&1 || quietly "$CPU_INDEX does not answer" pip $CPU_TORCH
-    fi
+    [ -n "$gpu" ] || "$python" -c "import torch" 2>/dev/null || quietly "installing torch, CPU build" cpu_torch
     quietly "installing ${#packages[@]} packages and what they need" pip "${packages[@]}"
     [ -z "$gpu" ] || quietly "installing Unsloth" pip --no-deps "${alone[@]}"
     echo "${packages[*]} ${gpu:+${alone[*]}}" >$OURS

@@ -38,7 +38,7 @@ def prepare() -> None:
         return
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    if os.environ.get("NF4_FORCE") == "t4" and has_gpu():
+    if os.environ.get("NF4_FORCE", "").strip().lower() == "t4" and has_gpu():
         hide_native_bf16()
 
 

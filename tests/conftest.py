@@ -41,7 +41,7 @@ def changed_kernel(tmp_path):
 
     def load(name, old="", new=""):
         text = ""
-        for part in ("kernel", "settings", "private", "launch", "tracing"):
+        for part in ("supported", "kernel", "settings", "private", "launch", "tracing"):
             file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
             text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
         text = text.replace('"nf4_triton::dequantize"', f'"{name}::dequantize"')

@@ -6,11 +6,10 @@ cut short keeps what it has.
 """
 
 import argparse
+import functools
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -22,32 +21,24 @@ from helpers.puzzle.layers import ON_GPU
 from helpers.results import store
 from helpers.results.store import Row
 
-
-class Section(NamedTuple):
-    """A section of the benchmark."""
-
-    # problems -> (case, unit, {contender: values}) of each case; what goes wrong is added to the problems
-    cases: Callable
-    bits: str  # the tests of what it times; it compares bits itself, too, before its clock starts
-
-
+# problems -> (case, unit, {contender: values}) of each case; what goes wrong is added to the problems
 SECTIONS = {
-    "gpu_time": Section(gpu.time_sizes, "tests/nf4_triton/test_kernel_bits.py"),
-    "settings": Section(gpu.time_settings, "tests/nf4_triton/test_kernel_bits.py"),
-    "host_time": Section(host.time_host, "tests/nf4_triton/test_launch.py"),
-    "compiled": Section(host.time_compiled, "tests/nf4_triton/test_compiled.py"),
-    "experts": Section(experts.time_experts, "tests/nf4_triton/test_rows.py"),
-    "training": Section(training.time_training, "tests/training/test_training_sameness.py"),
+    "gpu_time": gpu.time_sizes,
+    "settings": gpu.time_settings,
+    "host_time": host.time_host,
+    "compiled": host.time_compiled,
+    "experts": experts.time_experts,
 }
+DEFAULT = tuple(SECTIONS)  # the others train for minutes
+SECTIONS |= {name: functools.partial(training.time_training, name) for name in training.RUNS}
 INTERRUPTED = "interrupted"
-DEFAULT = tuple(name for name in SECTIONS if name != "training")  # which trains for minutes
 
 
 def run_section(name: str) -> tuple[list[Row], list[str]]:
     """Return a section's rows, as far as it comes, and what went wrong in it."""
     rows, problems = [], []
     try:
-        for case, unit, found in SECTIONS[name].cases(problems):
+        for case, unit, found in SECTIONS[name](problems):
             for contender, values in found.items():
                 rows.append(Row(name, case, contender, unit, values))
     except KeyboardInterrupt:
@@ -71,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         choices=list(SECTIONS),
         default=DEFAULT,
         metavar="SECTION",
-        help=f"any of {', '.join(SECTIONS)}; by default all but training",
+        help=f"any of {', '.join(SECTIONS)}; by default {', '.join(DEFAULT)}",
     )
     into = "folder under results/ in place of this card's, such as nvidia-h100-triton-3.9 for another Triton"
     parser.add_argument("--into", metavar="FOLDER", help=into)
@@ -79,13 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     if not ON_GPU:
         print(machine.no_gpu())
         return 1
-    protocol.import_libraries()
+    protocol.baselines()  # before anything else imports Unsloth
     failed = False
     for name in options.only:
         start = time.perf_counter()
         rows, problems = run_section(name)
         print(f"\n{name}, {time.perf_counter() - start:.0f} s; median (lowest to highest)")
-        print(f"bits: compared before each clock; tested in {SECTIONS[name].bits}")
         for row in rows:
             spread = f"{row.low:.4g} to {row.high:.4g}"
             print(f"{row.case}, {row.contender}: {row.median:.4g} {row.unit} ({spread})")

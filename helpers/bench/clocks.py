@@ -10,8 +10,9 @@ Two such loops are elsewhere, because their files must run without this one: tha
 import contextlib
 import functools
 import gc
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -21,14 +22,20 @@ ROUNDS = 20
 INNER = 100  # calls a round of host times; far below the launch queue's depth
 
 
-def in_turns(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Return what each timer returned in each round. Another one goes first every round."""
+def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int, seconds: float = math.inf) -> dict:
+    """Return {name: what its timer returned in each round}. Another one goes first every round.
+
+    seconds: after them no other round begins.
+    """
     found = {name: [] for name in timers}
     order = list(timers)
+    end = time.perf_counter() + seconds
     for _ in range(rounds):
         for name in order:
             found[name].append(timers[name]())
         order = order[1:] + order[:1]
+        if time.perf_counter() > end:
+            break
     return found
 
 
@@ -42,17 +49,21 @@ def collector_off():
         gc.enable()
 
 
-def host_timer(call: Callable, count: int, wait: int = 0, inside=contextlib.nullcontext) -> Callable:
+def host_timer(
+    call: Callable, count: int, wait: int = 0, inside=contextlib.nullcontext, warm: bool = True
+) -> Callable:
     """Return a function that times `count` calls and returns the microseconds of one.
 
     wait: wait for the GPU, on the clock, after every `wait` calls. 0: only until the calls return; `count`
     must then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
-    inside: returns the context manager in which all of it runs. An untimed call comes first and fills caches.
+    inside: returns the context manager in which all of it runs. warm: an untimed call comes first and fills
+    caches.
     """
 
     def us():
         with inside():
-            call()
+            if warm:
+                call()
             synchronize()
             with collector_off():
                 start = time.perf_counter()

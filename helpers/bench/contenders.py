@@ -1,14 +1,14 @@
 """The contenders, and the comparison of bits that comes before any clock."""
 
-import functools
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from helpers.puzzle import protocol, turns
-from nf4_triton import launch
-from nf4_triton.reference import dequantize, same_bits
-from nf4_triton.state import read_state
+from nf4_triton import dequantize, launch
+from nf4_triton.reference import same_bits
 
 
 def installed(*names: str) -> dict[str, Callable]:
@@ -30,7 +30,8 @@ def why(error: BaseException) -> str:
 
 def exact_weight(layer) -> torch.Tensor:
     """Return the layer's weight from the plain torch reference."""
-    return dequantize(read_state(layer.weight.data, layer.weight.quant_state))
+    with mock.patch.dict(os.environ, NF4_BACKEND="torch"):
+        return dequantize(layer)
 
 
 def check(call: Callable, expected: torch.Tensor, out=None) -> None:
@@ -53,14 +54,13 @@ def check(call: Callable, expected: torch.Tensor, out=None) -> None:
         raise AssertionError("not bit-identical to the reference: not timed")
 
 
-def exact(functions: dict[str, Callable], argument, expected, problems: list[str], where: str) -> dict:
-    """Return {name: call} of the functions whose first and second result is `expected`.
+def exact(calls: dict[str, Callable], expected, problems: list[str], where: str) -> dict[str, Callable]:
+    """Return those calls whose first and second result is `expected`; the others are in `problems`.
 
-    The others are in `problems`. A function's second launch may go another way than its first.
+    A function's second launch may go another way than its first.
     """
     kept = {}
-    for name, function in functions.items():
-        call = functools.partial(function, argument)
+    for name, call in calls.items():
         try:
             check(call, expected)
             check(call, expected)

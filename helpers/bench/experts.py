@@ -1,19 +1,17 @@
 """The section experts of `python -m helpers bench`: GPU time to dequantize some experts of a stack.
 
 A graph holds one call for each of many disjoint sets of experts, so every call finds the L2 cache cold. Every
-contender can be captured. `slice` is this kernel on as many consecutive experts, which need no ids.
+contender can be captured.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
 
-from helpers.bench import gpu
+from helpers.bench import contenders, gpu
 from helpers.bench.contenders import why
-from helpers.puzzle.layers import quantized_layer
-from nf4_triton.launch_general import dequantize_packed
-from nf4_triton.reference import dequantize
-from nf4_triton.state import Packed, read_state
+from helpers.puzzle.layers import DEVICE, quantized_layer
+from nf4_triton import dequantize
 
 STACKS = (  # (experts, out, in)
     (128, 1536, 2048),  # Qwen3 30B-A3B, gate and up
@@ -34,39 +32,41 @@ def stack_of(shape: tuple[int, int, int]):
 # --- what each library has ---
 
 
-def load_axolotl(layer, packed: Packed) -> Callable:
+def load_axolotl(layer) -> Callable:
     """Return ids -> experts by Axolotl."""
     from axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant import _selective_dequant_bnb4
 
-    return lambda ids: _selective_dequant_bnb4(packed.weight, layer.weight.quant_state, ids, packed.shape[1:])
+    packed, state = layer.weight.data, layer.weight.quant_state
+    return lambda ids: _selective_dequant_bnb4(packed, state, ids, state.shape[1:])
 
 
-def load_zoo(layer, packed: Packed) -> Callable:
+def load_zoo(layer) -> Callable:
     """Return ids -> experts by the default path of Unsloth's zoo."""
     from unsloth_zoo.temporary_patches.moe_utils import _dequantize_bnb4bit_experts
 
     return lambda ids: _dequantize_bnb4bit_experts(layer.weight, ids)
 
 
-def load_zoo_select(layer, packed: Packed) -> Callable:
+def load_zoo_select(layer) -> Callable:
     """Return ids -> experts by the zoo's operator, which its comparison mode alone uses."""
     from unsloth_zoo.temporary_patches import moe_routed  # noqa: F401  it registers the operator
 
     operator = torch.ops.unsloth_zoo.nf4_select_dequant
-    tensors = (packed.weight, packed.absmax, packed.absmax2, packed.code2, packed.offset)
-    rest = (*packed.shape[1:], packed.blocksize, packed.blocksize2, packed.nested, packed.dtype)
-    return lambda ids: operator(*tensors, layer.weight.quant_state.code, ids, *rest)
+    state, second = layer.weight.quant_state, layer.weight.quant_state.state2
+    tensors = (layer.weight.data, state.absmax, second.absmax, second.code, state.offset, state.code)
+    rest = (*state.shape[1:], state.blocksize, second.blocksize, True, state.dtype)
+    return lambda ids: operator(*tensors, ids, *rest)
 
 
 LIBRARIES = {"axolotl": load_axolotl, "zoo": load_zoo, "zoo_select": load_zoo_select}
 
 
-def functions_of(layer, packed: Packed) -> dict[str, Callable]:
+def functions_of(layer) -> dict[str, Callable]:
     """Return {name: ids -> experts} of this kernel and the libraries that are installed; print the others."""
-    functions = {"rows": lambda rows: dequantize_packed(packed, rows=rows)}
+    functions = {"rows": lambda rows: dequantize(layer, rows=rows)}
     for name, load in LIBRARIES.items():
         try:
-            functions[name] = load(layer, packed)
+            functions[name] = load(layer)
         except Exception as error:  # some need a GPU to be imported
             print(f"{name}: not measured ({why(error)})")
     return functions
@@ -75,26 +75,15 @@ def functions_of(layer, packed: Packed) -> dict[str, Callable]:
 # --- the section ---
 
 
-def works_of(functions: dict[str, Callable], active: int, expected) -> dict[str, gpu.Work]:
-    """Return {name: Work} to dequantize `active` experts at a time, until each had its turn.
-
-    expected: the whole stack's weight, (experts, out, in).
-    """
-    order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(3407))
-    sets = [ids.sort().values.to(expected.device) for ids in order.split(active)]
-    slices = [slice(first, first + active) for first in range(0, len(expected), active)]
-    works = gpu.works_of(functions, sets, expected[sets[-1]])
-    return works | gpu.works_of({"slice": functions["rows"]}, slices, expected[-active:])
-
-
 def time_experts(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time of selected experts of real stacks: 4, 8, 32, and all of them."""
     for shape in STACKS:
         layer = stack_of(shape)
-        packed = read_state(layer.weight.data, layer.weight.quant_state)
-        expected = dequantize(packed)
-        functions = functions_of(layer, packed)
+        expected = contenders.exact_weight(layer)
+        functions = functions_of(layer)
+        order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(3407)).to(DEVICE)
         for active in sorted({*ACTIVE, shape[0]}):
             case = f"{active} of {'x'.join(map(str, shape))}"
-            works = works_of(functions, active, expected)
+            sets = [ids.sort().values for ids in order.split(active)]  # each expert has its turn
+            works = gpu.works_of(functions, sets, expected[sets[-1]])
             yield case, "us", gpu.gpu_us(works, problems, case)

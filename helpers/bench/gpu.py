@@ -10,16 +10,15 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import torch
 
 from helpers.bench import clocks, contenders
-from helpers.bench.contenders import check, exact_weight, why
+from helpers.bench.contenders import check, why
 from helpers.bench.copy import move_bytes
 from helpers.puzzle.layers import ON_GPU, quantized_layer
-from nf4_triton import settings
+from nf4_triton import dequantize, settings
 from nf4_triton.launch import your_dequantize_nf4
 
 # In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
@@ -37,8 +36,7 @@ SIZES = (
     603_979_776,
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-BYTES = 2.516  # read and written per element
-ROTATE = 1_100_000_000  # bytes read and written by a graph
+ROTATE = 440_000_000  # elements that a graph dequantizes: 1.1 GB read and written
 MOST_LAYERS = 2048  # of a graph
 # Tiles in 32-bit words, and warps, of the kernel that only moves the bytes: the best at a size counts.
 COPIES = (
@@ -67,16 +65,10 @@ CHANGED = (  # elements
 )
 
 
-class Work(NamedTuple):
-    """What one contender does in a graph."""
-
-    calls: list[Callable[[], torch.Tensor]]
-    expected: torch.Tensor  # of the last call
-
-
-def gpu_us(works: dict[str, Work], problems: list[str], where: str) -> dict[str, list[float]]:
+def gpu_us(works: dict[str, tuple], problems: list[str], where: str) -> dict[str, list[float]]:
     """Return {name: GPU microseconds of a call, one value a round}.
 
+    works: {name: (calls of a graph, what the last one must return)}.
     A replayed graph must write the last output's bits: a launch that went past the capture would leave an
     empty graph. The graphs share one pool for their outputs.
     """
@@ -100,17 +92,18 @@ def gpu_us(works: dict[str, Work], problems: list[str], where: str) -> dict[str,
 # --- weights ---
 
 
-def layers_of(numel: int, dtype: str) -> list:
-    """Return layers of `numel` elements each, through which the calls of a graph rotate."""
-    count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / (BYTES * numel))))
-    return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index) for index in range(count)]
+def layers_of(numel: int, dtype: str, **more) -> list:
+    """Return layers of `numel` elements each, through which the calls of a graph rotate; more: of
+    quantized_layer."""
+    count = max(2, min(MOST_LAYERS, math.ceil(ROTATE / numel)))
+    return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index, **more) for index in range(count)]
 
 
-def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Tensor) -> dict[str, Work]:
-    """Return {name: Work of a call on each argument}. expected: what each returns for the last one."""
+def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Tensor) -> dict[str, tuple]:
+    """Return the works of a call on each argument. expected: what each function returns for the last one."""
     works = {}
     for name, function in functions.items():
-        works[name] = Work([functools.partial(function, one) for one in arguments], expected)
+        works[name] = [functools.partial(function, one) for one in arguments], expected
     return works
 
 
@@ -130,9 +123,13 @@ def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
 
 
 def time_sizes(problems: list[str]) -> Iterator[tuple]:
-    """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference."""
+    """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference.
+
+    Weights are nested, or flat where the contender's name says so.
+    """
     # PEFT launches bitsandbytes' kernel.
     functions = contenders.installed("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
+    of_flat = {"dequantize, flat": dequantize, "bitsandbytes, flat": functions["bitsandbytes"]}
     if unsloth_today := functions.get("unsloth_today"):
         functions["unsloth_b200"] = functools.partial(as_on_b200, unsloth_today)
     copies = {}
@@ -142,8 +139,10 @@ def time_sizes(problems: list[str]) -> Iterator[tuple]:
         for dtype in DTYPES:
             case = f"{numel} {dtype}"
             layers = layers_of(numel, dtype)
-            works = works_of(functions, layers, exact_weight(layers[-1]))
+            works = works_of(functions, layers, contenders.exact_weight(layers[-1]))
             works |= works_of(copies, layers, moved(layers[-1]))
+            flat = layers_of(numel, dtype, nested=False)
+            works |= works_of(of_flat, flat, contenders.exact_weight(flat[-1]))
             us = gpu_us(works, problems, case)
             tried = [us.pop(name) for name in copies if name in us]
             if tried:
@@ -166,5 +165,5 @@ def time_settings(problems: list[str]) -> Iterator[tuple]:
     for numel, dtype in CHANGED:
         case = f"{numel} {dtype}"
         layers = layers_of(numel, dtype)
-        works = works_of(functions, layers, exact_weight(layers[-1]))
+        works = works_of(functions, layers, contenders.exact_weight(layers[-1]))
         yield case, "us", gpu_us(works, problems, case)

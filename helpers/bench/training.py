@@ -1,9 +1,9 @@
-"""QLoRA steps with the kernel and without: real libraries on small random models, in processes of their own.
+"""QLoRA steps with the kernel and without: real libraries on random models, in processes of their own.
 
-The section training of `python -m helpers bench`. Losses and gradients must be bit-identical with and without
-the kernel, or nothing is timed. Rounds of both are paired: the speedup is the median of their ratios with its
-95% bootstrap interval. Unsloth changes the other libraries for good and asks to be imported first, so each
-library gets a new process.
+Sections of `python -m helpers bench`, named in RUNS. Losses and gradients must be bit-identical with and
+without the kernel, or nothing is timed. Rounds of both are paired: the speedup is the median of their ratios
+with its 95% bootstrap interval. Unsloth changes the other libraries for good and asks to be imported first,
+so each section gets a new process. PEFT trains two models, nested and flat, whose steps take turns.
 """
 
 import contextlib
@@ -32,6 +32,7 @@ LLAMA3_8B = dict(
     num_key_value_heads=8,
     vocab_size=32000,
 )
+WHOLE_LLAMA3_8B = LLAMA3_8B | dict(num_hidden_layers=32, vocab_size=128256)
 QWEN3_30B_A3B = dict(
     model_type="qwen3_moe",
     num_hidden_layers=2,  # of 48
@@ -48,6 +49,7 @@ QWEN3_30B_A3B = dict(
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LORA = dict(r=16, lora_alpha=32, target_modules=MODULES)
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+FLAT = NF4 | dict(bnb_4bit_use_double_quant=False)  # BitsAndBytesConfig's default
 # For processes that train: nothing is looked up, and cuBLAS repeats its results.
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -56,36 +58,34 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-STEPS = (  # sequences, tokens of each, steps a round, rounds: in a short one the host changes little
-    (1, 128, 3, 60),
-    (1, 512, 3, 60),
-    (1, LONGEST, 3, 40),
-    (4, LONGEST, 1, 20),  # the GPU is the limit: the host adds no noise
-)
-MOE_STEPS = (
-    (1, 16, 3, 60),
-    (1, 128, 3, 60),
-    (1, 1024, 3, 40),
-)
-RUNS = (  # a model, {how rows call it: library}, steps
-    (LLAMA3_8B, {"PEFT": "peft", "Unsloth": "unsloth"}, STEPS),
-    (QWEN3_30B_A3B, {"Unsloth MoE": "unsloth"}, MOE_STEPS),
-)
-CORES = 2  # that a process keeps to: the backward pass has a thread of its own
+MOST_ROUNDS = 100
+COUNT = 2  # steps a round: in a short one the host changes little
+TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
+MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
+CORES = 2  # the backward pass has a thread of its own
+RUNS = {  # section: library, sizes of a model, tokens, seconds for each model and its tokens, cores
+    "training": ("peft", LLAMA3_8B, TOKENS, 23, CORES),
+    "training_unsloth": ("unsloth", LLAMA3_8B, TOKENS, 23, CORES),
+    "training_moe": ("unsloth", QWEN3_30B_A3B, MOE_TOKENS, 23, CORES),
+    "whole_model": ("peft", WHOLE_LLAMA3_8B, TOKENS[1:3], 30, os.cpu_count()),
+}
 
 
 # --- processes ---
 
 
 def in_new_process(*command, timeout: float, **options):
-    """Run Python with `command`, which calls `answer`. Return what its function returns for the options.
+    """Run Python with `command`, which calls `answer`. Return what its function returns for the options;
+    print what it printed.
 
     Raises ChildFailed with what the process printed.
     """
     with tempfile.TemporaryDirectory() as folder:  # Unsloth writes modules to its working directory
         command = [*command, json.dumps(options)]
         done = machine.python(command, folder=folder, variables=VARIABLES, timeout=timeout)
-    return json.loads(done.out.splitlines()[-1])
+    *printed, result = done.out.splitlines()
+    print(*printed, sep="\n")
+    return json.loads(result)
 
 
 def answer(function) -> None:
@@ -108,10 +108,10 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(raw.to_str()), **special)
 
 
-def make_model(folder, **sizes) -> str:
-    """Save a random bf16 model and its tokenizer in `folder`; return it.
+def random_model(sizes: dict):
+    """Return a random bf16 model. The same device and sizes give the same model.
 
-    sizes: fields of the transformers config, model_type too. The same device and sizes give the same model.
+    sizes, here and below: fields of the transformers config, model_type too.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -119,43 +119,49 @@ def make_model(folder, **sizes) -> str:
     config = AutoConfig.for_model(**sizes, **ends, max_position_embeddings=LONGEST)
     torch.manual_seed(3407)
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return str(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def unsloth_model(folder, dtype=torch.bfloat16):
-    """Return a model of `make_model` in doubly quantized NF4 with fresh LoRA adapters, made by Unsloth."""
-    from unsloth import FastLanguageModel
+def unsloth_model(sizes: dict, dtype=torch.bfloat16):
+    """Return a random model in doubly quantized NF4 with fresh LoRA adapters, made by Unsloth."""
+    from unsloth import FastLanguageModel  # it asks to come before transformers
 
-    model, _ = FastLanguageModel.from_pretrained(
-        model_name=str(folder),
-        max_seq_length=LONGEST,
-        dtype=dtype,
-        load_in_4bit=True,
-        use_exact_model_name=True,
-        fix_tokenizer=False,
-        use_gradient_checkpointing=False,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        random_model(sizes).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        model, _ = FastLanguageModel.from_pretrained(
+            model_name=folder,
+            max_seq_length=LONGEST,
+            dtype=dtype,
+            load_in_4bit=True,
+            use_exact_model_name=True,
+            fix_tokenizer=False,
+            use_gradient_checkpointing=False,
+        )
     torch.manual_seed(3407)
     return FastLanguageModel.get_peft_model(model, **LORA, use_gradient_checkpointing=False)
 
 
-def peft_model(folder, *, autocast=False, lora=LORA, nf4=NF4, **loading):
-    """Return a model of `make_model` in NF4 with fresh LoRA adapters, in training mode, as trl sets QLoRA up.
+def peft_model(sizes: dict, *, autocast=False, lora=LORA, nf4=NF4, **loading):
+    """Return a random model in NF4 with fresh LoRA adapters, in training mode, as trl sets QLoRA up.
 
     autocast: adapters are fp32, not bf16. lora, nf4: fields of LoraConfig and BitsAndBytesConfig. loading:
     other arguments of from_pretrained.
     """
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     loading = dict(dtype=torch.bfloat16, device_map={"": DEVICE}, attn_implementation="sdpa") | loading
     quantization = BitsAndBytesConfig(bnb_4bit_compute_dtype=loading["dtype"], **nf4)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=quantization, local_files_only=True, use_cache=False, **loading
+    random = random_model(sizes)  # its GPU quantizes it: 8B weights take seconds and no disk
+    model = type(random).from_pretrained(
+        None,
+        config=random.config,
+        state_dict=random.state_dict(),
+        quantization_config=quantization,
+        **loading,
     )
+    model.config.use_cache = False
     torch.manual_seed(3407)
     config = LoraConfig(**lora, task_type="CAUSAL_LM")
     return get_peft_model(model, config, autocast_adapter_dtype=autocast).train()
@@ -208,9 +214,7 @@ class Trainer:
         try:  # fused attention repeats its gradients only without warn_only
             with deterministic(warn_only=False):
                 loss = self.backward(ids).item()
-        except RuntimeError as error:
-            if "deterministic" not in str(error):  # else an operation has none
-                raise
+        except RuntimeError:  # an operation has none
             with deterministic():
                 loss = self.backward(ids).item()
         return loss, digest(p.grad for p in self.adapters if p.grad is not None)
@@ -264,43 +268,43 @@ def speedup(times: dict[str, list[float]]) -> list[float]:
     return [low, float(np.median(ratios)), high]
 
 
-def time_steps(label: str, library: str, folder: str, steps) -> dict:
+def time_steps(library: str, sizes: dict, tokens, seconds: float) -> list:
     """Compare and time training steps of one library, which is not imported yet. The first error ends it.
 
-    Returns {"cases": [case, unit, {name: values}] of each, "reports": what dequantized in one step of each}.
+    Returns (case, unit, {name: values}) of each; prints what dequantized in one step.
     """
     if library == "unsloth":  # adapters in fp32, under autocast
-        trainer = Trainer(unsloth_model(folder), torch.bfloat16)
+        trainers = {"Unsloth": Trainer(unsloth_model(sizes), torch.bfloat16)}
     else:
-        trainer = Trainer(peft_model(folder))
-    cases, reports = [], []
-    for sequences, length, count, rounds in steps:
-        case = f"{label}, {sequences * length} tokens"
-        ids = torch.randint(trainer.model.config.vocab_size, (sequences, length)).to(trainer.device)
-        reports.append(f"{case}: {check(library, functools.partial(trainer.results, ids))}")
-        step = functools.partial(trainer.step, ids)
+        kinds = {"PEFT nested": NF4, "PEFT flat": FLAT}
+        trainers = {label: Trainer(peft_model(sizes, nf4=nf4)) for label, nf4 in kinds.items()}
+    cases = []
+    for shape in tokens:
+        ids = torch.randint(sizes["vocab_size"], shape).to(DEVICE)
+        case = f"{ids.numel()} tokens"
         timers = {}
-        for name in VARIANTS:
-            inside = functools.partial(variant, library, name)
-            timers[name] = clocks.host_timer(step, count, wait=count, inside=inside)
-        times = clocks.in_turns(timers, rounds)
-        ms = {name: [us / 1e3 for us in values] for name, values in times.items()}
-        cases += [(case, "ms", ms), (case, "x", {"speedup": speedup(ms)})]
-    return {"cases": cases, "reports": reports}
+        for label, trainer in trainers.items():
+            print(f"{label}, {case}: {check(library, functools.partial(trainer.results, ids))}")
+            step = functools.partial(trainer.step, ids)
+            step()
+            for name in VARIANTS:
+                inside = functools.partial(variant, library, name)
+                timers[label, name] = clocks.host_timer(step, COUNT, COUNT, inside, warm=False)
+        times = clocks.in_turns(timers, MOST_ROUNDS, seconds * len(trainers))
+        for label in trainers:
+            ms = {name: [us / 1e3 for us in times[label, name]] for name in VARIANTS}
+            cases.append((f"{label}, {case}", "ms", ms))
+            cases.append((f"{label}, {case}", "x", {"speedup": speedup(ms)}))
+    return cases
 
 
-def time_training(problems: list[str]) -> Iterator[tuple]:
-    """Yield training steps with and without the kernel; print what dequantized in one step of each."""
-    for sizes, libraries, steps in RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            make_model(folder, **sizes)
-            for label, library in libraries.items():
-                options = dict(label=label, library=library, folder=folder, steps=steps)
-                found = in_new_process("-m", __name__, timeout=300, **options)
-                print(*found["reports"], sep="\n")
-                yield from found["cases"]
+def time_training(section: str, problems: list[str]) -> Iterator[tuple]:
+    """Yield training steps with and without the kernel."""
+    library, sizes, tokens, seconds, cores = RUNS[section]
+    options = dict(library=library, sizes=sizes, tokens=tokens, seconds=seconds)
+    yield from in_new_process("-m", __name__, cores, timeout=500, **options)
 
 
 if __name__ == "__main__":
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
     answer(time_steps)

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton import launch_general, settings
+from nf4_triton import launch, launch_general, settings
 from nf4_triton.state import check, read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -50,22 +50,30 @@ def settings_of(arch: int):
         return settings.default_settings.__wrapped__(0)
 
 
-def compile_for(arch: int, ready: launch_general.Ready):
+def prepared(tensors, layout, out, general: bool) -> tuple:
+    """Return (kernel, grid, arguments, launch options) of a launch."""
+    if general:
+        kernel = launch_general._dequantize_general_kernel
+        return kernel, *launch_general.prepare_general(tensors, layout, check(tensors, layout), out)
+    return launch._your_dequantize_nf4_kernel, *launch.prepare(tensors, layout, out)
+
+
+def compile_for(arch: int, kernel, arguments: tuple, options: dict):
     """Return Triton's CompiledKernel of a launch for a GPU of sm_`arch`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature, constexprs = {}, {}
-    for parameter, value in zip(ready.kernel.params, ready.arguments, strict=True):
+    for parameter, value in zip(kernel.params, arguments, strict=True):
         if parameter.is_constexpr:
             constexprs[parameter.name], signature[parameter.name] = value, "constexpr"
         elif isinstance(value, int):
             signature[parameter.name] = "i64"
         else:
             signature[parameter.name] = POINTERS[value.dtype]
-    source = ASTSource(ready.kernel, signature, constexprs)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=ready.options)
+    source = ASTSource(kernel, signature, constexprs)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
 def disassemble(cubin: bytes) -> str:
@@ -88,15 +96,12 @@ def compiled(arch: int, dtype: str, general: bool) -> Code:
     import triton
 
     layer = quantized_layer(64, 64, DTYPES[dtype], device="cpu")
-    packed = read_state(layer.weight.data, layer.weight.quant_state)
-    out = torch.empty(packed.shape, dtype=packed.dtype)
+    tensors, layout = read_state(layer.weight.data, layer.weight.quant_state)
+    out = torch.empty(64, 64, dtype=DTYPES[dtype])
     chosen = settings_of(arch)
     with settings.force(**asdict(chosen)):
-        if general:
-            ready = launch_general.prepare(packed, check(packed), out)
-        else:
-            ready = launch_general.prepare_puzzles(packed.tensors, packed.layout, out)
-    found = compile_for(arch, ready)
+        kernel, _, arguments, options = prepared(tensors, layout, out, general)
+    found = compile_for(arch, kernel, arguments, options)
     sass = disassemble(found.asm["cubin"])
     registers = int(re.search(r" REG:(\d+)", sass)[1])
     elements = 64 * chosen.rows // (32 * chosen.num_warps)

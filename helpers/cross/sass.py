@@ -1,6 +1,6 @@
 """Check the kernel's machine code (SASS) for each GPU: no spill, wide loads and stores, registers as stored.
 
-To add a GPU, add a line to CARDS.
+A GPU is added in nf4_triton/supported.py.
 """
 
 import argparse
@@ -10,17 +10,10 @@ from collections import Counter
 
 from helpers.cross.compile import DTYPES, Code, build
 from helpers.results import store
+from nf4_triton import supported
 from nf4_triton.environment import describe
 
-CARDS = {  # by sm_ number
-    75: "Tesla T4",
-    80: "A100",
-    86: "RTX 30, A10",
-    89: "RTX 40, L4",
-    90: "H100, H200",
-    100: "B200",
-    120: "RTX 50",
-}
+CARDS = {10 * major + minor: name for (major, minor), name in supported.CARDS.items()}  # by sm_ number
 WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
 WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
 LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P[0-9T]+)\s+)?([A-Z][A-Z0-9_.]*)[^;]*;", re.M)

@@ -15,7 +15,8 @@ from helpers.puzzle.layers import (
     bnb_Linear4bit,
 )
 from helpers.puzzle.protocol import NEEDS_GPU, allocated, synchronize, wrong_elements
-from nf4_triton.launch import CAN_RELAUNCH, launch_ordinary, launches, read
+from nf4_triton.kernel import _your_dequantize_nf4_kernel
+from nf4_triton.launch import CAN_RELAUNCH, launch_ordinary, launches, prepare, read
 from nf4_triton.reference import dequantize_in_pytorch
 from nf4_triton.settings import force, has_no_bf16, settings
 
@@ -44,7 +45,8 @@ def own_launches(candidate, layer):
         ran = gpu_events(candidate, layer)
         kernels = [compiled for known in launches.values() for *_, compiled in known]
     if not CAN_RELAUNCH:  # then every call is an ordinary launch
-        kernels = [launch_ordinary(*read(layer.weight, layer.weight.quant_state), candidate(layer))]
+        grid, arguments, options = prepare(*read(layer.weight, layer.weight.quant_state), candidate(layer))
+        kernels = [launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)]
     return ran, kernels
 
 

@@ -20,6 +20,7 @@ from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
 MODULES = [
+    "helpers/src/nf4_triton/supported.py",
     "helpers/src/nf4_triton/kernel.py",
     "helpers/src/nf4_triton/settings.py",
     "helpers/src/nf4_triton/private.py",

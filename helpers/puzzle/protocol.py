@@ -19,7 +19,7 @@ from helpers.puzzle.layers import (
 )
 from nf4_triton import tracing  # noqa: F401  it registers the operator
 
-# %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="import_libraries()"
+# %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
 import contextlib
 import functools
 import gc
@@ -81,14 +81,11 @@ def load(name):
 
 @functools.cache
 def baselines():
-    """Return {name: Baseline}. The first call imports the libraries: Unsloth last, which changes others."""
-    return {name: load(name) for name in LABELS if name != "ours"}
-
-
-def import_libraries():
-    """Import what the kernel is compared with; print what is missing."""
-    for name, one in baselines().items():
+    """Import the libraries, Unsloth last: it changes others. Print and return {name: Baseline}."""
+    found = {name: load(name) for name in LABELS if name != "ours"}
+    for name, one in found.items():
         print(f"{LABELS[name]}: {f'not measured (needs {one.reason})' if one.reason else 'imported'}")
+    return found
 
 
 def needed(name):

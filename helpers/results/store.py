@@ -5,6 +5,7 @@ Each other line is a row [section, case, contender, unit, values] with every rep
 writes a file a section; notebook.jsonl holds what an executed notebook printed.
 """
 
+import functools
 import json
 import os
 import re
@@ -107,20 +108,18 @@ def one(rows: Iterable[Row], *fields: str) -> Row:
     return found[0]
 
 
+@functools.cache  # the results that a process writes change the checkout
 def commit() -> str | None:
-    """Return this checkout's commit, with "-dirty" if helpers/ differs from it; None without git.
+    """Return this checkout's commit, with "-dirty" if a file in git differs from it.
 
-    NF4_COMMIT names the commit of a copy whose .git is missing or of another state.
+    Without .git it is None, stored as null. NF4_COMMIT takes precedence: for a copy without .git, or for
+    several commands, the first of which changes results.
     """
     if named := os.environ.get("NF4_COMMIT"):
         return named
-    git = ["git", f"--git-dir={ROOT / '.git'}", f"--work-tree={ROOT}"]
-    try:
-        head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True).strip()
-        changed = subprocess.check_output([*git, "status", "--porcelain", "helpers"])
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{head}-dirty" if changed else head
+    git = "git --git-dir=.git describe --always --dirty --exclude '*'"
+    done = subprocess.run(git, shell=True, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or None
 
 
 def write(

@@ -13,45 +13,68 @@ import pandas
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from helpers.results import pages, store  # noqa: E402
+from helpers.results import pages, plots, store  # noqa: E402
 
 INPUTS = json.loads((HERE / "inputs.json").read_text())
 FACTS = {name: fact["value"] for name, fact in INPUTS["facts"].items()}
 RUNS = pandas.DataFrame(INPUTS["runs"]).explode("steady_us").astype({"steady_us": float})
 LINES = {1.0: 3, 1.05: 1, 1.10: 2, 1.15: 2}  # points for each speedup reached; everything else gives 6
+UNSLOTH = ("unsloth_today", "unsloth_classic")
+PLAIN = "rushilbhat's kernel"  # launched by kernel[grid]
 
 
-def simulated(calibration, ratios):
+def simulated(calibration, ratios=None):
     """Return the seconds of the test's kernels by contender: 3000 of each of three weights.
 
-    ratios: whose ratios to a copy count at 16,777,216 elements.
+    ratios: the calibration whose ratios to a copy count at 16,777,216 elements; the same by default.
     """
-    us = RUNS[RUNS.mhz == 1590].pivot_table("steady_us", "contender", ["calibration", "elements", "dtype"])
-    copy = us.loc["copy_kernel"]
-    small = us[calibration, 4194304, "bf16"]
-    large = us[ratios, 16777216] * copy[calibration, 16777216] / copy[ratios, 16777216]
-    return 3e-3 * (small + large["fp16"] + 3.5 * large["bf16"])  # the third has 58,720,256 elements
+    runs = RUNS[RUNS.mhz == 1590]
+    us = runs.pivot_table("steady_us", ["calibration", "elements", "contender"], "dtype")
+    us["bf16"] = us["bf16"].fillna(us["fp16"])  # rushilbhat's test was in fp16 alone
+    small, large = us.xs((calibration, 4194304)), us.xs((ratios or calibration, 16777216))
+    large = large / large.loc["copy_kernel"] * us.loc[calibration, 16777216, "copy_kernel"]
+    return 3e-3 * (small["bf16"] + large["fp16"] + 3.5 * large["bf16"])  # the third has 58,720,256 elements
+
+
+def launch_shares(card, measured, plain):
+    """Yield launch overhead over kernel[grid]'s by contender, from the rows of a card.
+
+    measured: (section, case, rounds of the puzzle's test in it, whose kernels are taken off). plain: who
+    launches this kernel by kernel[grid].
+    """
+    rows, names = store.rows(card), {name: name for name in ("ours", *UNSLOTH)} | {PLAIN: plain}
+    for section, case, rounds in measured:
+        overhead = {}
+        for who, name in names.items():
+            overhead[who] = store.one(rows, section, case, name).median
+            for size in plots.SHAPES if rounds else ():
+                kernel = store.one(rows, "gpu_time", size, "ours" if name == plain else name)
+                overhead[who] -= 3e-6 * rounds * kernel.median
+        yield pandas.Series(overhead) / overhead[PLAIN]
 
 
 def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=None, unsloth=1, ours=1):
     """Return the seconds of kernels and of launches by contender, a row for each combination.
 
-    plain: rushilbhat's kernel over a copy. bandwidths: of published kernels, GB/s. ratios: see simulated().
-    unsloth, ours: what a newer Triton makes of Unsloth's kernel and of our launches.
+    plain: rushilbhat's kernel over its simulation. bandwidths: of published kernels, GB/s. ratios: see
+    simulated(). unsloth, ours: what a newer Triton makes of Unsloth's kernel and of our launches.
     """
+    shares = [pandas.Series(known) for known in FACTS["launch_shares"]]
+    for source in FACTS["stored_shares"]:
+        shares += launch_shares(**source)
     kernels, launches = [], []
     for calibration, bandwidth in product(calibrations, bandwidths or FACTS["published_bandwidth"]):
-        alone = simulated(calibration, ratios or calibration)
+        alone = simulated(calibration, ratios)
         factor = FACTS["copy_bandwidth"][calibration] / bandwidth
-        published = alone["copy_kernel"] * factor * plain
-        for slower, shares in product({1, factor}, FACTS["launch_shares"]):
-            kernels.append({**alone * slower, "rushilbhat's kernel": published})
-            launches.append(pandas.Series(shares) * (FACTS["plain"] - published))
+        published = alone[PLAIN] * factor * plain
+        for slower, share in product({1, factor}, shares):
+            kernels.append({**alone * slower, PLAIN: published})
+            launches.append(share * (FACTS["plain"] - published))
     kernels, launches = pandas.DataFrame(kernels), pandas.DataFrame(launches)
     kernels["unsloth_today"] *= unsloth
     launches["ours"] *= ours
-    bursts = simulated("burst", "burst")["copy_kernel"]  # classic was simulated with these alone
-    kernels["unsloth_classic"] = FACTS["classic_kernels"] * kernels["copy_kernel"] / bursts
+    copy = simulated("burst")["copy_kernel"]  # classic was simulated with bursts alone
+    kernels["unsloth_classic"] = FACTS["classic_kernels"] * kernels["copy_kernel"] / copy
     return kernels, launches
 
 
@@ -67,11 +90,20 @@ def t4_prediction():
         yield "kernels", who, "s", kernels[who].agg(["min", "max"])
         yield "calls", who, "s", launches[who].agg(["min", "max"])
         yield "total", who, "s", (kernels[who] + launches[who]).agg(["min", "max"])
-    for who in ("unsloth_today", "unsloth_classic"):
+    for calibration, name in (("burst", "bursts"), ("turn", "turnarounds")):
+        over_copy = simulated(calibration) / simulated(calibration)["copy_kernel"]
+        for who in ("ours", "unsloth_today", PLAIN):
+            yield f"kernels over a copy, {name}", who, "x", [over_copy[who]]
+    for who in UNSLOTH:
         speedups = (kernels[who] + launches[who]) / (kernels["ours"] + launches["ours"])
         yield "speedup, Triton 3.6", who, "x", speedups.agg(["min", "max"])
+        yield "median speedup, Triton 3.6", who, "x", [speedups.median()]
         yield "points, Triton 3.6", who, "points", points(speedups).agg(["min", "max"])
-        yield "likely points, Triton 3.6", who, "points", points(speedups).mode()
+        scores = points(speedups).value_counts(normalize=True)  # the most frequent first
+        likely = scores[scores > 0.25].index
+        yield "likely points, Triton 3.6", who, "points", likely[:1]
+        if len(likely) > 1:
+            yield "next likely points, Triton 3.6", who, "points", likely[1:2]
 
 
 def t4_sensitivity():
@@ -80,7 +112,7 @@ def t4_sensitivity():
         total = sum(combine(**entry["change"]))
         speedups = total["unsloth_today"] / total["ours"]
         yield case, "speedup", "x", speedups.agg(["min", "max"])
-        for score in (9, 10, 12, 14):
+        for score in (6, 9, 10, 12, 14):
             yield case, f"{score} points", "combinations", [sum(points(speedups) == score)]
 
 

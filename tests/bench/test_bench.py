@@ -1,12 +1,16 @@
 """The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
 
+import sys
+import types
+
 import pytest
 import torch
 
 from helpers import machine
-from helpers.bench import bench, clocks, contenders, experts, gpu, host
+from helpers.bench import bench, clocks, contenders, experts, gpu, host, training
+from helpers.puzzle import protocol
 from helpers.results import store
-from nf4_triton import reference, settings
+from nf4_triton import settings
 
 pytest.importorskip("bitsandbytes")
 SMALL = (
@@ -23,10 +27,16 @@ SMALL = (
 )
 
 FOUND = {  # section: its cases, and who is timed in each of them, if not others too
-    "gpu_time": (["1024 fp16", "1024 bf16"], {"ours", "copy_kernel", "bitsandbytes"}),
-    "experts": (["1 of 2x64x256", "2 of 2x64x256"], {"rows", "slice"}),
+    "gpu_time": (
+        ["1024 fp16", "1024 bf16"],
+        {"ours", "copy_kernel", "dequantize, flat", "bitsandbytes, flat"},
+    ),
+    "experts": (["1 of 2x64x256", "2 of 2x64x256"], {"rows"}),
     "settings": (["1024 bf16"], gpu.CHANGES.keys()),
-    "host_time": (["until_return", "synchronized"], {"ours", "ours_out", "ours_rows", "bitsandbytes"}),
+    "host_time": (
+        [host.NESTED, f"{host.NESTED}, synchronized", "flat NF4", "nested FP4"],
+        {"dequantize(layer)", "dequantize(out=)", "bitsandbytes, switched", "forward", "forward, switched"},
+    ),
     "compiled": (
         [f"forward {tokens} tokens, {mode}" for mode in host.MODES for tokens in (8, 16)],
         {"ours", "products_only", "bitsandbytes"},
@@ -36,40 +46,66 @@ FOUND = {  # section: its cases, and who is timed in each of them, if not others
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """Every section is small, and rows go to a folder of their own."""
+    """Every section is small, and rows go to a folder of their own. Without a GPU bitsandbytes has another
+    function of the same parameters that dequantizes and multiplies."""
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     for module, name, value in SMALL:
         monkeypatch.setattr(module, name, value)
+    if not machine.has_gpu():
+        from bitsandbytes.backends.default.ops import _gemm_4bit_default_impl
+
+        ops = types.ModuleType("ops")
+        ops._dequant_linear_fallback = _gemm_4bit_default_impl
+        for name in ("bitsandbytes.backends.cuda", "bitsandbytes.backends.cuda.ops"):
+            monkeypatch.setitem(sys.modules, name, ops)
 
 
 def run(name):
     """A section's {case: who is timed}, and its problems."""
     problems = []
-    return {case: found.keys() for case, _, found in bench.SECTIONS[name].cases(problems)}, problems
+    return {case: found.keys() for case, _, found in bench.SECTIONS[name](problems)}, problems
 
 
-@pytest.mark.parametrize("section", FOUND)
+def test_every_section_is_tested_and_shown():
+    page = (machine.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name in bench.SECTIONS:
+        assert name in FOUND or name in training.RUNS, f"add {name} to FOUND"
+        assert f"<!-- {name} -->" in page or f"/{name}.jsonl" in page, f"add {name} to docs/benchmarks.md"
+
+
+@pytest.mark.parametrize("section", bench.DEFAULT)
 def test_everyone_is_exact_and_timed(section):
     before = settings.settings()
     found, problems = run(section)
     cases, names = FOUND[section]
     assert not problems and list(found) == cases and settings.settings() == before
     assert all(names <= timed for timed in found.values())
-    assert (machine.ROOT / bench.SECTIONS[section].bits).is_file()
 
 
-@pytest.mark.parametrize("section", FOUND)
+@pytest.mark.parametrize("section", bench.DEFAULT)
 def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monkeypatch):
-    def nearly(packed):
-        weight = reference.dequantize(packed)
+    exact_weight = contenders.exact_weight
+
+    def nearly(layer):
+        weight = exact_weight(layer)
         weight.view(torch.int16)[..., -1] ^= 1 << 14  # the exponent's highest bit: a zero becomes 2.0
         return weight
 
-    monkeypatch.setattr(contenders, "dequantize", nearly)
-    monkeypatch.setattr(experts, "dequantize", nearly)
+    monkeypatch.setattr(contenders, "exact_weight", nearly)
     found, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
-    assert all(timed <= {"copy_kernel", "products_only"} for timed in found.values())
+    references = {"copy_kernel", "products_only", "product alone", "allocate and fill"}
+    assert all(timed <= references for timed in found.values())
+
+
+def test_peft_is_timed_with_bitsandbytes_own_function(monkeypatch):
+    """Though it is switched, for the call that says so."""
+    from bitsandbytes import functional
+
+    timed, own = [], protocol.own_dequantize_4bit()
+    monkeypatch.setattr(host, "calls_of", lambda *_: {})
+    monkeypatch.setattr(clocks, "in_turns", lambda *_: timed.append(functional.dequantize_4bit) or {})
+    assert not list(host.time_host([])) and timed == [own]
 
 
 # --- the command ---
@@ -94,7 +130,7 @@ def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, caps
     monkeypatch.setattr(bench, "ON_GPU", False)
     assert bench.main([]) == 1 and not store.cards()  # without a GPU nothing is timed
     monkeypatch.setattr(bench, "ON_GPU", True)
-    sections = {one.__name__: bench.Section(one, "tests") for one in (broken, good, interrupted)}
+    sections = {one.__name__: one for one in (broken, good, interrupted)}
     monkeypatch.setattr(bench, "SECTIONS", sections)
     assert bench.main(["--only", "broken", "good", "--into", "some-card"]) == 1
     shown = capsys.readouterr().out

@@ -9,6 +9,8 @@ def test_unwritten_elements_and_another_dtype_are_wrong(device):
     unwritten, problems = expected.clone(), []
     with pytest.raises(AssertionError, match="not bit-identical"):
         contenders.check(lambda: unwritten, expected, unwritten)
-    functions = {"exact": torch.clone, "dtype": torch.Tensor.float}
-    assert list(contenders.exact(functions, expected, expected, problems, "here")) == ["exact"]
-    assert "dtype at here: AssertionError: not bit-identical" in problems[0]
+    results = iter([expected.clone(), expected + 1])
+    calls = {"exact": expected.clone, "dtype": expected.float, "second": results.__next__}
+    assert list(contenders.exact(calls, expected, problems, "here")) == ["exact"]
+    for name, text in zip(("dtype", "second"), problems, strict=True):
+        assert f"{name} at here: AssertionError: not bit-identical" in text

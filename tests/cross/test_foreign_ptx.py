@@ -11,8 +11,8 @@ import torch
 
 from helpers.cross import compile
 from helpers.puzzle import layers
-from nf4_triton import launch_general, reference, settings
-from nf4_triton.state import check, read_state
+from nf4_triton import launch, reference, settings
+from nf4_triton.state import read_state
 
 pytest.importorskip("bitsandbytes")
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
@@ -32,17 +32,15 @@ def cases(dtype):
 
 def run_foreign(weight, state, out, arch):
     """Dequantize into `out` with the PTX and settings of sm_`arch`."""
-    packed = read_state(weight, state)
-    puzzles = launch_general.puzzles_tensors(packed)
+    tensors, layout = read_state(weight, state)
     with settings.force(**dataclasses.asdict(compile.settings_of(arch))):
-        if puzzles:
-            ready = launch_general.prepare_puzzles(puzzles, packed.layout, out)
-        else:
-            ready = launch_general.prepare(packed, check(packed), out)
-    found = compile.compile_for(arch, ready)
+        kernel, grid, arguments, options = compile.prepared(
+            tensors, layout, out, general=not launch.fits(tensors, layout)
+        )
+    found = compile.compile_for(arch, kernel, arguments, options)
     assert f".target sm_{arch}" in found.asm["ptx"]  # sm_90a counts as sm_90
     found.kernel = found.asm["ptx"].encode()  # instead of the cubin: the driver loads either
-    found[(ready.grid, 1, 1)](*ready.arguments)
+    found[(grid, 1, 1)](*arguments)
 
 
 @pytest.mark.gpu

@@ -15,11 +15,11 @@ def test_the_description_is_json(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "CPU", tmp_path / "cpuinfo")
     assert environment.describe()["cpu"] is None
     environment.CPU.write_text("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nprocessor\t: 1\n")
-    monkeypatch.delenv("NF4_FORCE", raising=False)
+    monkeypatch.setenv("NF4_FORCE", " T4 ")
     monkeypatch.setattr(environment, "DRIVER", "echo '580.65.06\n580.65.06'")  # of two GPUs
     facts = json.loads(json.dumps(environment.describe()))
     assert (facts["card"] is None) == (not torch.cuda.is_available()) == (facts["capability"] is None)
-    assert facts["driver"] == "580.65.06" and facts["forced"] is None and facts["cpu"] == "A CPU @ 2 GHz"
+    assert facts["driver"] == "580.65.06" and facts["forced"] == "t4" and facts["cpu"] == "A CPU @ 2 GHz"
     assert torch.__version__.startswith(facts["versions"]["torch"])  # PyPI names no CUDA version
     monkeypatch.setattr(environment, "DRIVER", "false")
     assert environment.describe()["driver"] is None
@@ -53,7 +53,7 @@ def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
 
 
 def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):
-    monkeypatch.setattr(environment, "NEWEST_TRITON", (3, 0))
+    monkeypatch.setattr(backend, "NEWEST_TRITON", (3, 0))
     assert backend.why_torch.__wrapped__(None) is None
     assert "Triton is newer here than the tested ones" in caplog.text
     monkeypatch.setattr(environment, "cannot_run", lambda device: "too old")
@@ -67,7 +67,7 @@ def test_a_forced_t4_reports_no_native_bf16_to_torch_and_inductor(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", torch.cuda.is_bf16_supported)
     monkeypatch.setattr(CudaInterface, "is_bf16_supported", staticmethod(torch.cuda.is_bf16_supported))
-    monkeypatch.setenv("NF4_FORCE", "t4")
+    monkeypatch.setenv("NF4_FORCE", " T4 ")
     for _ in range(2):  # the notebook and its helpers both prepare
         machine.prepare()
         assert not torch.cuda.is_bf16_supported(False) and torch.cuda.is_bf16_supported()

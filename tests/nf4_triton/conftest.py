@@ -1,17 +1,15 @@
 """Kept launches for the tests of the launch path.
 
-Without a GPU nothing is kept, so Triton's interpreter stands in for the compiled kernel: it reads and writes
-at the addresses given, as a GPU would. A stale address, layout, or setting gives wrong bits in both.
+Without a GPU nothing is kept, so a GPU made of numpy stands in: numpy_gpu.py.
 """
 
 import contextlib
-import ctypes
-import threading
 
 import pytest
 import torch
 
 from nf4_triton import launch, launch_general
+from numpy_gpu import NumpyGPU
 from states import exact
 
 
@@ -22,13 +20,14 @@ class Watched:
         self.module = module
         self.call = getattr(module, "dequantize_weight", None) or module._your_dequantize_nf4
         self.checked = 0  # calls for which no kept launch fit
-        check_and_launch = module.check_and_launch
+        name = "launch_first" if module is launch_general else "check_and_launch"
+        first = getattr(module, name)
 
         def count(*arguments):
             self.checked += 1
-            return check_and_launch(*arguments)
+            return first(*arguments)
 
-        monkeypatch.setattr(module, "check_and_launch", count)
+        monkeypatch.setattr(module, name, count)
 
     def __call__(self, *arguments):
         """Return (result, whether it was launched again)."""
@@ -51,18 +50,24 @@ class Watched:
 
 
 @pytest.fixture
-def watch(device, monkeypatch):
+def gpu():
+    return NumpyGPU()
+
+
+@pytest.fixture
+def watch(device, monkeypatch, gpu):
     """watch(module): that launch room as Watched, with nothing kept."""
     with contextlib.ExitStack() as after:
 
         def start(module):
-            if device == "cuda" and not module.CAN_RELAUNCH:
+            if device == "cuda" and not launch.CAN_RELAUNCH:
                 pytest.skip("this Triton launches the ordinary way: nothing is kept")
-            for room in {module, launch} if module is launch_general else {module}:
-                room.launches.clear()
-                after.callback(room.launches.clear)
-                if device == "cpu":
-                    interpret(room, monkeypatch)
+            for table in (launch.launches, launch_general.launches_with):
+                table.clear()
+                after.callback(table.clear)
+            if device == "cpu":
+                for room in {module, launch, launch_general}:
+                    gpu.install(room, monkeypatch)
             return Watched(module, monkeypatch)
 
         yield start
@@ -103,48 +108,3 @@ def own_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     if functional.dequantize_4bit.__module__ != functional.__name__:
         pytest.skip("Unsloth changed other libraries in this process: run this folder by itself")
-
-
-ONE_AT_A_TIME = threading.Lock()  # the interpreter is not made for threads
-
-
-class Interpreted:
-    """What the interpreter lacks: a compiled kernel whose run(...) takes addresses."""
-
-    def __init__(self, kernel, arguments):
-        self.kernel, self.name = kernel, kernel.fn.__name__
-        self.like = [(x.dtype, x.numel()) for x in arguments if isinstance(x, torch.Tensor)]
-
-    def run(self, grid, y, z, stream, *arguments):
-        tensors = []
-        for address, (dtype, numel) in zip(arguments, self.like, strict=False):
-            if address:
-                content = (ctypes.c_uint8 * (numel * dtype.itemsize)).from_address(address)
-                tensors.append(torch.frombuffer(content, dtype=dtype))
-            else:  # not read
-                tensors.append(torch.empty(0, dtype=dtype))
-        with ONE_AT_A_TIME:
-            self.kernel[(grid,)](*tensors, *arguments[len(tensors) :], num_warps=4)
-
-
-def interpret(room, monkeypatch):
-    """Give a launch room what it takes from CUDA: an allocator, a stream, a compiled kernel."""
-    launch_ordinary = room.launch_ordinary
-
-    def launch_and_compile(*given):
-        with ONE_AT_A_TIME:
-            launch_ordinary(*given)
-        if room is not launch_general:
-            return Interpreted(room._your_dequantize_nf4_kernel, room.prepare(*given)[1])
-        ready, _ = given
-        return Interpreted(ready.kernel, ready.arguments) if ready.grid else None
-
-    def empty(shape, stride, dtype):
-        return torch.full(shape, float("nan"), dtype=dtype).as_strided(shape, stride)
-
-    monkeypatch.setattr(room, "launch_ordinary", launch_and_compile)
-    monkeypatch.setattr(room, "launcher", lambda compiled, version: (compiled.run, ()))
-    monkeypatch.setattr(room, "empty_cuda", empty)
-    monkeypatch.setattr(room, "current_stream", lambda index: 0)
-    monkeypatch.setattr(room, "current_device", lambda: -1)  # of a tensor on the CPU
-    monkeypatch.setattr(room, "CAN_RELAUNCH", True)

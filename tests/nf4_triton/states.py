@@ -25,21 +25,23 @@ def exact(result, weight, state):
 
 def oracle(weight, state, flush_subnormal=None):
     """Return a weight dequantized in plain PyTorch, all of it at once, a scale for each element."""
-    p = read_state(weight, state)
+    (_, absmax, *second), layout = read_state(weight, state)
+    shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     flush = weight.is_cuda if flush_subnormal is None else flush_subnormal
     multiply = reference.multiply_flushing if flush else torch.mul
-    n = math.prod(p.shape)
-    blocks = -(-n // p.blocksize)
-    scale = p.absmax[:blocks]
-    if p.nested:
-        absmax2 = p.absmax2.repeat_interleave(min(p.blocksize2, blocks))[:blocks]
-        scale = multiply(p.code2[scale.int()], absmax2) + p.offset
-    scale = scale.float().repeat_interleave(min(p.blocksize, n))[:n]
-    table = reference.FP4_VALUES if p.quant_type == "fp4" else reference.NF4_VALUES
+    n = math.prod(shape)
+    blocks = -(-n // blocksize)
+    scale = absmax[:blocks]
+    if nested:
+        code2, absmax2, offset = second
+        absmax2 = absmax2.repeat_interleave(min(blocksize2, blocks))[:blocks]
+        scale = multiply(code2[scale.int()], absmax2) + offset
+    scale = scale.float().repeat_interleave(min(blocksize, n))[:n]
+    table = reference.FP4_VALUES if quant_type == "fp4" else reference.NF4_VALUES
     table = torch.tensor(table, dtype=torch.float32, device=weight.device)
     byte = weight.detach().contiguous().view(-1).view(torch.uint8).int()
     code = torch.stack([byte >> 4, byte & 15], dim=1).view(-1)[:n]
-    result = multiply(table[code], scale).to(p.dtype).view(tuple(p.shape))
+    result = multiply(table[code], scale).to(dtype).view(shape)
     return result.t() if weight.shape[0] == 1 else result
 
 
@@ -68,8 +70,8 @@ def moved(x, skip):
 
 
 def freed(x):
-    """Return a copy that lost its memory, as FSDP leaves it."""
-    x = x.clone()
+    """Return a copy that lost its memory, as FSDP leaves it: its address is its offset in bytes."""
+    x = moved(x, 16)
     x.untyped_storage().resize_(0)
     return x
 

@@ -6,7 +6,7 @@ import triton
 
 from nf4_triton import launch, launch_general
 from nf4_triton.settings import UnsupportedState
-from states import SECOND, freed, moved, random_state, replace, right, strided
+from states import SECOND, freed, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 BAD_SCALES = {
@@ -37,6 +37,7 @@ BAD_VALUES = {
 }
 OTHERS = [
     ("absmax", "strided", strided),
+    ("absmax", "sparse", lambda x: x.to_sparse()),
     ("state2.code", "negated", torch._neg_view),
     ("offset", "of two", lambda x: torch.stack([x, x])),
     ("offset", "(1,) in fp64", lambda x: x.double().view(1)),
@@ -91,7 +92,9 @@ def test_broken(room, make_layer, layer, name, what, change):
 def test_a_tensor_on_another_device(room, layer, name):
     room.warm(layer)
     replace(layer, name, lambda x: x.to("meta"))
-    refused(room, layer.weight, layer.weight.quant_state, f"{CALLED.get(name, name)} is on meta, expected")
+    weight, state = layer.weight, layer.weight.quant_state
+    refused(room, weight, state, f"{CALLED.get(name, name)} is on meta, expected")
+    assert not launch.fits(*launch.read(weight, state), memory=False)
 
 
 def test_a_missing_field(room, layer):
@@ -153,13 +156,6 @@ def test_what_the_cells_do_not_take_and_the_package_does(room, name):
     check_the_packages(room, *random_state(**usual | NOT_THE_PUZZLES[name]))
 
 
-def test_odd_addresses_of_the_weight(room):
-    weight, state = random_state((64, 64), torch.float16)
-    room.check(weight, state)
-    for odd in (moved(weight, 1), moved(weight, 8), weight.view(-1).view(torch.bfloat16)):
-        check_the_packages(room, odd, state)
-
-
 NOT_QUANTIZED = {
     "None": None,
     "a Linear": torch.nn.Linear(64, 64),
@@ -173,6 +169,18 @@ def test_not_a_quantized_layer(given):
         launch.your_dequantize_nf4(given)
     with pytest.raises(UnsupportedState, match="no quant_state.*quantize.*8-bit layers have none"):
         launch_general.dequantize_weight(getattr(given, "weight", None), None)
+
+
+def test_repacked_by_bitsandbytes_for_the_cpu(make_layer):
+    """By bitsandbytes' own function, as evaluation mode does on a CPU with AVX512-BF16."""
+    functional = bitsandbytes.functional
+    if not hasattr(functional, "_convert_weight_packed_for_cpu"):
+        pytest.skip("this bitsandbytes does not repack")
+    layer = make_layer(64, 96, torch.bfloat16, device="cpu")
+    packed = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+    layer.weight.data, layer.weight.quant_state = packed
+    with pytest.raises(UnsupportedState, match="repacked this layer for its CPU matmul"):
+        launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
 
 
 # What an import decides

@@ -9,7 +9,7 @@ CODE = """
 import ctypes, mmap, sys
 from helpers import machine; machine.prepare()
 import torch
-from nf4_triton import launch_general, reference
+from nf4_triton import dequantize, launch_general, reference
 sys.path.append("tests/nf4_triton")
 import states
 
@@ -42,8 +42,7 @@ for shape in SHAPES:
         ids = at_the_end(torch.tensor([shape[0] - 1, 0]))
         for rows, chosen in ((ids, ids), (slice(1, shape[0]), slice(1, None))):
             out = at_the_end(torch.full(expected[chosen].shape, torch.nan, dtype=state.dtype))
-            launch_general.dequantize_packed(launch_general.make_packed(
-                *launch_general.read_fields(weight, state)), out, rows)
+            dequantize(weight, state, out, rows=rows)
             assert reference.same_bits(out, expected[chosen]), (shape, options, rows)
 print("nothing out of bounds")
 """

@@ -7,7 +7,7 @@ from helpers import machine
 from helpers.puzzle.checks import gpu_events
 from nf4_triton import dequantize, launch, launch_general, settings
 from nf4_triton.reference import same_bits
-from nf4_triton.state import UnsupportedState, read_state
+from nf4_triton.state import Selection, UnsupportedState, read_state, to_fields
 from states import CHANGES, exact, moved, odd_states, oracle, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -200,22 +200,26 @@ for dtype in (torch.float16, torch.bfloat16):
     compiled = torch.compile(lambda w: launch_general.dequantize_weight(w, state))
     print([states.exact(compiled(weight), weight, state) for _ in range(2)])
 """
-    variables = {"NF4_FORCE": "t4", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    variables = {"NF4_FORCE": " T4 ", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     done = machine.python(["-c", code], variables=variables)
     assert done.out.split("\n")[:3] == ["128"] + ["[True, True]"] * 2, done
 
 
 # The operator itself
-@pytest.mark.parametrize("kind", ["puzzle", "flat", "ids", "range"])
+@pytest.mark.parametrize("kind", ["puzzle", "flat", "ids", "range", "reference"])
 def test_opcheck(kind, device):
-    packed = read_state(*random_state((96, 64), torch.bfloat16, nested=kind != "flat"))
+    tensors, layout = read_state(*random_state((96, 64), torch.bfloat16, nested=kind != "flat"))
     selections = {"ids": (torch.tensor([3, 1], device=device), 0, 2), "range": (None, 5, 3)}
     if kind == "puzzle":
-        name, arguments = "dequantize", (*packed[:7], 64, 256)
+        name, arguments = "dequantize", (*tensors, *layout[:2], 64, 256)
     else:
-        name, arguments = "dequantize_general", (*packed, *selections.get(kind, (None, 0, None)))
-    operator = getattr(torch.ops.nf4_triton, name).default
-    verdicts = torch.library.opcheck(operator, (*arguments, launch.launch_text()))
+        selection = Selection(*selections[kind]) if kind in selections else None
+        name, arguments = "dequantize_general", to_fields(tensors, layout, selection)
+    if kind == "reference":
+        name = "dequantize_reference"
+    else:
+        arguments = *arguments, settings.cache_key()
+    verdicts = torch.library.opcheck(getattr(torch.ops.nf4_triton, name).default, arguments)
     assert set(verdicts.values()) == {"SUCCESS"} and len(verdicts) >= 4
 
 
@@ -235,7 +239,7 @@ def test_what_decides_a_launch_is_part_of_the_graph(nested):
         assert exact(compiled(weight), weight, state)
     compiled(weight)
     assert len(seen) == 2 and "('rows', 64)" in seen[1] and "rows" not in seen[0]
-    assert all(launch.VERSION in graph and "(9, 0): (32, 2)" in graph for graph in seen)
+    assert all(settings.VERSION in graph and "(9, 0): (32, 2)" in graph for graph in seen)
     exported = torch.export.export(Layer(state), (weight,)).module()
     with settings.force(rows=16):
         assert exact(exported(weight), weight, state)

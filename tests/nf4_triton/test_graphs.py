@@ -35,19 +35,22 @@ def written(name, layout, forced):
     from torch._higher_order_ops import triton_kernel_wrap
 
     layout = {"shape": (64, 64), "dtype": torch.float16, "device": "cpu", **layout}
-    packed = read_state(*random_state(**layout))
-    out = torch.empty(packed.shape, dtype=packed.dtype)
+    weight = read_state(*random_state(**layout))
+    out = torch.empty(layout["shape"], dtype=layout["dtype"])
     with settings.force(**forced):
         if name.startswith("puzzle"):
-            ready = launch_general.prepare_puzzles(packed.tensors, packed.layout, out)
+            kernel = launch._your_dequantize_nf4_kernel
+            _, arguments, _ = launch.prepare(*weight, out)
         else:
-            ready = launch_general.prepare(packed, check(packed), out, SELECTIONS.get(name))
-    named = dict(zip(ready.kernel.arg_names, ready.arguments, strict=True))
+            kernel = launch_general._dequantize_general_kernel
+            selection = SELECTIONS.get(name)
+            _, arguments, _ = launch_general.prepare_general(*weight, check(*weight), out, selection)
+    named = dict(zip(kernel.arg_names, arguments, strict=True))
     assert type(named["n"]) is int
     analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
     if analyze:
-        return sorted(dep.name for dep in analyze(ready.kernel, named, {}).read_writes.writes)
-    return sorted(triton_kernel_wrap.identify_mutated_tensors(ready.kernel, named, {}))
+        return sorted(dep.name for dep in analyze(kernel, named, {}).read_writes.writes)
+    return sorted(triton_kernel_wrap.identify_mutated_tensors(kernel, named, {}))
 
 
 def main():

@@ -17,7 +17,6 @@ from states import (
     SPECIAL,
     between_guards,
     every_byte,
-    moved,
     odd_states,
     oracle,
     part,
@@ -107,20 +106,6 @@ def test_special_values(way, dtype):
             tensor.copy_(kept)
     for case in subnormal_scales(dtype):
         assert not wrong(*case)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unaligned_tensors(way, dtype):
-    """A weight that starts at any byte, an output that starts at any element, scales in other tensors."""
-    weight, state = random_state((8191, 1), dtype)
-
-    for skip in (1, 2, 3, 4, 5):
-        assert not wrong(moved(weight, skip), state), f"weight + {skip} bytes"
-        assert not wrong(weight, state, skip), f"out + {skip} elements"
-        state.absmax, state.offset = moved(state.absmax, skip), moved(state.offset, skip)
-        state.state2.absmax = moved(state.state2.absmax, skip)
-        state.state2.code = moved(state.state2.code, skip)
-        assert not wrong(weight, state), f"scales + {skip} elements"
 
 
 def test_what_is_forced_is_checked():

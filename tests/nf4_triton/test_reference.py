@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from helpers import machine
 from nf4_triton import reference
 from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, read_state
+from nf4_triton.state import Selection, read_state, transposed
 from states import DTYPES, SPECIAL, every_byte, exact, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -43,7 +43,7 @@ def agrees(weight, state):
     """Return whether the fallback is the oracle, and this bitsandbytes, bit for bit. On a CPU it gives
     fp4's code 8 either sign."""
     result, expected = oracle(weight, state), library(weight, state)
-    assert same_bits(reference.dequantize(read_state(weight, state)), result)
+    assert same_bits(transposed(reference.exact_weight(*read_state(weight, state)), weight), result)
     if state.quant_type == "fp4" and not weight.is_cuda:
         result, expected = result + 0.0, expected + 0.0
     return same_bits(result, expected)
@@ -85,7 +85,7 @@ def test_odd_states(device):
 def test_one_block_of_an_odd_size_beyond_a_chunk(monkeypatch):
     weight, state = random_state((83, 99), torch.bfloat16, blocksize=2**14)
     monkeypatch.setattr(reference, "CHUNK", 8)
-    assert exact(reference.dequantize(read_state(weight, state)), weight, state)
+    assert exact(reference.exact_weight(*read_state(weight, state)), weight, state)
 
 
 class Largest(TorchDispatchMode):
@@ -106,7 +106,7 @@ def test_temporary_memory_is_that_of_a_chunk_or_of_the_rows(monkeypatch):
     rows = Selection(torch.tensor([5, 0]), 0, 2)
     for selection, most in ((None, reference.CHUNK), (rows, 2 * 2048)):
         with Largest() as largest:
-            reference.dequantize(packed, selection=selection)
+            reference.exact_weight(*packed, selection)
         assert largest.elements == most
 
 

@@ -5,23 +5,10 @@ import torch
 
 from nf4_triton import dequantize, launch_general, reference
 from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, UnsupportedState, check, read_state
-from states import DTYPES, between_guards, moved, oracle, part, random_state
+from nf4_triton.state import Selection, UnsupportedState, read_rows, read_state, to_fields
+from states import oracle, part, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
-SHAPES = [(9, 8), (40, 24), (40, 96), (12, 4096), (7, 5, 64), (5, 1000)]
-
-
-def check_rows(weight, state, rows, skip=0):
-    """Compare a call that allocates, and one with `out` between guards, `skip` elements off alignment."""
-    expected = oracle(weight.reshape(-1, 1), state)[rows]
-    before, out, after = between_guards(expected.shape, state.dtype, weight.device, skip)
-    for _ in range(2 if weight.is_cuda else 1):  # the second call is launched again
-        assert same_bits(dequantize(weight, state, rows=rows), expected)
-        out.fill_(torch.nan)
-        assert dequantize(weight, state, out=out, rows=rows).data_ptr() == out.data_ptr()
-        assert same_bits(out, expected)
-    assert before.isnan().all() and after.isnan().all(), "written outside"
 
 
 @pytest.fixture(params=["triton", "torch"])
@@ -31,39 +18,6 @@ def backend(request, monkeypatch):
     monkeypatch.setattr(reference, "CHUNK", 8)
 
 
-@pytest.mark.parametrize("blocksize", [8, 64, 4096])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_slices_of_every_size(backend, device, shape, blocksize):
-    weight, state = random_state(shape, DTYPES[len(shape) - 1], blocksize=blocksize, blocksize2=4)
-    last = shape[0] - 1
-    ids = torch.tensor([3, 1, last], dtype=torch.int32, device=device)
-    for rows in (slice(1, last), slice(3, 3), [last, 0, 2, 2], ids):
-        check_rows(weight, state, rows)
-
-
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-@pytest.mark.parametrize("nested", [True, False], ids=["nested", "flat"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kind_of_state(backend, dtype, nested, quant_type):
-    weight, state = random_state((6, 192), dtype, nested, quant_type)
-    for rows in (slice(1, 4), [5, 0]):
-        check_rows(weight, state, rows)
-
-
-def test_misaligned_memory_and_other_storages(backend):
-    """The last one holds a byte more than it needs."""
-    weight, state = random_state((9, 24), torch.float16)
-    spare = torch.cat([weight, weight[:4]]).view(-1)
-    for given in (
-        moved(weight, 3),
-        weight.t(),
-        weight.view(-1).view(torch.bfloat16),
-        spare.view(torch.float64),
-    ):
-        for rows in (slice(2, 6), [7, 1]):
-            check_rows(given, state, rows, skip=3)
-
-
 @pytest.fixture
 def packed():
     return read_state(*random_state((16, 64), torch.bfloat16))
@@ -71,81 +25,39 @@ def packed():
 
 @pytest.fixture
 def whole(packed):
-    return reference.dequantize(packed)
+    return reference.exact_weight(*packed)
+
+
+def select(packed, rows, out=None):
+    """Return rows of a weight as read_state returns it, by the kernel."""
+    return launch_general.run_kernel(*packed, out, read_rows(rows, *packed))
 
 
 def test_ids_out_of_range(packed, whole, device):
     """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
     for bad in ([0, -1], torch.tensor([2, 16]), [2**63], range(15, 17)):
         with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 15"):
-            launch_general.dequantize_packed(packed, rows=bad)
+            select(packed, bad)
     ids = torch.tensor([-1, 2, 16, -(2**40), 2**40], device=device)
     selection = Selection(ids, 0, len(ids))
     for result in (
-        reference.dequantize(packed, selection=selection),
-        launch_general.check_and_launch(packed, None, selection),
+        reference.exact_weight(*packed, selection),
+        launch_general.launch_first(*packed, None, selection),
     ):
         assert result[[0, 2, 3, 4]].isnan().all() and same_bits(result[1], whole[2])
     empty = read_state(*random_state((0, 320), torch.bfloat16))
     with pytest.raises(IndexError, match="the weight has no slices"):
-        launch_general.check_and_launch(empty, None, selection)
+        launch_general.launch_first(*empty, None, selection)
 
 
 @pytest.mark.parametrize(
-    "count, first, number", [(None, 14, 3), (None, 1 << 40, 1), (None, -1, 2), (1, 0, 2)]
+    "count, start, number", [(None, 14, 3), (None, 1 << 40, 1), (None, -1, 2), (1, 0, 2)]
 )
-def test_the_operator_reads_nothing_outside(packed, device, count, first, number):
+def test_the_operator_reads_nothing_outside(packed, device, count, start, number):
     """Called by itself, or with other ids than torch.jit.trace saw."""
     ids = None if count is None else torch.arange(8, device=device)[:count]
     with pytest.raises(UnsupportedState, match="rows (are|has) .*expected"):
-        launch_general.general_operator(*packed._replace(shape=list(packed.shape)), ids, first, number, "")
-
-
-# Ids or a result of one slice may have any first stride; for several slices it matters.
-@pytest.mark.parametrize("order", [(1, 4), (4, 1, 4)], ids=str)
-@pytest.mark.parametrize("stride", [1, 2, 0])
-def test_ids_that_are_not_contiguous(general, packed, whole, device, stride, order):
-    """A router's top-k column of one token, then of several, and the other way round."""
-    memory = torch.tensor([3, 9, 5, 2, 7, 8, 1, 0], device=device)
-    for count in order:
-        ids = memory.as_strided((count,), (stride,))
-        arguments = packed.tensors, packed.layout, None, Selection(ids, 0, count)
-        if ids.is_contiguous():
-            assert same_bits(launch_general.dequantize(*arguments), whole[ids]), count
-        else:
-            with pytest.raises(UnsupportedState, match="expected contiguous ids in one"):
-                launch_general.dequantize(*arguments)
-
-
-@pytest.mark.parametrize("rows", [range(5), slice(0, 5)], ids=["ids", "range"])
-@pytest.mark.parametrize("strides", [(64, 1), (128, 1), (0, 1), (1, 128)], ids=str)
-def test_an_out_that_is_not_contiguous(general, packed, whole, device, strides, rows):
-    """Also after a call with one slice, and of another number of slices: nothing is written."""
-    memory = torch.full((128 * 128,), torch.nan, dtype=packed.dtype, device=device)
-    for count in (1, 5, 1, 5):
-        few = rows[:count] if isinstance(rows, range) else slice(count)
-        for size in (count, 3):
-            out = memory.as_strided((size, 64), strides)
-            if size == count and out.is_contiguous():
-                launch_general.dequantize_packed(packed, out, few)
-                assert same_bits(out, whole[:count])
-                out.fill_(torch.nan)
-            else:
-                with pytest.raises(UnsupportedState, match="out has"):
-                    launch_general.dequantize_packed(packed, out, few)
-            assert memory.isnan().all(), "written outside"
-
-
-def test_a_slice_of_another_alignment_has_a_launch_of_its_own(general):
-    """Rows of 12 bytes: every fourth begins at a multiple of 16. A kept launch's 16-byte load would fail."""
-    packed = read_state(*random_state((16, 24), torch.float16))
-    whole = reference.dequantize(packed)
-    for first in (0, 1, 4, 2, 8, 3):
-        result = launch_general.dequantize_packed(packed, rows=slice(first, first + 4))
-        assert same_bits(result, whole[first : first + 4]), first
-    [kept] = launch_general.launches.values()
-    aligned = {aligned: constexprs for *_, (_, constexprs, aligned, _), _ in kept}
-    assert len(kept) == len(aligned) == 2 and aligned[True] != aligned[False]
+        launch_general.general_operator(*to_fields(*packed, Selection(ids, start, number)), "")
 
 
 BAD = [
@@ -180,16 +92,6 @@ def test_what_is_refused(backend, device, rows, text):
         dequantize(*random_state((4, 12), torch.float16), rows=[1])
 
 
-@pytest.mark.parametrize("n", [8, 24, 32, 40, 64, 96])
-def test_slices_that_begin_between_16_byte_words_are_loaded_by_bytes(n, device):
-    """On a GPU a wide load from such an address fails."""
-    packed = read_state(*random_state((5, n), torch.float16))
-    selection = Selection(torch.tensor([3], device=device), 0, 1)
-    ready = launch_general.prepare(packed, check(packed), packed.offset, selection)
-    named = dict(zip(ready.kernel.arg_names, ready.arguments, strict=True))
-    assert named["BYTES"] == (n % 32 > 0)
-
-
 def test_an_out_over_the_ids(device):
     weight, state = random_state((4, 320), torch.float16)
     memory = torch.zeros(1280, dtype=torch.uint8, device=device)
@@ -203,10 +105,10 @@ def test_an_out_over_the_ids(device):
 def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
     """Its guards do not depend on how many slices are selected, or on where a range begins. It is not that of
     the whole weight."""
-    assert same_bits(launch_general.dequantize_packed(packed), whole)
+    assert same_bits(launch_general.run_kernel(*packed), whole)
     for count in (3, 5, 0, 8, 1):
         rows = kind(count, 2 * count)
-        assert same_bits(launch_general.dequantize_packed(packed, rows=rows), whole[rows])
+        assert same_bits(select(packed, rows), whole[rows])
         assert general.checked == 2
 
 

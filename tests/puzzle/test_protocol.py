@@ -16,7 +16,7 @@ FP16, BF16 = torch.float16, torch.bfloat16
 
 
 def exact(layer):
-    return reference.dequantize(read_state(layer.weight, layer.weight.quant_state))
+    return reference.exact_weight(*read_state(layer.weight, layer.weight.quant_state))
 
 
 def last_element_off(layer):

@@ -20,7 +20,7 @@ SIZES = dict(
 )  # fmt: skip
 SMALLEST = SIZES | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
 KERNELS = {  # what the profiler calls the kernels that dequantize, by who launches them
-    "ours": "_your_dequantize_nf4_kernel",
+    "ours": "_dequantize_",  # both kernels
     "bitsandbytes": "kDequantizeBlockwise",
     "unsloth": "_nf4_dequant_kernel",
 }
@@ -39,35 +39,35 @@ def switch_on(way: str, library: str):
     return training.variant("peft" if library == "trl" else library, way)
 
 
-def load(library, dtype, autocast, lora):
+def load(library, dtype, autocast, flat, lora):
     """Return a random model to train."""
     sizes = SIZES if machine.has_gpu() else SMALLEST
-    with tempfile.TemporaryDirectory() as folder:
-        training.make_model(folder, **sizes)
-        if library == "unsloth":
-            return training.unsloth_model(folder, dtype)
-        return training.peft_model(
-            folder,
-            autocast=autocast is not None,
-            lora=training.LORA | lora,
-            dtype=dtype,
-            attn_implementation="eager",  # repeats bit for bit on every card
-        )
+    if library == "unsloth":
+        return training.unsloth_model(sizes, dtype)
+    return training.peft_model(
+        sizes,
+        autocast=autocast is not None,
+        lora=training.LORA | lora,
+        nf4=training.FLAT if flat else training.NF4,
+        dtype=dtype,
+        attn_implementation="eager",  # repeats bit for bit on every card
+    )
 
 
 def train(
-    way: str, library="peft", autocast=None, compiled=False, steps=50, rows=4, length=64, **lora
+    way: str, library="peft", autocast=None, flat=False, compiled=False, steps=50, rows=4, length=64, **lora
 ) -> dict:
     """Train a random model with the kernel switched on in this way, then merge and dequantize it (PEFT).
 
-    autocast: a dtype's name, of the model, too; else it is bf16. Returns what must not depend on the kernel
-    as "same", Switch.calls, and on a GPU the launches of dequantizing kernels in one more step.
+    autocast: a dtype's name, of the model, too; else it is bf16. flat: scales are not quantized (PEFT).
+    Returns what must not depend on the kernel as "same", Switch.calls, and on a GPU the launches of
+    dequantizing kernels in one more step.
     """
     from nf4_triton import Switch
 
     autocast = getattr(torch, autocast) if autocast else None
     with switch_on(way, library), training.deterministic():
-        model = load(library, autocast or torch.bfloat16, autocast, lora)
+        model = load(library, autocast or torch.bfloat16, autocast, flat, lora)
         same = {"packed": digest(one for one in model.parameters() if hasattr(one, "quant_state"))}
         record = {"same": same}
         seed = torch.Generator().manual_seed(3407)

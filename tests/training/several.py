@@ -6,6 +6,7 @@ Each process compares its own losses, and must have dequantized with the kernel.
 import sys
 
 import torch
+from driver import SMALLEST  # beside this file
 
 from helpers import machine
 from helpers.bench import training
@@ -13,7 +14,7 @@ from helpers.bench import training
 ENGINES = {"DDP": 0, "FSDP1": 1, "FSDP2": 2}  # the version of FSDP
 
 
-def compare(folder, fsdp: int, steps=4) -> None:
+def compare(fsdp: int, steps=4) -> None:
     """Raise AssertionError if anything differs."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -22,7 +23,7 @@ def compare(folder, fsdp: int, steps=4) -> None:
     losses = {}
     for name in training.VARIANTS:
         with training.deterministic(), training.variant("peft", name) as switch:
-            losses[name] = train(accelerator, folder, fsdp, steps)
+            losses[name] = train(accelerator, fsdp, steps)
             assert (training.handled(switch) > 0) == (name == "with")
         accelerator.free_memory()
     accelerator.end_training()
@@ -30,13 +31,13 @@ def compare(folder, fsdp: int, steps=4) -> None:
     assert len(set(losses["with"])) == steps, "nothing is learned"
 
 
-def train(accelerator, folder, fsdp, steps) -> list[float]:
+def train(accelerator, fsdp, steps) -> list[float]:
     """Return the losses of this process, which has batches of its own."""
     from peft.utils.other import fsdp_auto_wrap_policy
 
     # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
     nf4 = training.NF4 | dict(bnb_4bit_quant_storage=torch.bfloat16 if fsdp else torch.uint8)
-    model = training.peft_model(folder, nf4=nf4, device_map={"": accelerator.device})
+    model = training.peft_model(SMALLEST, nf4=nf4, device_map={"": accelerator.device})
     if fsdp:
         accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
     if fsdp != 2:  # the optimizer must see the sharded parameters
@@ -54,4 +55,4 @@ def train(accelerator, folder, fsdp, steps) -> list[float]:
 
 if __name__ == "__main__":
     machine.prepare()
-    compare(sys.argv[1], int(sys.argv[2]))
+    compare(int(sys.argv[1]))

@@ -13,17 +13,18 @@ pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    return training.make_model(tmp_path_factory.mktemp("toy"), **SMALLEST)
-
-
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
-def test_one_library_is_compared_and_timed(toy):
-    found = training.time_steps("PEFT", "peft", toy, steps=((1, 16, 1, 2),))
-    [times, ratios] = [values for _, _, values in found["cases"]]
-    assert [len(ms) for ms in times.values()] == [2, 2] and len(ratios["speedup"]) == 3
-    assert found["reports"][0].startswith("PEFT, 16 tokens: The kernel dequantized ")
+def test_nested_and_flat_are_compared_and_timed(monkeypatch, capsys):
+    models, trainer = [], training.Trainer
+    monkeypatch.setattr(training, "Trainer", lambda model: models.append(model) or trainer(model))
+    found = training.time_steps("peft", SMALLEST, tokens=[(1, 16)], seconds=0)
+    shown = capsys.readouterr().out
+    nested = [model.config.quantization_config.bnb_4bit_use_double_quant for model in models]
+    assert nested == [True, False]
+    for case in ("PEFT nested, 16 tokens", "PEFT flat, 16 tokens"):
+        assert f"{case}: The kernel dequantized " in shown
+        times, ratios = (values for of, _, values in found if of == case)
+        assert [len(ms) for ms in times.values()] == [1, 1] and len(ratios["speedup"]) == 3
 
 
 def test_other_results_are_not_timed():
@@ -43,16 +44,16 @@ def test_the_interval_pairs_rounds():
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs: see below")
-def test_losses_of_one_process_on_the_cpu(toy):
+def test_losses_of_one_process_on_the_cpu():
     pytest.importorskip("accelerate")
-    several.compare(toy, 0)
+    several.compare(0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fsdp", several.ENGINES.values(), ids=list(several.ENGINES))
-def test_losses_on_every_gpu_here(toy, fsdp):
+def test_losses_on_every_gpu_here(fsdp):
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("needs two GPUs")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
-    machine.python([*command, toy, fsdp], variables=training.VARIABLES)
+    machine.python([*command, fsdp], variables=training.VARIABLES)

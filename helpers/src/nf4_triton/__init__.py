@@ -41,7 +41,9 @@ torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm
 import importlib
 from typing import TYPE_CHECKING
 
-__version__ = "1.3.0"
+from .supported import VERSION
+
+__version__ = VERSION
 
 if TYPE_CHECKING:
     from .backend import dequantize as dequantize

@@ -11,6 +11,7 @@ import os
 import sys
 
 from . import __version__, environment
+from .environment import missing
 
 LIBRARIES = ("unsloth", "axolotl", "transformers", "peft")  # Unsloth wants to be imported first
 SHOWN = (*environment.PACKAGES, "unsloth_zoo", "accelerate", "trl", "axolotl")
@@ -33,14 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def missing(*packages: str) -> str | None:
-    """Return which of these packages is not installed and what to do, None if all are."""
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed: pip install {name}."
-    return None
 
 
 def import_libraries() -> None:
@@ -111,15 +104,17 @@ def check() -> str | None:
 
     Returns what is wrong and what to do, or None.
     """
-    if problem := missing("torch"):
-        return problem
+    lacking = missing("torch", "bitsandbytes")
+    if missing("torch"):
+        return lacking
     from . import backend
 
     backend.choose(None)  # raises for an unknown NF4_BACKEND
     if problem := environment.cannot_run():
-        return f"{problem} Until then dequantize() uses PyTorch, and the libraries their own functions."
-    if problem := missing("bitsandbytes"):
-        print(f"The kernel can run here, but the test of its bits needs bitsandbytes. {problem}")
+        until = "Until then dequantize() uses PyTorch, and the libraries their own functions."
+        return " ".join(filter(None, (problem, lacking, until)))
+    if lacking:
+        print(f"The kernel can run here, but the test of its bits needs bitsandbytes. {lacking}")
         return None
     import_libraries()
     todo = "Do: use an NVIDIA GPU. Triton's interpreter checks the kernel; the libraries are faster."

@@ -55,9 +55,16 @@ def _switch_before(waits_for) -> None:
 def _switch_on() -> None:
     waiting.clear()
     try:
-        importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
+        switch = importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
+        atexit.register(_report, switch)
     except Exception as error:
         say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
+
+
+def _report(switch) -> None:
+    """At the end of a process, but not of a data loader's worker, log what was dequantized, and by whom."""
+    if switch.calls and multiprocessing.parent_process() is None:
+        say(str(switch))
 
 
 def _say_unused() -> None:

@@ -1,7 +1,8 @@
-"""Dequantize with the kernel or with plain PyTorch: NF4_BACKEND=triton|torch|auto."""
+"""dequantize(): the door to the kernel and to plain PyTorch. NF4_BACKEND=triton|torch|auto chooses."""
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 
@@ -11,17 +12,27 @@ from . import environment, private, reference
 from .log import say
 from .state import (
     DTYPES,
-    Packed,
-    Selection,
     UnsupportedState,
     check_call,
     check_out,
+    from_fields,
     read_rows,
     read_state,
     result_shape,
+    to_fields,
+    transposed,
 )
+from .supported import NEWEST_TRITON
+
+try:
+    from . import launch, launch_general
+except ImportError:  # no Triton, or an old one
+    launch = launch_general = None  # type: ignore[assignment]
 
 BACKENDS = ("triton", "torch", "auto")
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What os.environ holds, private: a variable that is not set takes 0.03 us here, and 1.0 us there.
+VARIABLES = getattr(os.environ, "_data", os.environb)
 
 
 def dequantize(
@@ -49,51 +60,57 @@ def dequantize(
     (*ids.shape, *quant_state.shape[1:]), never transposed.
     Raises UnsupportedState (a ValueError) for malformed input, ValueError for an unknown NF4_BACKEND.
     """
-    packed = read_state(*with_state(weight, quant_state))
+    if quant_state is None:
+        weight, quant_state = weight_and_state(weight)
+    tensors, layout = read_state(weight, quant_state)
     if dtype is not None:
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
-        packed = packed._replace(dtype=dtype)
-    if not isinstance(rows, torch.Tensor) or rows.dim() == 1:
-        return run(packed, out, rows)
-    ids, shape = rows.reshape(-1), (*rows.shape, *packed.shape[1:])
-    if out is None:
-        return run(packed, None, ids).view(shape)
-    check_out(out, packed._replace(shape=shape))
-    run(packed, out.view(ids.numel(), *packed.shape[1:]), ids)
-    return out
+        layout = layout[0], dtype, *layout[2:]
+    selection, into = None, out
+    several = isinstance(rows, torch.Tensor) and rows.dim() != 1  # dimensions of ids
+    if rows is not None:
+        selection, inner = read_rows(rows, tensors, layout), layout[0][1:]
+        if several and out is not None:
+            check_out(out, (*rows.shape, *inner), layout[1], tensors[0].device)
+            into = out.view(selection.number, *inner)
+    elif out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
+        result = launch.relaunch(tensors, layout)
+        if result is not None:
+            return result
+    result = run(tensors, layout, into, selection)
+    if several:
+        return result.view(*rows.shape, *inner) if out is None else out
+    return result
 
 
-def run(packed, out, rows):
-    """Return the weight of a Packed, or its slices, by the kernel or by PyTorch."""
+def run(tensors, layout, out, selection=None):
+    """Return the weight, or its selected slices, by the kernel or by PyTorch."""
     # Where the weight is, too, or the checks say so: a Params4bit takes longer to say its device.
-    if choose(getattr(packed.absmax, "device", None)) == "torch":
-        return dequantize_in_torch(packed, out, rows)
-    from . import launch_general  # needs Triton
-
+    if choose(getattr(tensors[1], "device", None)) == "torch":
+        return run_pytorch(tensors, layout, out, selection)
+    room = launch_general or importlib.import_module(
+        f"{__package__}.launch_general"
+    )  # it says what is missing
     try:
-        return launch_general.dequantize_packed(packed, out, rows)
-    except launch_general.CANNOT_LAUNCH as error:
+        return room.run_kernel(tensors, layout, out, selection)
+    except room.CANNOT_LAUNCH as error:
         problem = f"the kernel could not be launched ({type(error).__name__}: {error})"
         raise RuntimeError(f"{problem}: set NF4_BACKEND=torch to dequantize in PyTorch") from error
 
 
-def with_state(weight, quant_state) -> tuple:
-    """Return (packed codes, quant_state) of dequantize()'s first two arguments."""
-    if isinstance(quant_state, (torch.Tensor, torch.dtype, torch.nn.Module)):
-        raise UnsupportedState(
-            f"quant_state is a {type(quant_state).__name__}, expected a QuantState or None: the order is"
-            " dequantize(weight, quant_state, out, dtype, rows)"
-        )
+def weight_and_state(given) -> tuple:
+    """Return the packed codes and the quant_state of what dequantize() was given without a state."""
+    try:
+        weight = given._parameters["weight"]  # without nn.Module's __getattr__
+    except (AttributeError, KeyError):
+        weight = getattr(given, "weight", given)
+    quant_state = getattr(weight, "quant_state", None) or getattr(given, "quant_state", None)
     if quant_state is not None:
         return weight, quant_state
-    if isinstance(weight, tuple) and len(weight) == 2 and isinstance(weight[1], str):
-        return parametrized(*weight)
-    packed = getattr(weight, "weight", weight)
-    quant_state = getattr(packed, "quant_state", None) or getattr(weight, "quant_state", None)
-    if quant_state is None:
-        raise UnsupportedState(no_state(weight))
-    return packed, quant_state
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], str):
+        return parametrized(*given)
+    raise UnsupportedState(no_state(given))
 
 
 def parametrized(module, name) -> tuple:
@@ -111,15 +128,22 @@ def parametrized(module, name) -> tuple:
 
 def no_state(given) -> str:
     """Return the text of an error for what is not a 4-bit layer: what it is, and what to pass."""
-    kind = type(given).__name__
-    expected = f"{kind} has no quant_state, expected bitsandbytes' Linear4bit:"
+    kind = type(given)
+    expected = f"{kind.__name__} has no quant_state, expected bitsandbytes' Linear4bit:"
     if not isinstance(given, torch.nn.Module):
         return f"{expected} pass the layer, (module, 'name'), or the packed codes and their quant_state"
     weight = getattr(given, "weight", None)
-    if hasattr(weight, "quant_state"):
+    if weight is not None and hasattr(weight, "quant_state"):
+        if weight.device.type == "meta":
+            return f"{expected} its weight is on meta; load its values, then move it with layer.to('cuda')"
         return f"{expected} its weight is not quantized yet; move it with layer.to('cuda')"
-    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
-        return f"{expected} its weight is not quantized but {weight.dtype}; use it as it is"
+    if (
+        isinstance(weight, torch.Tensor)
+        and type(weight) in PLAIN
+        and weight.dtype in (*DTYPES, torch.float64)
+    ):
+        if kind.__module__.startswith("torch.nn."):
+            return f"{expected} its weight is not quantized but {weight.dtype}; use it as it is"
     for name, module in given.named_modules():
         if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
             return f"{expected} pass one layer at a time, such as model.get_submodule({name!r})"
@@ -127,68 +151,62 @@ def no_state(given) -> str:
             if hasattr(chain[0], "quant_state"):
                 where = f"model.get_submodule({name!r})" if name else "module"
                 return f"{expected} pass ({where}, {parameter!r})"
-    return f"{expected} other formats (8-bit, GPTQ, HQQ, AWQ) have functions of their own in their libraries"
+    held = "" if weight is None else f", its weight is a {type(weight).__name__}"
+    return f"{expected} its class is {kind.__module__}.{kind.__name__}{held}; use its own library's function"
 
 
-def dequantize_in_torch(packed, out=None, rows=None):
+def run_pytorch(tensors, layout, out=None, selection=None):
     """Return what the kernel returns. Malformed input raises the kernel's errors."""
-    selection = None if rows is None else read_rows(rows, packed)
-    check_call(packed, out, selection)
+    check_call(tensors, layout, out, selection)
+    weight = tensors[0]
     with private.plain_tensors():
-        packed = packed.detached()
+        # Scales have gradients if bitsandbytes quantized a parameter.
+        tensors = tuple(tensor.detach() for tensor in tensors)
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            result = torch_operator(*packed, *(selection or (None, 0, None)))
+            result = torch_operator(*to_fields(tensors, layout, selection))
         else:
-            result = reference.dequantize(packed, selection)
-        if out is None:
-            return result
-        if selection is None and packed.weight.shape[0] == 1:
-            out = out.t()
-        # Outside inference mode torch refuses to write an inference tensor. Dynamo cannot ask for one.
-        inference = not private.is_compiling() and out.is_inference()
-        with torch.inference_mode() if inference else contextlib.nullcontext():
-            return out.copy_(result)
-
-
-def from_fields(fields) -> tuple:
-    """Return the operator's arguments as a Packed, and a Selection if its number is given."""
-    selection = Selection(*fields[11:])
-    return Packed(*fields[:11]), None if selection.number is None else selection
+            result = reference.exact_weight(tensors, layout, selection)
+        if out is not None:
+            # Outside inference mode torch refuses to write an inference tensor. Dynamo cannot ask for one.
+            inference = not private.is_compiling() and out.is_inference()
+            with torch.inference_mode() if inference else contextlib.nullcontext():
+                result = out.copy_(result)
+        return transposed(result, weight) if selection is None else result
 
 
 def dequantize_fields(*fields) -> torch.Tensor:
     """Check and dequantize."""
-    packed, selection = from_fields(fields)
-    check_call(packed, None, selection)
-    return reference.dequantize(packed, selection)
+    tensors, layout, selection = from_fields(*fields)
+    check_call(tensors, layout, None, selection)
+    return reference.exact_weight(tensors, layout, selection)
 
 
 def allocate_fields(*fields) -> torch.Tensor:
     """Return what a tracer sees as the result."""
-    packed, selection = from_fields(fields)
-    result = packed.weight.new_empty(result_shape(packed, selection), dtype=packed.dtype)
-    return result.t() if selection is None and packed.weight.shape[0] == 1 else result
+    (weight, *_), (shape, dtype, *_), selection = from_fields(*fields)
+    return weight.new_empty(result_shape(shape, selection), dtype=dtype)
 
 
 # Opaque: Inductor would fuse it, with an FMA for the scales and without the rounding to 16 bits.
 torch_operator = torch.library.custom_op(
-    "nf4_triton::dequantize_in_torch",
+    "nf4_triton::dequantize_reference",
     dequantize_fields,
     mutates_args=(),
     schema="(Tensor weight, Tensor absmax, Tensor? code2, Tensor? absmax2, Tensor? offset, SymInt[] shape, "
     "ScalarType dtype, str quant_type, SymInt blocksize, SymInt? blocksize2, bool nested, Tensor? ids, "
-    "SymInt first, SymInt? number) -> Tensor",
+    "SymInt start, SymInt? number) -> Tensor",
 )
 torch_operator.register_fake(allocate_fields)
 
 
 def choose(device) -> str:
     """Return "triton" or "torch" for a weight on a device. Raises ValueError for an unknown NF4_BACKEND."""
-    name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
-    if name not in BACKENDS:
-        raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(BACKENDS)}")
-    if name != "auto":
-        return name
+    if private.is_compiling() or b"NF4_BACKEND" in VARIABLES:
+        name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
+        if name not in BACKENDS:
+            raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(BACKENDS)}")
+        if name != "auto":
+            return name
     if private.is_compiling():  # what why_torch asks cannot be traced
         return "torch" if device.type == "cpu" and not environment.interpreted() else "triton"
     return "torch" if why_torch(device) else "triton"
@@ -200,7 +218,7 @@ def why_torch(device: torch.device | None) -> str | None:
     problem, version = environment.cannot_run(device), environment.triton_version()
     if problem and device is not None and device.type == "cuda":
         say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
-    elif not problem and version and version > environment.NEWEST_TRITON:
+    elif not problem and version and version > NEWEST_TRITON:
         text = "Triton is newer here than the tested ones (up to 3.9). If it fails, set NF4_BACKEND=torch."
         say(text, logging.WARNING)
     return problem

@@ -2,8 +2,14 @@
 
 import contextlib
 
-from tqdm import tqdm
-from transformers import TrainerCallback
+from .environment import missing
+
+try:
+    from tqdm import tqdm
+    from transformers import TrainerCallback
+except ModuleNotFoundError as error:
+    problem = missing("transformers", "tqdm", "bitsandbytes", "triton") or error
+    raise ImportError(f"nf4_triton.NF4KernelCallback: {problem}") from error
 
 from .libraries.switch import Switch, check_names, use_nf4_kernel
 from .log import say

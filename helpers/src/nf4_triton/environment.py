@@ -13,11 +13,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .supported import OLDEST_TRITON
+
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
 CPU = Path("/proc/cpuinfo")
-OLDEST_TRITON = (3, 4)  # the first whose tl.gather compiles for this kernel
-NEWEST_TRITON = (3, 9)  # the newest that the tests ran with
 
 
 def describe():
@@ -34,7 +34,7 @@ def describe():
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "forced": os.environ.get("NF4_FORCE") or None,
+        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
     }
 
 
@@ -58,6 +58,12 @@ def cpu_name() -> str | None:
 def interpreted() -> bool:
     """Return whether Triton's interpreter runs the kernel: TRITON_INTERPRET, as Triton reads it."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def missing(*packages: str) -> str | None:
+    """Return which of these packages are not installed and what to do, None if all are."""
+    names = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"Missing packages: pip install {' '.join(names)}." if names else None
 
 
 def triton_version() -> tuple[int, int] | None:
@@ -109,4 +115,5 @@ def cannot_run(device=None) -> str | None:
 
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    return triton_problem() or (None if interpreted() else no_gpu(device))
+    problems = triton_problem(), None if interpreted() else no_gpu(device)
+    return " ".join(filter(None, problems)) or None

@@ -4,7 +4,9 @@ kernel_general.py has every other layout.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-# %% id="kernel" part="device" tags=["kernel"]
+from .supported import OLDEST_TRITON
+
+# %% id="kernel" tags=["kernel"]
 import triton
 import triton.language as tl
 
@@ -68,11 +70,11 @@ def _your_dequantize_nf4_kernel(
              cache_modifier=STORE_HINT)
 
 
-# %% Codebook and rounding id="kernel-parts" part="device" folded=true tags=["kernel"]
+# %% Codebook and rounding id="kernel-parts" folded=true tags=["kernel"]
 from triton.language.extra import libdevice
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-if TRITON < (3, 4):
+if TRITON < OLDEST_TRITON:
     raise ImportError(f"Triton {triton.__version__} cannot compile tl.gather for this kernel, "
                       "expected 3.4 or newer: update torch to 2.8 or newer, which brings it")
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: no GPU in use

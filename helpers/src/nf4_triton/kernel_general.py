@@ -33,14 +33,14 @@ def _slice_to_write(n, SELECT: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _slice_to_read(ids_ptr, which, n, first, slices, SELECT: tl.constexpr):
+def _slice_to_read(ids_ptr, which, n, skip, slices, SELECT: tl.constexpr):
     """Return where a slice begins in the weight, and whether it exists: slice 0 stands in for an id out of
     range. Apart from _slice_to_write: torch.compile takes what leads to a store for written."""
     if SELECT:
         id = tl.load(ids_ptr + which).to(tl.int64)
         exists = (id >= 0) & (id < slices)
         return tl.where(exists, id, 0) * n, exists
-    return which + first, which == 0
+    return which + skip, which == 0
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _store(
 
 
 @triton.jit(
-    do_not_specialize=["n", "first", "slices"],  # one binary for all sizes and addresses
+    do_not_specialize=["n", "skip", "slices"],  # one binary for all sizes and addresses
     do_not_specialize_on_alignment=[
         "weight_ptr", "out_ptr", "absmax_ptr", "code2_ptr", "absmax2_ptr", "offset_ptr", "ids_ptr"
     ],
@@ -74,7 +74,7 @@ def _dequantize_general_kernel(
     offset_ptr,  # () fp32; bf16, fp16 or fp64 where that was torch's default dtype on loading
     ids_ptr,  # with SELECT: the ids of the slices to dequantize
     n: tl.int64,  # elements; with SELECT: of a slice
-    first: tl.int64,  # elements before them in the weight
+    skip: tl.int64,  # elements before them in the weight
     slices: tl.int64,  # with SELECT: how many the weight has
     NESTED: tl.constexpr,  # absmax is quantized too
     QUANT_TYPE: tl.constexpr,  # "nf4" or "fp4"
@@ -96,7 +96,7 @@ def _dequantize_general_kernel(
     TILE: tl.constexpr = ROWS * 64
     n = tl.cast(n, tl.int64)  # torch.compile may pass a Python int
     which, start = _slice_to_write(n, SELECT, TILE)
-    source, exists = _slice_to_read(ids_ptr, which, n, first, slices, SELECT)
+    source, exists = _slice_to_read(ids_ptr, which, n, skip, slices, SELECT)
     source += start
     left = tl.minimum(n - start, TILE).to(tl.int32)
     left = tl.multiple_of(left, UNIT)  # wide accesses need masks that are constant over them

@@ -1,7 +1,7 @@
 """The puzzle's launch path: a kept launch that the tensors fit, else a check, Triton's ordinary launch, kept.
 
-It takes double-quantized NF4 as the puzzle has it; launch_general.py takes the rest. No address of a layer's
-tensors is kept. `# %%`: notebook cells.
+It checks and launches double-quantized NF4 as the puzzle has it, and relaunches every whole weight;
+launch_general.py has the rest. No address of a layer's tensors is kept. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -11,11 +11,12 @@ from .private import (
     address_of, has_memory, is_compiling, is_traced, launcher, plain_tensors,
 )
 from .settings import (
-    INTERPRETED, KERNEL_DEVICE, UnsupportedState, has_no_bf16, launch_options, of_card, settings,
-    settings_text, when_forced,
+    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, launch_options, of_card, settings,
+    when_forced,
 )
+from .supported import NEWEST_TRITON
 
-# %% id="launch-path" part="launch" tags=["launch"]
+# %% id="launch-path" tags=["launch"]
 def your_dequantize_nf4(layer):
     """Return the weight of a bitsandbytes Linear4bit, of its quant_state's shape and dtype."""
     try:
@@ -45,37 +46,38 @@ def relaunch(tensors, layout):
     if known is None:
         return None
     with plain_tensors():
-        for fits_again, device, run, before, grid, after, like, _ in known:
-            if not fits_again(*tensors) or is_watched():
+        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
+            if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
                     return relaunch(tensors, layout)
-            weight, absmax, code2, absmax2, offset = tensors
+            weight = tensors[0]
             address = weight.data_ptr()
-            if address % 16 or address == weight.storage_offset():  # misaligned, or freed by FSDP
-                continue
-            result = empty_cuda(*like)
-            run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), absmax.data_ptr(),
-                code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *after)
+            if (address % 16 == 0) is not aligned or address == weight.storage_offset() * weight.itemsize:
+                continue  # or freed by FSDP
+            if len(tensors) == 5:  # written out, 0.1 us less than map(data_ptr, ...)
+                _, absmax, code2, absmax2, offset = tensors
+                scales = absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr()
+            else:  # flat
+                scales = tensors[1].data_ptr(),
+            result = empty_cuda(*output)
+            run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), *scales, *after)
             return result
 
 
-# %% Read, check, launch for the first time, keep id="launch-first" part="launch" folded=true tags=["launch"]
+# %% Read, check, launch for the first time, keep id="launch-first" folded=true tags=["launch"]
 import contextlib
 import math
 
 import torch
 import triton
 
-VERSION = "1.3.0"  # of the package
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
-CAN_RELAUNCH = (GUARDED and TensorGuards is not None and not INTERPRETED
-                and (3, 4) <= TRITON <= (3, 9) and torch.version.hip is None)
+CAN_RELAUNCH = (GUARDED and current_device is not None and not INTERPRETED
+                and TRITON <= NEWEST_TRITON and torch.version.hip is None)
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
-
-
 launches: dict = {}  # {layout: what keep() made for it}
 when_forced.append(launches.clear)
 
@@ -94,7 +96,7 @@ def read(weight, quant_state):
     raise not_the_puzzles(problem)
 
 
-def not_the_puzzles(problem):
+def not_the_puzzles(problem="this weight or its state has another layout"):
     """Return the error for a weight that this kernel does not take."""
     return UnsupportedState(
         f"{problem}, expected a Linear4bit on a GPU in double-quantized NF4: its codes as (n / 2, 1) in uint8, "
@@ -119,9 +121,9 @@ def fits(tensors, layout, memory=True):
     for tensor, kind, least in zip(tensors, kinds, needed, strict=True):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or tensor.numel() < least:
             return False
-        if tensor.device != tensors[0].device or not tensor.is_contiguous():
+        if memory and (tensor.layout != torch.strided or tensor.is_neg() or not has_memory(tensor)):
             return False
-        if memory and (tensor.is_neg() or not has_memory(tensor)):
+        if tensor.device != tensors[0].device or not tensor.is_contiguous():
             return False
     weight, *_, offset = tensors
     return (weight.shape == (n // 2, 1) and weight.device.type == KERNEL_DEVICE and offset.numel() == 1
@@ -138,25 +140,31 @@ def prepare(tensors, layout, result):
     return -(-n // (64 * s.rows)), arguments, launch_options(s)
 
 
-def launch_ordinary(tensors, layout, result):
+def launch_ordinary(kernel, grid, arguments, options):
     """Launch with kernel[grid](...). Return Triton's CompiledKernel, None from its interpreter."""
-    grid, arguments, options = prepare(tensors, layout, result)
-    with torch.cuda.device(result.device) if result.is_cuda else contextlib.nullcontext():
-        return _your_dequantize_nf4_kernel[(grid,)](*arguments, **options)
+    weight = arguments[0]
+    with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
+        return kernel[(grid,)](*arguments, **options)
 
 
 def check_and_launch(tensors, layout):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    weight, *_ = tensors
-    if is_traced(weight):
+    if is_traced(tensors[0]):
         return call_operator(tensors, layout)
     with plain_tensors():
         if not fits(tensors, layout):
-            raise not_the_puzzles("this weight or its state has another layout")
-        shape, dtype, *_ = layout
-        result = torch.empty(shape, dtype=dtype, device=weight.device)
-        keep(tensors, layout, launch_ordinary(tensors, layout, result), result)
-        return result
+            raise not_the_puzzles()
+        return launch_and_keep(tensors, layout)
+
+
+def launch_and_keep(tensors, layout):
+    """Launch what fits() the ordinary way, and keep the launch."""
+    shape, dtype, *_ = layout
+    result = torch.empty(shape, dtype=dtype, device=tensors[0].device)
+    grid, arguments, options = prepare(tensors, layout, result)
+    compiled = launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)
+    keep(launches, layout, tensors, compiled, result, grid, arguments[6:], True)
+    return result
 
 
 def call_operator(tensors, layout):
@@ -164,54 +172,44 @@ def call_operator(tensors, layout):
     weight, *scales = tensors
     shape, dtype, _, blocksize, blocksize2, _ = layout
     if not fits(tensors, layout, memory=False):
-        raise not_the_puzzles("this weight or its state has another layout")
+        raise not_the_puzzles()
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return launch_eagerly(tensors, layout)
+        return run_eagerly(check_and_launch, tensors, layout)
     return torch.ops.nf4_triton.dequantize(
-        weight.detach(), *scales, list(shape), dtype, blocksize, blocksize2, launch_text())
+        weight.detach(), *scales, list(shape), dtype, blocksize, blocksize2, cache_key())
 
 
 @torch.compiler.disable
-def launch_eagerly(tensors, layout):
-    """Dequantize between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
-    return check_and_launch(tensors, layout)
+def run_eagerly(function, *arguments):
+    """Call between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
+    return function(*arguments)
 
 
-def launch_text():
-    """Return what decides about a launch as text: the operators' last argument, by which compiled code is
-    cached on disk."""
-    return f"{VERSION} {settings_text()}"
-
-
-def keep(tensors, layout, compiled, result):
-    """Keep a launch for later calls on such tensors. result: as callers get it."""
+def keep(table, key, tensors, compiled, result, *launch, fixed=5):
+    """Keep a launch for later calls on such tensors. result: as callers get it; launch: what else the table's
+    loop needs. From the tensor after the first `fixed` ones on, the first dimension may differ."""
     if not CAN_RELAUNCH or compiled is None:
         return
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    for numbers in (*sizes[fixed:], *strides[fixed:]):
+        numbers[0] = None
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if not guards.check(*tensors):  # one tensor given twice
         return
-    run, before = launcher(compiled, TRITON)
-    grid, (_, _, _, _, _, _, *after), _ = prepare(tensors, layout, result)
-    remember(launches, layout, (
-        guards.check,  # compares tensors with those that were checked, in one call into torch
+    if len(table) >= 1024:  # a model has few layouts, a test may have many
+        table.clear()
+    kept = (
+        guards.check,  # compares type, dtype, device, sizes, and strides in one call into torch
         result.get_device(),
-        run, before,  # Triton's launcher, and what it takes before the kernel's own arguments
-        grid,  # programs
-        tuple(after),  # the kernel's arguments after its pointers
+        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        compiled))  # owns what `before` points to
-
-
-def remember(launches, key, kept):
-    """Put a kept launch first among those of its key."""
-    if len(launches) >= 1024:  # a model has few layouts, a test may have many
-        launches.clear()
+        *launch,  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
+        compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
-    launches[key] = [kept, *launches.get(key, ())][:32]
+    table[key] = [kept, *table.get(key, ())][:32]
 
 
-def is_watched():
+def has_hooks():
     """Return whether Dynamo, a dispatch mode, or a profiler's launch hook must see the next launch."""
     enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
     return (dynamo_callback() is not None or dispatch_modes()

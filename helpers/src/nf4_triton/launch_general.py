@@ -1,11 +1,10 @@
 """Dequantize any layout: what backend and libraries call. It stands on top of launch.py.
 
-Whole weights try the puzzle's kept launches first. Then all of state.py's checks run, and `fits` chooses the
-kernel. `out=`, selected rows, and layouts that are not the puzzle's have kept launches of their own, and an
-operator.
+Whole weights try launch.py's kept launches first. The first launch of a weight that `fits` is the puzzle's.
+All else is checked by state.py and takes the general kernel; launches with `out=` or selected rows are kept
+here. Traced calls become one of two operators.
 """
 
-import contextlib
 import math
 import subprocess
 import typing
@@ -14,11 +13,9 @@ import torch
 import triton
 
 from . import launch, tracing
-from .kernel import TRITON
 from .kernel_general import _dequantize_general_kernel
-from .launch import CAN_RELAUNCH, is_watched, launch_text
+from .launch import has_hooks, keep, run_eagerly
 from .private import (
-    TensorGuards,
     address_of,
     current_device,
     current_stream,
@@ -26,20 +23,27 @@ from .private import (
     is_compiling,
     is_fake,
     is_traced,
-    launcher,
     plain_tensors,
 )
-from .settings import INTERPRETED, KERNEL_DEVICE, has_no_bf16, launch_options, of_card, settings, when_forced
+from .settings import (
+    INTERPRETED,
+    KERNEL_DEVICE,
+    cache_key,
+    has_no_bf16,
+    launch_options,
+    of_card,
+    settings,
+    when_forced,
+)
 from .state import (
-    Packed,
-    Selection,
     check,
     check_call,
-    make_packed,
-    read_fields,
-    read_rows,
+    from_fields,
+    read_state,
     result_shape,
     slice_elements,
+    to_fields,
+    transposed,
 )
 
 # Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
@@ -51,278 +55,196 @@ def dequantize_weight(weight, quant_state, out=None):
 
     Transposed if weight.shape[0] is 1, as in bitsandbytes. Raises UnsupportedState.
     """
-    return dequantize(*read_fields(weight, quant_state), out)
+    tensors, layout = read_state(weight, quant_state)
+    return run_kernel(tensors, layout, out)
 
 
-def dequantize_packed(packed, out=None, rows=None):
-    """Return the weight of a Packed; `out` and errors as for dequantize_weight.
+def run_kernel(tensors, layout, out=None, selection=None):
+    """Return the weight of read_state's tensors and layout by a kept launch or by a new one.
 
-    rows: of read_rows: only these slices along the first dimension of packed.shape, (len(rows),
-    *packed.shape[1:]), never transposed. An id on a GPU that is out of range gives a slice of NaN.
+    selection: of read_rows: only these slices along the first dimension, never transposed. An id on a GPU
+    that is out of range gives a slice of NaN. Raises UnsupportedState.
     """
-    selection = None if rows is None else read_rows(rows, packed)
-    return dequantize(packed.tensors, packed.layout, out, selection)
-
-
-def dequantize(tensors, layout, out=None, selection=None):
-    """Return the weight of the two parts of a Packed, by a kept launch or by a new one."""
-    result, quant_type = None, layout[2]
-    if quant_type == "nf4" and out is None and selection is None:
+    if out is not None or selection is not None:
+        result = relaunch_with(tensors, layout, out, selection)
+    else:
         result = launch.relaunch(tensors, layout)
-    if result is None:
-        result = relaunch(tensors, layout, out, selection)
-    if result is None:
-        result = check_and_launch(make_packed(tensors, layout), out, selection)
-    return result
+    if result is not None:
+        return result
+    if is_traced(tensors[0]):
+        return call_general_operator(tensors, layout, out, selection)
+    return launch_first(tensors, layout, out, selection)
 
 
-# --- kept launches ---
+# --- kept launches with `out=` or selected rows ---
 
 
-launches: dict = {}  # {a layout, or key_of(...): what keep() made for it}
-when_forced.append(launches.clear)
+launches_with: dict = {}  # {(layout, which of them are given): what keep_with() made for it}
+when_forced.append(launches_with.clear)
 
 
-def key_of(tensors, layout, out, selection):
-    """Return the key of a call's kept launches, and what their guards compare: `out` last."""
-    ids = None if selection is None else selection.ids
-    if ids is not None:
-        tensors = (*tensors, ids)
+def key_and_given(tensors, layout, out, selection):
+    """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
+    ids, given = None, tensors
+    if selection is not None:
+        ids = selection.ids
+        if ids is not None:
+            given = (*given, ids)
     if out is not None:
-        tensors = (*tensors, out)
-    return (layout, out is None, selection is None, ids is None), tensors
+        given = (*given, out)
+    return (layout, out is None, selection is None, ids is None), given
 
 
-def relaunch(tensors, layout, out, selection):
+def relaunch_with(tensors, layout, out, selection):
     """Launch again on tensors of a layout that was checked. Return the result, None if no launch fits."""
     if is_compiling():
         return None  # torch.compile must see the operator
-    key, guarded = layout, tensors
-    if out is not None or selection is not None:
-        key, guarded = key_of(tensors, layout, out, selection)
+    key, given = key_and_given(tensors, layout, out, selection)
     try:
-        known = launches.get(key, ())
+        known = launches_with.get(key, ())
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for fits_again, device, run, before, grid, after, like, more, _ in known:
-            if not fits_again(*guarded) or is_watched():
+        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
+            if not same_kind(*given) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
-                    return relaunch(tensors, layout, out, selection)
-            weight, absmax, *second = tensors
-            size, stride, dtype = like
-            tile, constexprs, aligned, out_aligned = more
-            first = 0
+                    return relaunch_with(tensors, layout, out, selection)
+            ids_address, (size, stride, dtype) = 0, output
             if selection is not None:
                 # Guards leave the first size of ids and out open, and the stride that follows from it.
-                if not all(tensor.is_contiguous() for tensor in guarded[len(tensors) :]):
+                ids, _, number = selection
+                if ids is not None:
+                    if not ids.is_contiguous():
+                        continue
+                    ids_address = ids.data_ptr()
+                if out is not None and not (out.is_contiguous() and out.shape[0] == number):
                     continue
-                ids = 0 if selection.ids is None else selection.ids.data_ptr()
-                numbers, grid = extent(layout[0], selection, tile)
-                after, first = (ids, *numbers, *constexprs), numbers[1]
-                size = selection.number, *size[1:]
+                size = number, *size[1:]
+            n, skip, grid = extent(elements, tile, selection)
+            weight, *scales = tensors
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
-            if freed or ((address + first // 2) % 16 == 0) is not aligned:
+            if freed or ((address + skip // 2) % 16 == 0) is not aligned:
                 continue
-            if out is not None and not can_write(out, guarded[:-1], size, out_aligned):
+            if out is None:
+                result = empty_cuda(size, stride, dtype)
+            elif can_write(out, given[:-1]):
+                result = out
+            else:
                 continue
-            result = empty_cuda(size, stride, dtype) if out is None else out
-            code2, absmax2, offset = second or (absmax, absmax, absmax)  # flat: not read
             if grid:
                 run(
                     grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
-                    absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr(), *after,
+                    *map(torch.Tensor.data_ptr, scales), *unread, ids_address, n, skip, *after,
                 )  # fmt: skip
-            return result if out is None or selection else maybe_transpose(out, weight)
+            return transposed(result, weight) if selection is None else result
 
 
-def can_write(out, tensors, size, aligned):
-    """Return whether `out` has the result's size and memory of its own, aligned as for the launch. If
-    so, tell autograd that it changes."""
-    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    freed = start == out.storage_offset() * out.itemsize
-    if freed or out.shape[:1] != size[:1] or (start % 16 == 0) is not aligned:
+def can_write(out, tensors):
+    """Return whether `out` is aligned and has memory of its own. If so, tell autograd that it changes."""
+    start, size = out.data_ptr(), out.nbytes
+    if start % 16 or start == out.storage_offset() * out.itemsize:
         return False
     for tensor in tensors:
-        first = tensor.data_ptr()
-        if start < first + tensor.nbytes and first < end:
+        address = tensor.data_ptr()
+        if start < address + tensor.nbytes and address < start + size:
             return False
     torch.autograd.graph.increment_version(out)
     return True
 
 
-def keep(packed, out, selection, ready, compiled, result):
-    """Keep a launch for later calls. result: as callers get it."""
-    if not CAN_RELAUNCH or compiled is None:
-        return
-    key, guarded = packed.layout, packed.tensors
-    if out is not None or selection is not None:
-        key, guarded = key_of(packed.tensors, packed.layout, out, selection)
-    sizes, strides = [list(x.shape) for x in guarded], [list(x.stride()) for x in guarded]
-    if selection is not None:  # another call selects another number of slices
-        for of_ids_and_out in (sizes[len(packed.tensors) :], strides[len(packed.tensors) :]):
-            for numbers in of_ids_and_out:
-                numbers[0] = None
-    guards = TensorGuards(*guarded, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    if not guards.check(*guarded):  # one tensor given twice
-        return
-    run, before = launcher(compiled, TRITON)
-    after = tuple(0 if isinstance(x, torch.Tensor) else x for x in ready.arguments[6:])
-    kept = (
-        guards.check,  # compares tensors with those that were checked, in one call into torch
-        result.get_device(),
-        *(run, before),  # Triton's launcher, and what it takes before the kernel's own arguments
-        ready.grid,
-        after,  # the kernel's arguments after six pointers
-        (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        (ready.tile, after[4:], ready.aligned, ready.out_aligned),
-        compiled,  # owns what `before` points to
-    )
-    launch.remember(launches, key, kept)
+def extent(elements, tile, selection):
+    """Return the kernel's n and skip, and how many programs of `tile` elements it needs.
+
+    elements: of a slice; without a selection of the whole weight.
+    """
+    if selection is None:
+        return elements, 0, -(-elements // tile)
+    ids, start, number = selection
+    if ids is not None:
+        return elements, 0, number * -(-elements // tile)
+    return number * elements, start * elements, -(-number * elements // tile)
 
 
 # --- the first launch ---
 
 
-class Ready(typing.NamedTuple):
-    """A launch that was checked and not yet made."""
-
-    kernel: typing.Any
-    grid: int  # programs
-    arguments: tuple  # six pointers; the general kernel's ids, n, first, slices, or n; constexprs
-    options: dict  # Triton's launch options
-    tile: int  # elements of a program
-    aligned: bool  # where the kernel starts to read the weight is a multiple of 16
-    out_aligned: bool
-
-
-def check_and_launch(packed, out=None, selection=None):
+def launch_first(tensors, layout, out=None, selection=None):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    if is_traced(packed.weight):
-        return call_operator(packed, out, selection)
-    sizes = check_call(packed, out, selection, KERNEL_DEVICE)
     with plain_tensors():
-        weight = packed.weight
+        if out is None and selection is None and launch.fits(tensors, layout):
+            return launch.launch_and_keep(tensors, layout)
+        sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
+        weight, (shape, dtype, *_), result = tensors[0], layout, out
         if out is None:
-            result = torch.empty(result_shape(packed, selection), dtype=packed.dtype, device=weight.device)
+            result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:
-            result = out
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
-        aligned = result.data_ptr() % 16 == 0
-        of_puzzle = puzzles_tensors(packed) if selection is None and aligned else None
-        if of_puzzle:
-            ready = prepare_puzzles(of_puzzle, packed.layout, result)
-        else:
-            ready = prepare(packed, sizes, result, selection)
-        compiled = launch_ordinary(ready, weight)
+        grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
+        key, given = key_and_given(tensors, layout, out, selection)
+        compiled = None
+        if grid:
+            compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
+        n, skip, *after = arguments[7:]
+        aligned = (weight.data_ptr() + skip // 2) % 16 == 0
+        unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
         if selection is None:
-            result = maybe_transpose(result, weight)
-        if of_puzzle and out is None and weight.dtype == torch.uint8:
-            launch.keep(packed.tensors, packed.layout, compiled, result)
-        else:
-            keep(packed, out, selection, ready, compiled, result)
+            result = transposed(result, weight)
+        if out is None and selection is None:
+            after = *unread, 0, n, skip, *after
+            keep(launch.launches, layout, tensors, compiled, result, grid, after, aligned)
+        elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
+            fixed, elements = len(given), n
+            if selection is not None:
+                fixed, elements = len(tensors), slice_elements(shape)
+            more = elements, 64 * settings(weight.device).rows, unread, after, aligned
+            keep(launches_with, key, given, compiled, result, *more, fixed=fixed)
         return result
 
 
-def puzzles_tensors(packed, memory=True):
-    """Return the tensors as the puzzle's kernel takes them, or None: codes as (n / 2, 1) in uint8."""
-    weight, *scales = packed.tensors
-    if weight.dtype != torch.uint8:  # quant_storage
-        weight = weight.view(-1).view(torch.uint8)
-    tensors = weight.view(-1, 1), *scales
-    return tensors if packed.nested and launch.fits(tensors, packed.layout, memory) else None
-
-
-def prepare_puzzles(tensors, layout, result):
-    """Return the launch of the puzzle's kernel as Ready."""
-    grid, arguments, options = launch.prepare(tensors, layout, result)
-    return Ready(launch._your_dequantize_nf4_kernel, grid, arguments, options, 0, True, True)
-
-
-def prepare(packed, sizes, result, selection=None):
-    """Return the launch of the general kernel. sizes: of check(packed)."""
-    weight, absmax = packed.weight, packed.absmax
-    s = settings(weight.device)
-    tile = 64 * s.rows
-    numbers, grid = extent(packed.shape, selection, tile)
-    aligned = (address_of(weight) + numbers[1] // 2) % 16 == 0
-    out_aligned = address_of(result) % 16 == 0
+def prepare_general(tensors, layout, sizes, result, selection=None):
+    """Return the grid, the general kernel's arguments, and Triton's options. sizes: of check()."""
+    (weight, absmax, *second), (shape, _, quant_type, _, _, nested) = tensors, layout
+    n, log2_block, log2_block2 = sizes
+    s, log2_row, slices = settings(weight.device), min(6, log2_block), 1
+    if selection is not None:  # a slice begins at a row
+        n, slices = slice_elements(shape), shape[0]
+        while n % (1 << log2_row):
+            log2_row -= 1
+    select = selection is not None and selection.ids is not None
+    unit = math.gcd(n, 1 << log2_row)
+    count, skip, grid = extent(n, 64 * s.rows, selection)
+    by_bytes = (address_of(weight) + skip // 2) % 16 != 0 or n % (32 if select else 8) != 0
     if weight.dtype != torch.uint8:  # quant_storage
         weight = weight.view(-1).view(torch.uint8)
     # What a launch does not read is absmax.
-    second = (packed.code2, packed.absmax2, packed.offset) if packed.nested else (absmax,) * 3
-    select = selection is not None and selection.ids is not None
-    ids = selection.ids if select else absmax
-
-    n, log2_block, log2_block2 = sizes
-    log2_row = min(6, log2_block)
-    if selection is not None:  # a slice begins at a row
-        n = slice_elements(packed)
-        while n % (1 << log2_row):
-            log2_row -= 1
-    by_bytes = not aligned or n % (32 if select else 8) != 0
-    unit = math.gcd(n, 1 << log2_row)
-    layout = packed.nested, packed.quant_type, log2_block, log2_block2
-    access = select, by_bytes, log2_row, unit, out_aligned
-    arguments = weight, result, absmax, *second, ids, *numbers, *layout, *access, *of_card(s)
-    kernel, options = _dequantize_general_kernel, launch_options(s)
-    return Ready(kernel, grid, arguments, options, tile, aligned, out_aligned)
-
-
-def extent(shape, selection, tile):
-    """Return the kernel's (n, first, slices), and how many programs of `tile` elements it needs."""
-    if selection is None:
-        n = math.prod(shape)
-        return (n, 0, 1), -(-n // tile)
-    n = math.prod(shape[1:])
-    if selection.ids is not None:
-        return (n, 0, shape[0]), selection.number * -(-n // tile)
-    size = selection.number * n
-    return (size, selection.first * n, shape[0]), -(-size // tile)
-
-
-def launch_ordinary(ready, weight):
-    """Launch with kernel[grid](...). Return Triton's CompiledKernel; None if interpreted or empty."""
-    if not ready.grid:
-        return None
-    with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
-        return ready.kernel[(ready.grid,)](*ready.arguments, **ready.options)
-
-
-def maybe_transpose(result, weight):
-    """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do. A (1, 1) is its
-    own transpose, and Inductor of torch 2.11 fails on it in a second graph (KeyError: op2)."""
-    return result.t() if weight.shape[0] == 1 and result.shape != (1, 1) else result
+    pointers = weight, result, absmax, *(second or (absmax,) * 3), selection.ids if select else absmax
+    constexprs = nested, quant_type, log2_block, log2_block2, select, by_bytes, log2_row, unit
+    aligned = address_of(result) % 16 == 0
+    arguments = *pointers, count, skip, slices, *constexprs, aligned, *of_card(s)
+    return grid, arguments, launch_options(s)
 
 
 # --- torch.compile, export, and torch.func ---
 
 
-@torch.compiler.disable
-def launch_eagerly(packed, out, selection):
-    """Dequantize between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
-    return check_and_launch(packed, out, selection)
-
-
-def call_operator(packed, out, selection=None):
+def call_general_operator(tensors, layout, out=None, selection=None):
     """Dequantize by an operator, which tracers record as one call."""
-    check_call(packed, out, selection, KERNEL_DEVICE)
-    weight = packed.weight
-    if packed.dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return launch_eagerly(packed, out, selection)
-    packed = packed.detached()  # after the break, which loses a replaced Packed in torch 2.11
-    of_puzzle = puzzles_tensors(packed, memory=False) if selection is None else None
-    if of_puzzle:
-        result = launch.call_operator(of_puzzle, packed.layout)
+    check_call(tensors, layout, out, selection, KERNEL_DEVICE)
+    weight, dtype = tensors[0], layout[1]
+    if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
+        return run_eagerly(run_kernel, tensors, layout, out, selection)
+    # Scales have gradients if bitsandbytes quantized a parameter.
+    tensors = tuple(tensor.detach() for tensor in tensors)
+    if selection is None and launch.fits(tensors, layout, memory=False):
+        result = launch.call_operator(tensors, layout)
     else:
-        fields = packed._replace(shape=list(packed.shape))
-        result = general_operator(*fields, *(selection or (None, 0, None)), launch_text())
+        result = general_operator(*to_fields(tensors, layout, selection), cache_key())
     if out is not None:
         result = out.copy_(result)
-    return maybe_transpose(result, weight) if selection is None else result
+    return transposed(result, weight) if selection is None else result
 
 
 def _dequantize_general(
@@ -338,28 +260,31 @@ def _dequantize_general(
     blocksize2: int | None,
     nested: bool,
     ids: torch.Tensor | None,
-    first: int,
+    start: int,
     number: int | None,
-    launch_text: str,
+    cache_key: str,
 ) -> torch.Tensor:
-    """Dequantize the fields of a Packed, and of a Selection if `number` is given. Real tensors take the
-    ordinary launch. launch_text is not read: compiled code is cached by it, and an exported program chooses
+    """Dequantize read_state's tensors of a layout, or a Selection if `number` is given. Real tensors take the
+    ordinary launch. cache_key is not read: compiled code is cached by it, and an exported program chooses
     its settings where it loads."""
-    packed = Packed(weight, absmax, code2, absmax2, offset, tuple(shape), dtype, quant_type, blocksize,
-                    blocksize2, nested)  # fmt: skip
-    selection = None if number is None else Selection(ids, first, number)
+    tensors, layout, selection = from_fields(
+        weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2, nested,
+        ids, start, number,
+    )  # fmt: skip
     fake = is_fake(weight)
-    sizes = check(packed, KERNEL_DEVICE) if fake else check_call(packed, None, selection, KERNEL_DEVICE)
-    result = torch.empty(result_shape(packed, selection), dtype=dtype, device=weight.device)
-    ready = prepare(packed, sizes, result, selection)
+    if fake:
+        sizes = check(tensors, layout, KERNEL_DEVICE)
+    else:
+        sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
+    result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
+    grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
     if not fake:
-        launch_ordinary(ready, weight)
-    elif not INTERPRETED and (
-        not isinstance(ready.grid, int) or ready.grid > 0
-    ):  # a dynamic grid may be empty
+        if grid:
+            launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
+    elif not INTERPRETED and (not isinstance(grid, int) or grid > 0):  # a dynamic grid may be empty
         # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
-        kernel = torch.library.wrap_triton(ready.kernel)
-        kernel[(ready.grid,)](*ready.arguments, num_warps=ready.options["num_warps"])
+        kernel = torch.library.wrap_triton(_dequantize_general_kernel)
+        kernel[(grid,)](*arguments, num_warps=options["num_warps"])
     return result
 
 

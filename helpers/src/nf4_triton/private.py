@@ -1,49 +1,35 @@
-"""Private names of torch and Triton: what each is for, what replaces it. One more is where it is used:
-nn.Module._parameters, in launch.py."""
+"""Private names of torch and Triton: what each is for. One more is where it is used: nn.Module._parameters, in
+launch.py."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-# %% Private names of torch and Triton id="private" part="private" folded=true tags=["launch"]
-import contextlib
-import operator
-
+# %% Private names of torch and Triton id="private" folded=true tags=["launch"]
 import torch
 
-
-def private(root, path, public=None):
-    """Return a private attribute of torch, or `public` if it is missing."""
-    try:
-        return operator.attrgetter(path)(root)
-    except AttributeError:
-        return public
-
-
-# For speed.
-TensorGuards = private(torch._C, "_dynamo.guards.TensorGuards")  # compares tensors in one C++ call
-# Allocates without the dispatcher's Python part.
-empty_cuda = private(torch._C, "_dynamo.guards._empty_strided_cuda",
-                     lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device="cuda"))
-# Params4bit's methods take their Python path through __torch_function__; not inside of this.
-plain_tensors = private(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
-# The stream's handle without a Stream object.
-current_stream = private(torch._C, "_cuda_getCurrentRawStream",
-                         lambda index: torch.cuda.current_stream(index).cuda_stream)
-# Does not check that CUDA is initialized.
-current_device = private(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-
-# For correctness: who else must see a call. Without one of these names every call goes through
-# the operator, and no launch is kept.
-dispatch_modes = private(torch._C, "_len_torch_dispatch_stack")
-transforms = private(torch._C, "_functorch.peek_interpreter_stack")
-is_fake = private(torch, "_subclasses.fake_tensor.is_fake")
-# Returns a callback while Dynamo runs a frame that it could not compile (bf16 on a T4). Dynamo
-# still traces the functions that this frame calls.
-dynamo_callback = private(torch._C, "_dynamo.eval_frame.get_eval_frame_callback")
-GUARDED = None not in (dispatch_modes, transforms, is_fake, dynamo_callback)
-if is_fake is None:  # the operator must know tracers' tensors all the same
+try:
+    # Compares several tensors with others in one C++ call; allocates without the dispatcher's Python part.
+    from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda as empty_cuda
+    # Params4bit's methods take their Python path through __torch_function__; not inside of this.
+    from torch._C import DisableTorchFunctionSubclass as plain_tensors
+    # Who else must see a call: dispatch modes, functorch's transforms, tracers' fake tensors, and
+    # Dynamo, which has a callback while it runs a frame that it could not compile (bf16 on a T4) and
+    # still traces the functions that this frame calls.
+    from torch._C import _len_torch_dispatch_stack as dispatch_modes
+    from torch._C._functorch import peek_interpreter_stack as transforms
+    from torch._subclasses.fake_tensor import is_fake
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback as dynamo_callback
+    GUARDED = True
+except ImportError:  # then every call goes through the operator, and no launch is kept
+    from contextlib import nullcontext as plain_tensors
+    TensorGuards = empty_cuda = dispatch_modes = transforms = dynamo_callback = None
+    GUARDED = False
 
     def is_fake(tensor):
         return type(tensor).__name__ in ("FakeTensor", "FunctionalTensor")
 
+try:  # the stream's handle without a Stream object; the device without a check that CUDA is initialized
+    from torch._C import _cuda_getCurrentRawStream as current_stream, _cuda_getDevice as current_device
+except ImportError:  # torch without CUDA: no launch is kept
+    current_stream = current_device = None
 
 is_compiling = torch.compiler.is_dynamo_compiling  # public
 

@@ -39,27 +39,27 @@ FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbyte
 CHUNK = 1 << 18  # elements that a CPU computes at once, in its caches
 
 
-def dequantize(packed, selection=None):
-    """Return the dequantized weight, or a Selection of its slices, bit-identical to bitsandbytes.
+def exact_weight(tensors, layout, selection=None):
+    """Return the weight, or a Selection of its slices, bit-identical to bitsandbytes, not transposed.
 
         scale[k] = fp32(code2[absmax[k]] * absmax2[k // blocksize2]) + offset    nested: rounded twice, no FMA
         out[i]   = dtype(fp32(table[code[i]] * scale[i // blocksize]))           flat: scale is absmax
 
-    packed: a Packed of nf4 or fp4, nested or flat. If weight.shape[0] is 1, the result is transposed, but
-    not with a selection, of which an id that is out of range gives a slice of NaN.
+    tensors, layout: as read_state returns them. A selected id that is out of range gives a slice of NaN.
     """
     if selection is not None:
-        slices, missing = select(packed, selection)
-        out = dequantize(slices)
+        slices, layout, missing = select(tensors, layout, selection)
+        out = exact_weight(slices, layout)
         out.flatten(1).masked_fill_(missing[:, None], math.nan)
         return out
-    codes, n = codes_of(packed), math.prod(packed.shape)
-    block = min(packed.blocksize, n or 1)
-    scale = scales_of(packed, torch.arange(-(-n // block), device=codes.device))
-    values = FP4_VALUES if packed.quant_type == "fp4" else NF4_VALUES
+    shape, dtype, quant_type, blocksize, *_ = layout
+    codes, n = codes_of(tensors[0]), math.prod(shape)
+    block = min(blocksize, n or 1)
+    scale = scales_of(tensors, layout, torch.arange(-(-n // block), device=codes.device))
+    values = FP4_VALUES if quant_type == "fp4" else NF4_VALUES
     table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     pairs = torch.cartesian_prod(table, table)  # the values of each byte's two codes, the high nibble first
-    result = codes.new_empty(packed.shape, dtype=packed.dtype)  # batched under vmap where the codes are
+    result = codes.new_empty(shape, dtype=dtype)  # batched under vmap where the codes are
     chunks = [(result.view(-1), codes, scale)]
     if not is_traced(codes):
         size = max(block, CHUNK * 64 if codes.is_cuda else CHUNK)
@@ -69,42 +69,38 @@ def dequantize(packed, selection=None):
         n = out.shape[0]
         values = pairs.index_select(0, codes.int()).view(-1)[:n]
         out.copy_(multiply(values, scale.repeat_interleave(block)[:n]))
-    return result.t() if packed.weight.shape[0] == 1 else result
+    return result
 
 
-def select(packed, selection):
-    """Return slices as a flat Packed, and which of their ids do not exist."""
-    ids, codes = selection.ids, codes_of(packed)
+def select(tensors, layout, selection):
+    """Return slices as the tensors and the layout of a flat weight, and which of their ids do not exist."""
+    shape, dtype, quant_type, blocksize, *_ = layout
+    ids, codes = selection.ids, codes_of(tensors[0])
     if ids is None:
-        ids = torch.arange(selection.number, device=codes.device) + selection.first
-    n = math.prod(packed.shape[1:])
-    unit = math.gcd(n, packed.blocksize)  # lies in one block
-    known = ids.long().clamp(0, packed.shape[0] - 1)
+        ids = torch.arange(selection.number, device=codes.device) + selection.start
+    n = math.prod(shape[1:])
+    unit = math.gcd(n, blocksize)  # lies in one block
+    known = ids.long().clamp(0, shape[0] - 1)
     units = known[:, None] * (n // unit) + torch.arange(n // unit, device=ids.device)
     units = units.view(-1)
-    codes = codes[: packed.shape[0] * n // 2].view(-1, unit // 2)
-    slices = packed._replace(
-        weight=codes[units].view(-1, 1),
-        absmax=scales_of(packed, units * unit // packed.blocksize),
-        shape=(selection.number, *packed.shape[1:]),
-        blocksize=unit,
-        nested=False,
-    )
-    return slices, ids != known
+    codes = codes[: shape[0] * n // 2].view(-1, unit // 2)
+    slices = codes[units].view(-1, 1), scales_of(tensors, layout, units * unit // blocksize)
+    return slices, ((selection.number, *shape[1:]), dtype, quant_type, unit, None, False), ids != known
 
 
-def codes_of(packed):
+def codes_of(weight):
     """Return the bytes of the packed weight."""
-    return packed.weight.contiguous().view(-1).view(torch.uint8)
+    return weight.contiguous().view(-1).view(torch.uint8)
 
 
-def scales_of(packed, blocks):
+def scales_of(tensors, layout, blocks):
     """Return the scales of these blocks."""
-    scale = packed.absmax.reshape(-1)[blocks]
-    if packed.nested:
-        scale = packed.code2[scale.int()]
-        scale = multiply(scale, packed.absmax2.reshape(-1)[blocks // packed.blocksize2])
-        scale += packed.offset
+    _, absmax, *second = tensors
+    scale = absmax.reshape(-1)[blocks]
+    if second:
+        code2, absmax2, offset = second
+        scale = multiply(code2[scale.int()], absmax2.reshape(-1)[blocks // layout[4]])
+        scale += offset
     return scale
 
 

@@ -2,10 +2,11 @@
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 from .environment import interpreted
+from .supported import TILES, VERSION
 
 INTERPRETED = interpreted()
 
-# %% Settings for each GPU id="settings" part="settings" folded=true tags=["kernel"]
+# %% Settings for each GPU id="settings" folded=true tags=["kernel"]
 import contextlib
 import dataclasses
 import functools
@@ -14,10 +15,6 @@ import os
 
 import torch
 
-TILES = {  # by compute capability: rows of 64 elements and warps per program
-    (7, 5): (128, 4),  # Tesla T4
-    (9, 0): (32, 2),  # H100
-}
 KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
@@ -37,10 +34,9 @@ class Settings:
     num_warps: int
 
 
-T4 = dict(int_bf16=True, rows=128, num_warps=4)
 when_forced: list = []  # functions that force() calls: launches that were kept have other settings
 _forced: dict = {}
-_text = f"{TILES}, forced: []"
+_cache_key = ""
 
 
 @functools.cache
@@ -63,9 +59,10 @@ def settings(device=None):
     return dataclasses.replace(chosen, **_forced) if _forced else chosen
 
 
-def settings_text():
-    """Return the table of tiles and what is forced as text: a part of what compiled code is cached by."""
-    return _text
+def cache_key():
+    """Return what decides about a launch as text: the operators' last argument, by which compiled code is
+    cached on disk."""
+    return _cache_key
 
 
 @torch.compiler.assume_constant_result
@@ -85,14 +82,17 @@ def force(card=None, **overrides):
     """
     if card not in (None, "t4"):
         raise ValueError(f"card is {card!r}, expected 't4', the only card that can be forced")
-    before, chosen = _forced, {**(T4 if card else {}), **overrides}
+    before, chosen = _forced, overrides
+    if card:
+        rows, num_warps = TILES[7, 5]
+        chosen = dict(int_bf16=True, rows=rows, num_warps=num_warps) | overrides
     unknown = chosen.keys() - {field.name for field in dataclasses.fields(Settings)}
     if unknown:
         raise TypeError(f"unknown settings {sorted(unknown)}, expected fields of Settings")
 
     def apply(fields):
-        global _forced, _text
-        _forced, _text = fields, f"{TILES}, forced: {sorted(fields.items())}"
+        global _forced, _cache_key
+        _forced, _cache_key = fields, f"{VERSION} {TILES}, forced: {sorted(fields.items())}"
         for forget in when_forced:
             forget()
 
@@ -107,9 +107,10 @@ def force(card=None, **overrides):
     return restore()
 
 
-if os.environ.get("NF4_FORCE"):
+force()
+if forced := os.environ.get("NF4_FORCE", "").strip().lower():
     try:
-        force(card=os.environ["NF4_FORCE"])
+        force(card=forced)
     except ValueError as error:
         logging.getLogger("nf4_triton").warning("nf4_triton: NF4_FORCE has no effect: %s", error)
 

@@ -1,4 +1,11 @@
-"""Read a bitsandbytes state into a Packed, and check it. Needs no Triton."""
+"""Read a bitsandbytes state as two tuples, and check them. Needs no Triton.
+
+tensors: (weight, absmax, code2, absmax2, offset), or (weight, absmax) of a flat state.
+layout: (shape, dtype, quant_type, blocksize, blocksize2, nested); blocksize2 is None if flat.
+The weight holds packed codes, two a byte, high nibble first. absmax has one entry per block: a uint8 index
+into the 256 fp32 values of code2, or the fp32 scale itself (flat). absmax2 is fp32, one for every blocksize2
+blocks. offset is one value. shape and dtype are the result's.
+"""
 
 import math
 import operator
@@ -14,90 +21,43 @@ STORAGES = (torch.uint8, torch.int8, torch.float16, torch.bfloat16, torch.float3
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # bitsandbytes loads the offset in torch's default dtype.
 OFFSETS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-class Packed(typing.NamedTuple):
-    """A 4-bit weight, whichever library holds it."""
-
-    weight: torch.Tensor  # packed codes, two a byte, high nibble first
-    absmax: torch.Tensor  # one per block: uint8 index into code2, or the fp32 scale (flat)
-    code2: torch.Tensor | None  # (256,) fp32; this and the next two are None if flat
-    absmax2: torch.Tensor | None  # fp32, one for every blocksize2 blocks
-    offset: torch.Tensor | None  # one value
-    shape: tuple  # of the result
-    dtype: torch.dtype  # of the result
-    quant_type: str  # "nf4" or "fp4"
-    blocksize: int  # elements
-    blocksize2: int | None = None  # blocks
-    nested: bool = False  # absmax is quantized too
-
-    @property
-    def tensors(self):
-        """The tensors that the kernel reads: five, or two if flat."""
-        return self[:5] if self.nested else self[:2]
-
-    def detached(self):
-        """The same without gradients, which scales have if bitsandbytes quantized a parameter."""
-        tensors = (tensor.detach() for tensor in self.tensors)
-        return self._replace(**dict(zip(self._fields, tensors, strict=False)))
-
-    @property
-    def layout(self):
-        """The other fields."""
-        return tuple(self.shape), *self[6:]
+NAMES = ("weight", "absmax", "code2", "absmax2", "offset")
 
 
 class Selection(typing.NamedTuple):
     """Slices of a weight along its first dimension."""
 
     ids: torch.Tensor | None  # (number,) int32 or int64 on the weight's device; None: consecutive
-    first: int  # of consecutive slices
+    start: int  # the first of consecutive slices
     number: int
 
 
-def read_fields(weight, quant_state):
-    """Return the tensors (five, or two if flat) and the layout of a Packed. Raises UnsupportedState."""
+def read_state(weight, quant_state):
+    """Return the tensors and the layout of a bitsandbytes weight and its QuantState. Checks only that all
+    fields exist. Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer."""
     q = quant_state
     try:
         if q.nested:
             q2 = q.state2
-            if q2.dtype is not torch.float32:
-                raise UnsupportedState(
-                    f"state2.dtype is {q2.dtype}, expected torch.float32: quantize the layer again"
-                )
-            return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
-                tuple(q.shape),
-                q.dtype,
-                q.quant_type,
-                q.blocksize,
-                q2.blocksize,
-                True,
+            if q2.dtype is torch.float32:
+                return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
+                    tuple(q.shape), q.dtype, q.quant_type, q.blocksize, q2.blocksize, True
+                )  # fmt: skip
+            problem = f"state2.dtype is {q2.dtype}, expected torch.float32: quantize the layer again"
+        else:
+            repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
+            tensors = weight, q.absmax
+            layout = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
+            if not repacked:
+                return tensors, layout
+            problem = (
+                "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
+                "expected the usual layout: reload the layer, and dequantize it before its first "
+                "forward pass"
             )
-        repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
-        tensors = weight, q.absmax
-        layout = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
-        if not repacked:
-            return tensors, layout
-        problem = (
-            "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
-            "expected the usual layout: reload the layer, and dequantize it before its first "
-            "forward pass"
-        )
     except (AttributeError, TypeError) as error:
         problem = missing_field(quant_state, error)
     raise UnsupportedState(problem)  # here: torch 2.11 cannot trace `raise ... from error`
-
-
-def make_packed(tensors, layout):
-    """Return the Packed of read_fields' two tuples."""
-    weight, absmax, *second = tensors
-    return Packed(weight, absmax, *(second or (None, None, None)), *layout)
-
-
-def read_state(weight, quant_state):
-    """Return the Packed of a bitsandbytes weight and its QuantState. Checks only that all fields
-    exist. Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer."""
-    return make_packed(*read_fields(weight, quant_state))
 
 
 def missing_field(quant_state, error):
@@ -107,52 +67,56 @@ def missing_field(quant_state, error):
             "there is no quant_state, expected bitsandbytes' QuantState: quantize the layer "
             "first by moving it with layer.to(device); plain and 8-bit layers have none"
         )
+    if isinstance(quant_state, (torch.Tensor, torch.dtype, torch.nn.Module)):
+        return (
+            f"quant_state is a {type(quant_state).__name__}, expected a QuantState or None: the order is"
+            " dequantize(weight, quant_state, out, dtype, rows)"
+        )
     return (
         f"the quant_state is incomplete ({error}), expected bitsandbytes' QuantState with all "
         "fields: reload the layer"
     )
 
 
-def check(packed, device=None):
+def check(tensors, layout, device=None):
     """Return (elements, log2 blocksize, log2 blocksize2 or 0). Raises UnsupportedState.
 
     Reads only metadata, which torch.compile can trace. device: the type of device where the weight
     must be, None for any.
     """
-    p = packed
-    if not isinstance(p.quant_type, str) or p.quant_type not in ("nf4", "fp4"):
+    shape, dtype, quant_type, blocksize, blocksize2, nested = layout
+    weight, absmax, *second = tensors
+    if not isinstance(quant_type, str) or quant_type not in ("nf4", "fp4"):
         raise UnsupportedState(
-            f"quant_type is {p.quant_type!r}, expected 'nf4' or 'fp4': use the library's own "
+            f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4': use the library's own "
             "dequantization for other states"
         )
-    if p.dtype not in DTYPES:
+    if dtype not in DTYPES:
         raise UnsupportedState(
-            f"quant_state.dtype is {p.dtype}, expected one of {DTYPES}: set quant_state.dtype to one of them"
+            f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set quant_state.dtype to one of them"
         )
-    if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in p.shape):
-        raise UnsupportedState(
-            f"quant_state.shape is {p.shape}, expected the weight's shape: reload the layer"
-        )
-    log2_block = log2_of("quant_state.blocksize", p.blocksize, 8, 37)
-    n = math.prod(p.shape)
-    blocks = -(-n // p.blocksize)
+    if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in shape):
+        raise UnsupportedState(f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
+    log2_block = log2_of("quant_state.blocksize", blocksize, 8, 37)
+    n = math.prod(shape)
+    blocks = -(-n // blocksize)
     if n >= MAX_ELEMENTS:
         raise UnsupportedState(
             f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts"
         )
-    check_weight(p.weight, n, p.shape, device)
-    kind = torch.uint8 if p.nested else torch.float32
-    check_tensor("absmax", p.absmax, p.weight, blocks, kind)
-    if not p.nested:
+    check_weight(weight, n, shape, device)
+    check_tensor("absmax", absmax, weight, blocks, torch.uint8 if nested else torch.float32)
+    if not nested:
         return n, log2_block, 0
-    log2_block2 = log2_of("state2.blocksize", p.blocksize2, 1, 31)
-    check_tensor("code2", p.code2, p.weight, 256, torch.float32)
-    check_tensor("absmax2", p.absmax2, p.weight, -(-blocks // p.blocksize2), torch.float32)
-    check_tensor("offset", p.offset, p.weight, 1, *OFFSETS)
+    log2_block2 = log2_of("state2.blocksize", blocksize2, 1, 31)
+    code2, absmax2, offset = second
+    check_tensor("code2", code2, weight, 256, torch.float32)
+    check_tensor("absmax2", absmax2, weight, -(-blocks // blocksize2), torch.float32)
+    check_tensor("offset", offset, weight, 1, *OFFSETS)
     # bitsandbytes adds a one-dimensional fp64 offset in fp64, which rounds differently.
-    if p.offset.numel() != 1 or (p.offset.dim() and p.offset.dtype == torch.float64):
+    if offset.numel() != 1 or (offset.dim() and offset.dtype == torch.float64):
         raise UnsupportedState(
-            f"offset has shape {tuple(p.offset.shape)} and {p.offset.dtype}, expected one value, "
+            f"offset has shape {tuple(offset.shape)} and {offset.dtype}, expected one value, "
             "in float64 without a dimension: reload the layer"
         )
     return n, log2_block, log2_block2
@@ -175,8 +139,6 @@ def check_weight(weight, n, shape, device):
             f"the weight is {type(weight).__name__}, expected a tensor of packed 4-bit codes: pass "
             "a Linear4bit, or its weight and weight.quant_state"
         )
-    if type(weight).__name__ == "DTensor":
-        raise UnsupportedState("the weight is a DTensor, expected a plain tensor: pass weight.full_tensor()")
     if weight.device.type == "meta":
         raise UnsupportedState(
             "the weight is on meta, expected its values, which accelerate loses when it offloads a 4-bit "
@@ -208,13 +170,14 @@ def check_weight(weight, n, shape, device):
 
 
 def check_tensor(name, tensor, weight, least, *dtypes):
-    """Check that a tensor of a state is on the weight's device, contiguous, of one of the dtypes,
+    """Check that a tensor of a state is a plain one on the weight's device, contiguous, of one of the dtypes,
     and has at least `least` elements."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedState(
             f"{name} is {type(tensor).__name__}, expected a tensor: the quant_state is incomplete; "
             "reload the layer"
         )
+    check_plain(name, tensor)
     if tensor.dtype not in dtypes or tensor.numel() < least:
         raise UnsupportedState(
             f"{name} has {tensor.numel()} elements of {tensor.dtype}, expected {least} or more of "
@@ -231,10 +194,18 @@ def check_tensor(name, tensor, weight, least, *dtypes):
         )
 
 
-def check_memory(packed, out=None, ids=None):
+def check_plain(name, tensor):
+    """Check that a tensor's values are in memory of its own, one after the other."""
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedState(f"{name} is a DTensor, expected a plain tensor: pass {name}.full_tensor()")
+    if not is_compiling() and tensor.layout != torch.strided:  # which Dynamo cannot trace in a backward pass
+        raise UnsupportedState(f"{name} is {tensor.layout}, expected a plain tensor: pass {name}.to_dense()")
+
+
+def check_memory(tensors, out=None, ids=None):
     """Check that real tensors have memory, not freed by FSDP, that none is a negated view, and that
     writing into `out` overwrites nothing that the kernel reads."""
-    read = dict(zip(Packed._fields, packed.tensors, strict=False))
+    read = dict(zip(NAMES, tensors, strict=False))
     if ids is not None:
         read["rows"] = ids
     for name, tensor in {**read, "out": out}.items():
@@ -252,19 +223,19 @@ def check_memory(packed, out=None, ids=None):
         return
     start, end = out.data_ptr(), out.data_ptr() + out.nbytes
     for name, tensor in read.items():
-        first = tensor.data_ptr()
-        if start < first + tensor.nbytes and first < end:
+        address = tensor.data_ptr()
+        if start < address + tensor.nbytes and address < end:
             raise UnsupportedState(
                 f"out shares memory with {name}, expected its own: pass another tensor, or None"
             )
 
 
-def check_out(out, packed, selection=None):
-    """Check that `out` can hold the result. Raises UnsupportedState."""
+def check_out(out, shape, dtype, device):
+    """Check that `out` can hold a result. Raises UnsupportedState."""
     if not isinstance(out, torch.Tensor):
         raise UnsupportedState(f"out is {type(out).__name__}, expected a tensor, or None for a new one")
-    shape = result_shape(packed, selection)
-    expected = (shape, packed.dtype, packed.weight.device, True, False)
+    check_plain("out", out)
+    expected = (tuple(shape), dtype, device, True, False)
     given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), out.requires_grad)
     if given != expected:
         raise UnsupportedState(
@@ -273,49 +244,44 @@ def check_out(out, packed, selection=None):
         )
 
 
-def result_shape(packed, selection=None):
+def result_shape(shape, selection=None):
     """Return the shape of the result, not transposed."""
-    if selection is None:
-        return tuple(packed.shape)
-    return (selection.number, *packed.shape[1:])
+    return tuple(shape) if selection is None else (selection.number, *shape[1:])
 
 
-def slice_elements(packed):
+def slice_elements(shape):
     """Return the elements of one slice. Raises UnsupportedState for one that no row can begin at."""
-    n = math.prod(packed.shape[1:]) if packed.shape else 0
+    n = math.prod(shape[1:]) if shape else 0
     if n % 8 or not n:
         raise UnsupportedState(
-            f"a slice of {tuple(packed.shape)} has {n} elements, expected a multiple of 8: "
+            f"a slice of {tuple(shape)} has {n} elements, expected a multiple of 8: "
             "dequantize the whole weight, then index it"
         )
     return n
 
 
-def check_selection(packed, selection):
+def check_selection(selection, shape, device):
     """Check that slices begin at rows and exist. Raises UnsupportedState."""
-    slice_elements(packed)
-    ids, first, number = selection
+    slice_elements(shape)
+    ids, start, number = selection
     if ids is None:
-        if first < 0 or number < 0 or first + number > packed.shape[0]:
-            raise UnsupportedState(
-                f"rows are {first} to {first + number}, expected within 0 to {packed.shape[0]}"
-            )
+        if start < 0 or number < 0 or start + number > shape[0]:
+            raise UnsupportedState(f"rows are {start} to {start + number}, expected within 0 to {shape[0]}")
         return
     check_ids(ids)
     if ids.shape[0] != number:
         raise UnsupportedState(
             f"rows has {ids.shape[0]} ids, expected {number}: a traced call keeps the number that it saw"
         )
-    if not packed.shape[0] and number:
+    if not shape[0] and number:
         raise IndexError("rows has ids, expected none: the weight has no slices")
-    if ids.device != packed.weight.device:
-        raise UnsupportedState(
-            f"rows is on {ids.device}, expected {packed.weight.device}, where the weight is"
-        )
+    if ids.device != device:
+        raise UnsupportedState(f"rows is on {ids.device}, expected {device}, where the weight is")
 
 
 def check_ids(ids):
     """Check that the kernel can read ids. Raises UnsupportedState."""
+    check_plain("rows", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         do = "mask.nonzero().view(-1)" if ids.dtype == torch.bool else "rows.long()"
         raise UnsupportedState(f"rows is {ids.dtype}, expected int32 or int64 ids: use {do}")
@@ -326,45 +292,75 @@ def check_ids(ids):
         )
 
 
-def check_call(packed, out=None, selection=None, device=None):
+def check_call(tensors, layout, out=None, selection=None, device=None):
     """Check all that a call was given. Return check's sizes."""
-    sizes = check(packed, device)
+    sizes = check(tensors, layout, device)
+    (weight, *_), (shape, dtype, *_) = tensors, layout
     if selection is not None:
-        check_selection(packed, selection)
-    elif packed.weight.shape[0] == 1 and len(packed.shape) > 2:
+        check_selection(selection, shape, weight.device)
+    elif weight.shape[0] == 1 and len(shape) > 2:
         raise UnsupportedState(
             f"the weight is packed as one row, so its result is transposed, and quant_state.shape is "
-            f"{tuple(packed.shape)}, expected a matrix: pass weight.view(-1, 1)"
+            f"{tuple(shape)}, expected a matrix: pass weight.view(-1, 1)"
         )
     if out is not None:
-        check_out(out, packed, selection)
+        check_out(out, result_shape(shape, selection), dtype, weight.device)
     ids = selection and selection.ids
-    if not (is_compiling() or in_transform() or any(map(is_fake, (*packed.tensors, out, ids)))):
-        check_memory(packed, out, ids)
+    if not (is_compiling() or in_transform() or any(map(is_fake, (*tensors, out, ids)))):
+        check_memory(tensors, out, ids)
     return sizes
 
 
-def read_rows(rows, packed):
+def to_fields(tensors, layout, selection=None):
+    """Return the arguments of an operator, None for what is missing."""
+    shape, *rest = layout
+    unread = (None,) * (5 - len(tensors))
+    return *tensors, *unread, list(shape), *rest, *(selection or (None, 0, None))
+
+
+def from_fields(*fields):
+    """Return the tensors, the layout, and the Selection or None of an operator's arguments."""
+    shape, *rest = fields[5:11]
+    nested, number = fields[10], fields[13]
+    tensors = fields[:5] if nested else fields[:2]
+    selection = None if number is None else Selection(*fields[11:])
+    return tensors, (tuple(shape), *rest), selection
+
+
+def transposed(result, weight):
+    """Return the result transposed if weight.shape[0] is 1, as bitsandbytes and Unsloth do. A (1, 1) is its
+    own transpose, and Inductor of torch 2.11 fails on it in a second graph (KeyError: op2)."""
+    return result.t() if weight.shape[0] == 1 and result.shape != (1, 1) else result
+
+
+def read_rows(rows, tensors, layout):
     """Return the Selection of `rows`: a slice of step 1, a tensor of ids, or a list of ints.
 
-    Ids on a CPU are checked, which raises IndexError, and copied to the weight's device.
+    Ids of several dimensions become one. Ids on a CPU are checked, which raises IndexError, and copied to the
+    weight's device.
     """
-    if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
-        return Selection(rows, 0, rows.numel())
-    size = packed.shape[0] if len(packed.shape) else 0
+    if isinstance(rows, torch.Tensor):
+        if rows.dim() != 1:
+            check_plain("rows", rows)
+            rows = rows.reshape(-1)
+        if rows.device.type != "cpu":
+            return Selection(rows, 0, rows.numel())
+    shape = layout[0]
+    size = shape[0] if len(shape) else 0
     if isinstance(rows, slice):
         try:
-            first, stop, step = rows.indices(size)
+            start, stop, step = rows.indices(size)
         except TypeError:
-            check(packed)  # of its shape
+            check(tensors, layout)  # of its shape
             step = None
         if step != 1:
             raise UnsupportedState(f"rows is {rows}, expected ints and step 1: pass a list of ids")
-        return Selection(None, first, max(0, stop - first))
-    check(packed)  # before its device is asked for
+        return Selection(None, start, max(0, stop - start))
+    check(tensors, layout)  # before its device is asked for
     if isinstance(rows, (list, tuple, range)):
         rows = torch.tensor([read_id(row, size) for row in rows], dtype=torch.int64, device="cpu")
     elif isinstance(rows, torch.Tensor):
+        check_plain("rows", rows)
         rows = rows.contiguous()
         check_ids(rows)
         if not is_traced(rows):  # a tracer knows no values
@@ -375,7 +371,7 @@ def read_rows(rows, packed):
             f"rows is {type(rows).__name__}, expected a slice, a list of ints, or a tensor of int32 "
             "or int64 ids"
         )
-    rows = rows.to(packed.weight.device)
+    rows = rows.to(tensors[0].device)
     return Selection(rows, 0, rows.numel())
 
 

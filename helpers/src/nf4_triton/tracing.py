@@ -8,7 +8,7 @@ from .launch import fits, launch_ordinary, not_the_puzzles, prepare
 from .private import address_of, is_fake
 from .settings import INTERPRETED
 
-# %% The operator for torch.compile, export, and torch.func id="operator" part="launch" folded=true tags=["launch"]
+# %% The operator for torch.compile, export, and torch.func id="operator" folded=true tags=["launch"]
 import typing
 
 import torch
@@ -24,19 +24,19 @@ def _dequantize(
     dtype: torch.dtype,
     blocksize: int,
     blocksize2: int,
-    launch_text: str,
+    cache_key: str,
 ) -> torch.Tensor:
-    """Dequantize double-quantized NF4. Real tensors take the ordinary launch. launch_text is not read:
+    """Dequantize double-quantized NF4. Real tensors take the ordinary launch. cache_key is not read:
     compiled code is cached by it, and an exported program chooses its settings where it loads."""
     if address_of(weight) % 16:
         weight = weight.clone()
     tensors = weight, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
     if not fits(tensors, layout, memory=not is_fake(weight)):
-        raise not_the_puzzles("this weight or its state has another layout")
+        raise not_the_puzzles()
     result = torch.empty(shape, dtype=dtype, device=weight.device)
     if not is_fake(weight):
-        launch_ordinary(tensors, layout, result)
+        launch_ordinary(_your_dequantize_nf4_kernel, *prepare(tensors, layout, result))
     elif not INTERPRETED:
         grid, arguments, options = prepare(tensors, layout, result)
         # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.

@@ -1,5 +1,6 @@
 """use_nf4_kernel: what it replaces and says, how it ends, and what may happen to the process meanwhile."""
 
+import atexit
 import copy
 import functools
 import importlib.util
@@ -18,20 +19,23 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit  # noqa: E402
 
 from helpers import machine  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
-from nf4_triton import autoload, launch_general, log  # noqa: E402
-from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
+from nf4_triton import autoload, launch, launch_general, log  # noqa: E402
+from nf4_triton.libraries import bitsandbytes, site, switch, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
 from nf4_triton.settings import UnsupportedState  # noqa: E402
-from states import fast_dequantize, oracle  # noqa: E402
+from states import oracle  # noqa: E402
 from switching import (  # noqa: E402
     BF16,
+    FP32,
     ORIGINAL,
     forget_self_tests,
     library_function,
+    outcome,
     quantized,
     quietly,
+    same,
     untouched,
 )
 
@@ -50,6 +54,11 @@ def example():
     """(packed, state, the library's result) of a nested NF4 weight in bf16."""
     packed, state = quantized((64, 128), BF16, DEVICE)
     return packed, state, ORIGINAL[0](packed, state)
+
+
+def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
+    """Through bitsandbytes, as Unsloth dequantizes fp4. A self-test must not count these calls."""
+    return bnb.functional.dequantize_4bit(W, quant_state)
 
 
 @pytest.fixture
@@ -78,7 +87,7 @@ def test_on_for_the_time_of_a_with_block(logged):
         said = logged()
         assert said == f"{on}\n"
         assert without_fallback(said) == f"The NF4 kernel works here.\n{LINE}no calls\nrestore() ends it."
-        assert repr(on) != str(on)  # a notebook shows it below that
+        assert repr(on) == str(on)  # what a notebook shows
         dequantizes()
         during = str(on)
         raise KeyError
@@ -118,7 +127,7 @@ def test_who_finds_it_on_leaves_it_on(fake_unsloth):
 
 
 def test_references_in_other_modules(fake_module, monkeypatch):
-    theirs = fake_module("unsloth_compiled_module_llama", dequantize=ORIGINAL[0])
+    theirs = fake_module("UnslothSFTTrainer", dequantize=ORIGINAL[0])
     mine = fake_module("my_script", dequantize=ORIGINAL[0])
     monkeypatch.setitem(sys.modules, "__mp_main__", mine)
     fake_module("nf4_route", dequant_groups=len)
@@ -189,6 +198,10 @@ def wrong_bits(weight, state, out=None):
     return oracle(weight, state) + 1
 
 
+def wrong_library(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+    return wrong_bits(A, quant_state)
+
+
 def raises(error):
     def function(*_, **named):
         raise error
@@ -197,13 +210,14 @@ def raises(error):
 
 
 KERNEL_ANSWERS = {  # what it does in the self-test: the error's text
-    wrong_bits: "torch.float16 bits differ from those of .*4bit$",
-    raises(torch.OutOfMemoryError("out")): "the self-test of .*4bit failed: OutOfMemoryError: out$",
+    wrong_bits: "the kernel failed the self-test of .*4bit: other bits in torch.float16$",
+    raises(torch.OutOfMemoryError("out")): "failed the self-test of .*4bit: OutOfMemoryError: out$",
     raises(OSError("no space")): r"the kernel could not be launched \(OSError: no space\)$",
     raises(UnsupportedState("it is new")): "the kernel refused the self-test of .*4bit$",
 }
 REFUSED = [  # (module, name, what is there instead, error, its text)
     (bnb.functional, "dequantize_4bit", None, UnknownInternals, r"has the parameters \[\], expected"),
+    (bnb.functional, "dequantize_4bit", wrong_library, RuntimeError, "4bit failed its self-test: other bits"),
     (switch, "cannot_run", lambda device: "No CUDA GPU: use one", RuntimeError, "No CUDA GPU"),
 ]
 for answer, text in KERNEL_ANSWERS.items():
@@ -247,7 +261,7 @@ def test_which_libraries(monkeypatch):
 
 def test_where_no_launch_is_kept_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
     """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
-    monkeypatch.setattr(launch_general, "CAN_RELAUNCH", False)
+    monkeypatch.setattr(launch, "CAN_RELAUNCH", False)
     monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
         assert fake_unsloth.fast_dequantize is fast_dequantize and dequantizes()
@@ -281,10 +295,48 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     monkeypatch.setattr(launch_general, "dequantize_weight", wrong_bits)
     quietly("axolotl")  # replaces again what is on
     assert library_function() is wrapper
-    assert f"bits differ from those of {DEQUANTIZE}" in quietly("bitsandbytes").left[DEQUANTIZE]
+    assert f"failed the self-test of {DEQUANTIZE}" in quietly("bitsandbytes").left[DEQUANTIZE]
     assert dequantizes()
     restore()
     assert library_function() is wrapper and dequantizes() and by_kernel(on) == 1
+
+
+CHANGED = {  # {layout: options of such a weight}
+    "fp4": {"quant_type": "fp4"},
+    "flat": {"compress_statistics": False},
+    "fp4 flat torch.bfloat16": {"quant_type": "fp4", "compress_statistics": False},
+    "torch.float32": {"dtype": FP32},
+    "blocksize 128": {"blocksize": 128},
+    "nested blocksize 128": {"blocksize": 128},
+    "transposed": {},
+    "out": {},
+}
+
+
+@pytest.mark.parametrize("layout, options", CHANGED.items(), ids=CHANGED)
+def test_a_layout_that_a_library_changed_stays_its_own(monkeypatch, layout, options):
+    """The kernel dequantizes the rest."""
+
+    def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
+        changed = layout in site.layout_of(A, quant_state)
+        return oracle(A, quant_state) * (2 if changed else 1)  # `out` stays as it was
+
+    packed, state = quantized((64, 128), **{"dtype": BF16, "device": DEVICE} | options)
+    packed = packed.t() if layout == "transposed" else packed
+    out = example()[2] if layout == "out" else None
+    monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize_4bit)
+    expected = outcome(lambda: bnb.functional.dequantize_4bit(packed, state, out=out))
+    with quietly("bitsandbytes", strict=True) as on:
+        assert on.left.keys() == {f"{DEQUANTIZE} with {', '.join(sorted({layout, 'out'}))}"}
+        assert same(outcome(lambda: bnb.functional.dequantize_4bit(packed, state, out=out)), expected)
+        assert dequantizes()
+    assert on.calls[DEQUANTIZE] == {KERNEL: 1, f"by the library: {layout}": 1}
+
+
+@pytest.mark.gpu
+def test_a_gpus_bitsandbytes_keeps_no_layout():
+    forget_self_tests()
+    assert not quietly("bitsandbytes", strict=True).left
 
 
 def test_the_self_tests_state_is_as_bitsandbytes_makes_it():
@@ -294,7 +346,8 @@ def test_the_self_tests_state_is_as_bitsandbytes_makes_it():
         tensors = ((k, v) for k, v in vars(state).items() if isinstance(v, torch.Tensor))
         return {k: (v.dtype, v.shape) for k, v in tensors}
 
-    own, made = site.small_layer(BF16, DEVICE)[1], quantized((128, 192), BF16, DEVICE)[1]
+    own = site.small_layer(DEVICE, "nf4", True, BF16, 64)[1]
+    made = quantized((8, 4096), BF16, DEVICE)[1]
     assert kinds(own) == kinds(made) and kinds(own.state2) == kinds(made.state2)
     assert torch.equal(own.code, made.code)
 
@@ -358,6 +411,7 @@ def variable(monkeypatch):
     for waits_for in (bnb.nn.Linear4bit, bnb.functional.QuantState):
         monkeypatch.setattr(waits_for, "__init__", waits_for.__init__)
     monkeypatch.setenv("NF4_TRITON", "1")
+    monkeypatch.setattr(atexit, "register", lambda *_: None)
     yield monkeypatch
     autoload.waiting.clear()
 
@@ -384,6 +438,7 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
         torch.set_default_dtype(torch.float32)
     assert not any(getattr(*table) for table in tables)
     assert logged().startswith("The NF4 kernel works here.\n") and not untouched() and dequantizes()
+    assert bitsandbytes.SITES[0].left <= {"fp4", "out"}  # the latter on a CPU
     a_layer()
     assert not logged()
 
@@ -398,26 +453,36 @@ def test_the_variable_switches_where_no_layer_is_made(variable):
     assert not untouched()
 
 
-UNUSED = """
-import multiprocessing, os, sys, types
+ENDS = """
+import collections, multiprocessing, os, sys, types
 cuda = types.SimpleNamespace(is_initialized=lambda: "USES_GPU" in os.environ)
 compiler = types.SimpleNamespace(disable=lambda function: function)
 sys.modules["torch"] = types.SimpleNamespace(cuda=cuda, compiler=compiler)
 sys.modules["bitsandbytes.nn.modules"] = types.SimpleNamespace(Linear4bit=type("Linear4bit", (), {}))
 sys.modules["bitsandbytes.functional"] = types.SimpleNamespace(QuantState=type("QuantState", (), {}))
+class Report:
+    calls = {"function": collections.Counter()}
+    def __str__(self):
+        return f"the report: {self.calls['function']['by the kernel']} calls"
+sys.modules["nf4_triton.libraries.switch"] = types.SimpleNamespace(use_nf4_kernel=Report)
 from nf4_triton import autoload
 autoload.load()
+if "MAKES_LAYER" in os.environ:
+    sys.modules["bitsandbytes.nn.modules"].Linear4bit()
 if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=int)
-    child.start()
-    child.join()
+    for start in ("spawn", "fork"):
+        worker = multiprocessing.get_context(start).Process(target=int)
+        worker.start()
+        worker.join()
+    Report.calls["function"]["by the kernel"] += 1
 """
 
 
-def test_a_process_without_4_bit_weights_says_so_at_its_end(tmp_path):
-    """Of two ranks the first; no process that they start, and no launcher, which uses no GPU."""
+def test_what_a_process_says_at_its_end(tmp_path):
+    """What was dequantized, or that no 4-bit weight was made. Of two ranks the first says it; no process that
+    they start, and no launcher, which uses no GPU."""
     script = tmp_path / "train.py"
-    script.write_text(UNUSED)
+    script.write_text(ENDS)
 
     def said(**variables):
         return machine.python([script], variables={"NF4_TRITON": "1", "LOCAL_RANK": None} | variables).err
@@ -426,6 +491,8 @@ def test_a_process_without_4_bit_weights_says_so_at_its_end(tmp_path):
     assert said(LOCAL_RANK="0", USES_GPU="1").startswith(line)
     assert said(USES_GPU="1").count("\n") == 1
     assert not said(LOCAL_RANK="1", USES_GPU="1") and not said()
+    assert said(MAKES_LAYER="1") == "nf4_triton: the report: 1 calls\n"
+    assert not said(MAKES_LAYER="1", LOCAL_RANK="1")
 
 
 WITHOUT_TRITON = """

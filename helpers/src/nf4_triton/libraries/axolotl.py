@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from ..state import Packed, UnsupportedState
-from .site import Site, dequantize_rows, launch_general, small_stack
+from ..settings import UnsupportedState
+from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
 FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # from 0.21 on
@@ -16,11 +16,9 @@ CHUNK = 2**26  # elements of its launches; other sizes bound the caller's memory
 
 def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
     """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
-    packed = Packed(
-        weight=W, absmax=absmax, code2=code2, absmax2=absmax2, offset=offset, shape=tuple(shape), dtype=dtype,
-        quant_type="nf4", blocksize=blocksize, blocksize2=blocksize2, nested=True,
-    )  # fmt: skip
-    return site.dequantize(launch_general.dequantize_packed, packed)
+    tensors = W, absmax, code2, absmax2, offset
+    layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
+    return site.by_kernel(launch_general.run_kernel, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
@@ -28,12 +26,12 @@ def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
     and never transposes."""
     if data.shape[0] == 1 or chunk_size != CHUNK:
         return None
-    return site.dequantize(launch_general.dequantize_weight, data, state, out)
+    return site.by_kernel(launch_general.dequantize_weight, data, state, out)
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
     """Answer for the experts that a batch is routed to."""
-    return site.dequantize(selected_experts, raw_param, quant_state, active_experts, expert_shape)
+    return site.by_kernel(selected_experts, raw_param, quant_state, active_experts, expert_shape)
 
 
 def selected_experts(raw_param, quant_state, active_experts, expert_shape):
@@ -43,19 +41,23 @@ def selected_experts(raw_param, quant_state, active_experts, expert_shape):
     return dequantize_rows(raw_param, quant_state, (experts, *expert_shape), active_experts)
 
 
-def dequantized_from_parts(function, packed, quant_state):
-    second = quant_state.state2
-    parts = second.code, second.absmax, quant_state.offset, quant_state.blocksize, second.blocksize
-    return [function(packed, quant_state.absmax, *parts, quant_state.shape, quant_state.dtype)]
+def dequantized_from_parts(packed, quant_state, weight):
+    """Return the self-test's calls: of nested NF4 alone."""
+    q, second = quant_state, quant_state.state2
+    if not second or q.quant_type != "nf4":
+        return []
+    scales = q.absmax, second.code, second.absmax, q.offset
+    rest = *scales, q.blocksize, second.blocksize, q.shape, q.dtype
+    return [((packed, *rest), {}, weight), ((packed.t(), *rest), {}, weight.t())]
 
 
-def selected(function, packed, quant_state):
-    ids, (_, *expert_shape) = small_stack(packed, quant_state)
-    return [function(packed, quant_state, ids, tuple(expert_shape))]
+def selected(packed, quant_state, weight):
+    ids, shape = small_stack(packed)
+    return [((packed, quant_state, ids, shape[1:]), {}, weight.view(shape)[ids])]
 
 
 SITES = (
     Site(DEQUANT, ctypes_nf4_dequant, dequantized_from_parts),
-    Site(FSDP2, dequantize_bnb_4bit),
+    Site(FSDP2, dequantize_bnb_4bit, lambda *layer: dequantized(*layer)[:2]),  # never transposed
     Site(EXPERTS, selective_dequant_bnb4, selected),
 )

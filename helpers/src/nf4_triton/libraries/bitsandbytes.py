@@ -4,7 +4,6 @@ multiplies."""
 import torch
 from torch.nn.functional import linear
 
-from ..state import Packed
 from .site import Site, launch_general
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
@@ -15,7 +14,7 @@ def dequantize_4bit(site, A, quant_state=None, absmax=None, out=None, blocksize=
     """Answer for a weight. The other arguments are read only if there is no quant_state."""
     if quant_state is None:
         return None
-    return site.dequantize(launch_general.dequantize_weight, A, quant_state, out)
+    return site.by_kernel(launch_general.dequantize_weight, A, quant_state, out)
 
 
 def dequant_linear_fallback(
@@ -24,24 +23,24 @@ def dequant_linear_fallback(
 ):  # fmt: skip
     """Answer for the branch of the CUDA operator gemm_4bit that dequantizes and multiplies."""
     nested = absmax_8bit is not None  # then `absmax` scales the scales
-    packed = Packed(
-        weight=B, absmax=absmax_8bit if nested else absmax, code2=absmax_code, offset=absmax_offset,
-        absmax2=absmax if nested else None, shape=tuple(shapeB), dtype=A.dtype, quant_type=quant_type,
-        blocksize=blocksize, blocksize2=256 if nested else None, nested=nested,
-    )  # fmt: skip
-    weight = site.dequantize(launch_general.dequantize_packed, packed)
+    tensors = (B, absmax_8bit, absmax_code, absmax, absmax_offset) if nested else (B, absmax)
+    layout = tuple(shapeB), A.dtype, quant_type, blocksize, 256 if nested else None, nested
+    weight = site.by_kernel(launch_general.run_kernel, tensors, layout)
     if weight is None:
         return None
     return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight
 
 
-def multiplied_from_parts(function, packed, quant_state):
-    values = torch.linspace(-1, 1, 64 * 192, dtype=quant_state.dtype, device=packed.device)
-    x, bias = values.view(64, 192), values[:128]
-    second = quant_state.state2
-    sizes = quant_state.blocksize, quant_state.quant_type
-    scales = quant_state.absmax, second.code, quant_state.offset
-    return [function(x, packed, quant_state.shape, second.absmax, *sizes, bias, *scales)]
+def multiplied_from_parts(packed, quant_state, weight):
+    """Return the self-test's call: a product with zeros and ones, which shows every bit of the weight."""
+    weight = weight.view(512, 64)
+    x = torch.eye(64, dtype=weight.dtype, device=packed.device)
+    bias = x.view(8, 512)[0]
+    q, second = quant_state, quant_state.state2
+    scales = (second or q).absmax
+    nested = (q.absmax, second.code, q.offset) if second else ()
+    given = x, packed, weight.shape, scales, q.blocksize, q.quant_type, bias, *nested
+    return [(given, {}, linear(x, weight, bias))]
 
 
 SITES = (

@@ -5,10 +5,11 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch
 
 from .. import private
 from ..log import local_rank, say
-from ..reference import NF4_VALUES, same_bits
+from ..reference import FP4_VALUES, NF4_VALUES, exact_weight, same_bits
 from ..settings import INTERPRETED
-from ..state import UnsupportedState, read_state
+from ..state import DTYPES, UnsupportedState, read_rows, read_state
 
 try:
-    from .. import launch_general
+    from .. import launch, launch_general
 except ImportError:  # no Triton: use_nf4_kernel() says so, and no function is replaced
-    launch_general = None  # type: ignore[assignment]
+    launch = launch_general = None  # type: ignore[assignment]
 
 OFF = "switched off"
 KERNEL = "by the kernel"
@@ -35,9 +36,15 @@ class UnknownInternals(RuntimeError):
     """A function of a library is missing or takes other arguments, so the library was left unchanged."""
 
 
-def dequantized(function: Callable, packed: torch.Tensor, quant_state) -> Iterable:
-    """Return what the self-test compares for functions that take (packed, quant_state)."""
-    return function(packed, quant_state), function(packed.t(), quant_state)
+def dequantized(packed, quant_state, weight):
+    """Return [(arguments, named arguments, result)]: the self-test's calls of a function that takes
+    (packed, quant_state, out=...). weight: PyTorch's."""
+    out = torch.full_like(weight, torch.nan)
+    return [
+        ((packed, quant_state), {}, weight),
+        ((packed, quant_state), {"out": out}, weight),
+        ((packed.t(), quant_state), {}, weight.t()),
+    ]
 
 
 @dataclass(eq=False)
@@ -46,16 +53,21 @@ class Site:
 
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
-    results: Callable = dequantized  # results(function, packed, quant_state): what the self-test compares
+    calls_of: Callable = dequantized  # calls_of(packed, quant_state, weight): the self-test's calls
     relaunches: bool = False  # whether the original launches faster than Triton's ordinary path
     original: Any = None
     replacement: Any = None  # None: no self-test has passed
     why_not: str = OFF  # why it does not answer; empty while it does
+    left: Collection[str] = ()  # names of layouts that stay the library's
     calls: collections.Counter = field(default_factory=collections.Counter)  # {by whom and why: eager calls}
 
-    def dequantize(self, kernel: Callable, *arguments):
+    def by_kernel(self, kernel: Callable, *arguments):
         """Return kernel(*arguments), counted, or None if the library has to dequantize."""
         try:
+            if self.left:
+                for layout in layout_of(*arguments):
+                    if layout in self.left:
+                        raise UnsupportedState(layout)
             result = kernel(*arguments)
         except UnsupportedState as error:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
@@ -77,26 +89,29 @@ class Site:
     def note_compiled(self) -> None:
         self.calls[COMPILED] = 0
 
-    def prepare(self) -> None:
+    def prepare(self, switched: Iterable["Site"]) -> None:
         """Make the replacement and test it, unless it was tested before.
 
+        switched: functions that are on; the original may call or wrap their replacements.
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
-        if self.relaunches and not (launch_general.CAN_RELAUNCH or INTERPRETED):
+        if self.relaunches and not (launch.CAN_RELAUNCH or INTERPRETED):
             raise RuntimeError("launches cannot be kept here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
         importlib.import_module(self.name.rpartition(".")[0])
         original = current(self.name)
-        # The original may wrap an earlier replacement.
-        before, self.why_not = self.why_not, "its self-test runs"
+        before = [(site, site.why_not) for site in switched]
+        for site, _ in before:
+            site.why_not = "a self-test runs"
         try:
-            self_test(Site(self.name, self.answer, self.results, original=original, why_not=""))
+            left = self_test(Site(self.name, self.answer, self.calls_of, original=original, why_not=""))
         finally:
-            self.why_not = before
+            for site, why_not in before:
+                site.why_not = why_not
         replacement = self.make_replacement(original)
         ORIGINALS[replacement] = original  # first: restore() must know every replacement
-        self.replacement, self.original = replacement, original
+        self.replacement, self.original, self.left = replacement, original, left
 
     def make_replacement(self, original: Callable) -> Callable:
         """Return a function that answers calls with known arguments and passes on the others."""
@@ -113,9 +128,7 @@ class Site:
         @functools.wraps(original, updated=())  # with its name and module it pickles as the original does
         def replacement(*arguments, **named):
             known = not self.why_not and len(arguments) <= len(parameters)
-            for name in named:
-                known = known and name in names
-            if known:
+            if known and all(name in names for name in named):
                 result = self.answer(self, *arguments, **named)
                 if result is not None:
                     return result
@@ -126,8 +139,9 @@ class Site:
 
 def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
     """Return these rows, ids or a slice, of a stack of this shape. Raises UnsupportedState."""
-    packed = read_state(weight.reshape(-1, 1), quant_state)
-    return launch_general.dequantize_packed(packed._replace(shape=tuple(shape)), rows=rows)
+    tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
+    layout = tuple(shape), *layout[1:]
+    return launch_general.run_kernel(tensors, layout, selection=read_rows(rows, tensors, layout))
 
 
 def contents(module) -> dict[str, Any]:
@@ -143,27 +157,70 @@ def current(name: str) -> Any:
     return contents(sys.modules.get(module)).get(attribute)
 
 
-# The self-test: what a function, the library's or its replacement, returns for a small layer
+# The self-test
 
 
-def self_test(trial: Site) -> None:
-    """Raise RuntimeError unless a replacement returns the original's bits, and the kernel made them."""
+def self_test(trial: Site) -> set[str]:
+    """Return the layouts in which the original raises or has other bits than PyTorch: of each the first name
+    that no other layout has.
+
+    Raises RuntimeError if these are all, or if the kernel's nested NF4 is not PyTorch's.
+    """
     replacement = trial.make_replacement(trial.original)
     device = self_test_device()
+    # 32 to 4096. On a CPU with AVX512 bitsandbytes compiles code for the last two, which takes seconds.
+    sizes = [32 << k for k in range(8 if device.type == "cuda" else 6)]
+    layouts = [
+        *itertools.product(("nf4", "fp4"), (True, False), DTYPES, (64,)),
+        *itertools.product(("nf4",), (True, False), (torch.bfloat16,), sizes),
+    ]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for dtype in (torch.float16, torch.bfloat16):
-            try:
-                layer = small_layer(dtype, device)
-                expected = trial.results(trial.original, *layer)
-                same = all(map(same_bits, trial.results(replacement, *layer), expected))
-            except Exception as error:
-                raise RuntimeError(
-                    f"the self-test of {trial.name} failed: {type(error).__name__}: {error}"
-                ) from error
-            if not same:
-                raise RuntimeError(f"the kernel's {dtype} bits differ from those of {trial.name}")
+        theirs = list(outcomes(trial, trial.original, layouts, device))
+        ours = list(outcomes(trial, replacement, layouts[:2], device))
+    right = {name for names, problem in theirs if not problem for name in names}
+    if not right:
+        raise RuntimeError(f"{trial.name} failed its self-test: {theirs[0][1]}")
+    left = set()
+    for names, problem in theirs:
+        if problem:
+            left.add(next((name for name in names if name not in right), names[-1]))
+    for names, problem in ours:
+        if problem and left.isdisjoint(names):
+            raise RuntimeError(f"the kernel failed the self-test of {trial.name}: {problem}")
     if trial.why_not or not trial.calls[KERNEL]:
         raise RuntimeError(trial.why_not or f"the kernel refused the self-test of {trial.name}")
+    return left
+
+
+def outcomes(trial, function, layouts, device):
+    """Yield (names of a layout, what is wrong with the function's result, "" if it is PyTorch's)."""
+    for layout in layouts:
+        layer = small_layer(device, *layout)
+        for arguments, named, expected in trial.calls_of(*layer):
+            try:
+                result = function(*arguments, **named)
+                same = same_bits(named.get("out", result), expected)
+                problem = "" if same else f"other bits in {expected.dtype}"
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}".split("\n")[0]
+            yield layout_of(arguments[0], layer[1], *named.values()), problem
+
+
+def layout_of(given, *others) -> list[str]:
+    """Return a layout's names, wide ones first. It takes a kernel's arguments: read_state's two tuples, or a
+    weight and its state, or a parameter; `out` is the last."""
+    tensors, layout = given, others[0]
+    if isinstance(given, torch.Tensor):
+        tensors, layout = read_state(given, getattr(given, "quant_state", others[0]))
+    _, dtype, quant_type, blocksize, _, nested = layout
+    scales = "nested" if nested else "flat"
+    size = f"blocksize {int(blocksize)}"  # int: Dynamo makes a symbol of it
+    names = [quant_type, scales, str(dtype), size, f"{quant_type} {scales} {dtype}", f"{scales} {size}"]
+    if isinstance(others[-1], torch.Tensor):
+        names.append("out")
+    if tensors[0].shape[0] == 1:
+        names.append("transposed")
+    return names
 
 
 def self_test_device() -> torch.device:
@@ -176,22 +233,28 @@ def self_test_device() -> torch.device:
     return torch.device("cuda", chosen or (rank if rank < torch.cuda.device_count() else 0))
 
 
-def small_layer(dtype: torch.dtype, device: torch.device) -> tuple:
-    """Return (packed, quant_state) of 128 x 192 nested NF4 weights: every byte, two second-level blocks.
+def small_layer(device, quant_type, nested, dtype, blocksize) -> tuple:
+    """Return (packed, quant_state, PyTorch's weight) of 8 x 4096, with every byte. No block spans two rows,
+    where bitsandbytes is wrong on a CPU.
 
     bitsandbytes quantizes nothing here: it would keep tables in torch's default dtype of this moment.
     """
     # With the device named: transformers' from_pretrained makes torch.linspace ignore `with device`.
-    codes = torch.arange(128 * 96, device=device).to(torch.uint8)
+    codes = torch.arange(8 * 2048, device=device).to(torch.uint8)
     floats = torch.linspace(-1, 1, 256, dtype=torch.float32, device=device)
     make = importlib.import_module("bitsandbytes.functional").QuantState
-    second = make(absmax=floats[200:202], code=floats, blocksize=256, dtype=torch.float32)
-    return codes.view(-1, 1), make(
-        absmax=codes[:384], shape=torch.Size((128, 192)), dtype=dtype, blocksize=64, quant_type="nf4",
-        code=torch.tensor(NF4_VALUES, dtype=torch.float32, device=device), offset=floats[240], state2=second,
-    )  # fmt: skip
+    blocks = 8 * 4096 // blocksize
+    absmax, offset, second = floats.repeat(4)[:blocks], None, None
+    if nested:
+        absmax, offset = codes[:blocks], floats[240]
+        second = make(floats[200 : 200 - -blocks // 256], code=floats, blocksize=256, dtype=torch.float32)
+    values = FP4_VALUES if quant_type == "fp4" else NF4_VALUES
+    table = torch.tensor(values, dtype=torch.float32, device=device)
+    shape, packed = torch.Size((8, 4096)), codes.view(-1, 1)
+    quant_state = make(absmax, shape, table, blocksize, quant_type, dtype, offset, second)
+    return packed, quant_state, exact_weight(*read_state(packed, quant_state))
 
 
-def small_stack(packed: torch.Tensor, quant_state) -> tuple:
-    """Return (ids, shape) for the small layer as 8 experts of 16 x 192: repeated, not sorted."""
-    return torch.tensor([5, 0, 7, 5], device=packed.device), (8, 16, 192)
+def small_stack(packed: torch.Tensor) -> tuple:
+    """Return (ids, shape) for the small layer as 8 experts of 1 x 4096: repeated, not sorted."""
+    return torch.tensor([5, 0, 7, 5], device=packed.device), (8, 1, 4096)

@@ -81,7 +81,7 @@ class Switch:
         if not self._was_on:
             restore()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [self._first_line()]
         for name, calls in self.calls.items():
             if calls or name not in self.left:
@@ -168,7 +168,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
             importlib.import_module(name)
             if problem := cannot_run(self_test_device()):
                 raise RuntimeError(problem)
-            main.prepare()
+            main.prepare(_sites)
             prepared[main] = ""
         except Exception as error:
             if strict:
@@ -181,7 +181,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
             if site.name.rsplit(".", 2)[0] not in sys.modules:
                 continue  # its package is not in use
             try:
-                site.prepare()
+                site.prepare(_sites)
                 prepared[site] = ""
             except ModuleNotFoundError:
                 pass  # this version of the library has no such module
@@ -238,5 +238,8 @@ def _find_left() -> None:
             name = contents(module).get("__name__", name)  # the script has two: __main__ and __mp_main__
             _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
+        if site.left:
+            layouts = ", ".join(sorted(site.left))
+            _left[f"{site.name} with {layouts}"] = "it raises there, or has bits of its own"
         if not site.calls and current(site.name) is not site.replacement:
             _left[site.name] = "another library wrapped or replaced it since, and no call came through"

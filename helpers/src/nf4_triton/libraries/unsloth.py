@@ -5,7 +5,7 @@ import importlib
 import torch
 
 from ..state import UnsupportedState, read_state
-from .site import Site, dequantize_rows, launch_general, small_stack
+from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
 
 FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"
 EXPERT_STACK = "unsloth_zoo.temporary_patches.moe_triton_kernels.nf4_dequant_triton"
@@ -19,27 +19,27 @@ def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False
     formats (8 bit, NVFP4, MXFP4), which have other state types."""
     if type(quant_state).__name__ != "QuantState":
         return None
-    return site.dequantize(launch_general.dequantize_weight, W, quant_state, out)
+    return site.by_kernel(launch_general.dequantize_weight, W, quant_state, out)
 
 
 def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
     """Answer for whole stacks of experts, in batches that use most of them. They are never transposed."""
-    return site.dequantize(expert_stack, packed, quant_state, out_shape, out)
+    return site.by_kernel(expert_stack, packed, quant_state, out_shape, out)
 
 
 def expert_stack(weight, quant_state, out_shape, out):
     require_unrounded(quant_state)
-    packed = read_state(weight.reshape(-1, 1), quant_state)
+    tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
     if out_shape is not None:
-        packed = packed._replace(shape=tuple(out_shape))
-    return launch_general.dequantize_packed(packed, out)
+        layout = tuple(out_shape), *layout[1:]
+    return launch_general.run_kernel(tensors, layout, out)
 
 
 def dequantize_experts(site, param, experts, target_dtype=None):
     """Answer for the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
     while hasattr(param, "base_layer"):  # PEFT's wrappers
         param = param.base_layer
-    return site.dequantize(selected_experts, param, experts, target_dtype)
+    return site.by_kernel(selected_experts, param, experts, target_dtype)
 
 
 def selected_experts(param, experts, target_dtype):
@@ -56,17 +56,20 @@ def require_unrounded(quant_state) -> None:
         raise UnsupportedState("Unsloth rounds some fp16 experts differently from bitsandbytes")
 
 
-def stacked(function, packed, quant_state):
-    """As 2 experts of 64 x 192."""
-    return [function(packed, quant_state, (2, 64, 192))]
+def stacked(packed, quant_state, weight):
+    """Return the self-test's calls: as 2 experts of 4 x 4096, and into `out`."""
+    shape = 2, 4, 4096
+    _, into_out, _ = dequantized(packed, quant_state, weight)
+    return [((packed, quant_state, shape), {}, weight.view(shape)), into_out]
 
 
-def selected(function, packed, quant_state):
-    ids, shape = small_stack(packed, quant_state)
+def selected(packed, quant_state, weight):
+    ids, shape = small_stack(packed)
     quant_state.shape = torch.Size(shape)
     nn = importlib.import_module("bitsandbytes.nn")
     param = nn.Params4bit(packed, requires_grad=False, quant_state=quant_state, bnb_quantized=True)
-    return [function(param, ids, torch.float32), function(param, slice(1, 4))]
+    experts = weight.view(shape)
+    return [((param, ids, torch.float32), {}, experts[ids].float()), ((param, slice(1, 4)), {}, experts[1:4])]
 
 
 SITES = (

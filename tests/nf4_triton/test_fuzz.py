@@ -1,0 +1,311 @@
+"""Random sequences of calls on a few layers that change in between: each result is the oracle's, bit for bit.
+
+On a GPU made of numpy, which fails where a launch breaks what the kernels assume, and with the kernels.
+A sequence depends on its seed alone: NF4_FUZZ_SEED=7. By hand on a GPU: pytest -m long FILE -n 6
+"""
+
+import contextlib
+import copy
+import math
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers.puzzle.layers import DEVICE
+from nf4_triton import dequantize, launch, launch_general, reference, settings
+from nf4_triton.libraries import bitsandbytes
+from nf4_triton.libraries.site import Site
+from nf4_triton.reference import same_bits
+from nf4_triton.state import OFFSETS, STORAGES, Selection, UnsupportedState, read_state
+from states import DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
+
+Params4bit = pytest.importorskip("bitsandbytes").nn.Params4bit
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN
+SEED = int(os.environ.get("NF4_FUZZ_SEED", 3407))
+STEPS = int(os.environ.get("NF4_FUZZ_STEPS", 20_000))  # of the long test
+WAYS = {  # arguments of settings.force
+    "own": {},
+    "t4": {"card": "t4"},
+    "portable": {"asm": False},
+    "integer bf16": {"int_bf16": True},
+    "large tile": {"rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
+}
+
+
+def random_kind(largest):
+    """Return arguments of random_state: the puzzle's, or any."""
+    if random.random() < 0.3:
+        shape, blocksize2 = random.choice([(64, 64), (192, 64)]), random.choice([256, 64])
+        return dict(shape=shape, dtype=random.choice(DTYPES[:2]), blocksize2=blocksize2)
+    edge = random.choice([1, 8, 24, 64, 256, 4096])  # the end of a word, a block, a tile
+    n = min(largest, abs(edge * random.randint(0, 12) + random.choice([0, 0, -1, 1, 7])))
+    inner = random.choice([1, 8, 24, 96])
+    return dict(
+        shape=random.choice([(1, n), (n, 1), (n,), (n // inner, inner), (2, n // inner // 2, inner)]),
+        dtype=random.choice(DTYPES),
+        nested=random.random() < 0.6,
+        quant_type=random.choice(["nf4", "fp4"]),
+        blocksize=random.choice([64, 64, 1 << random.randint(3, 13)]),
+        blocksize2=random.choice([256, 256, 1, 8, 512]),
+    )
+
+
+def random_layer(kinds):
+    """Return an object whose weight has a quant_state: codes in any storage dtype and orientation."""
+    weight, state = random_state(**random.choice(kinds), seed=random.randrange(1 << 30))
+    if random.random() < 0.1:
+        some = (state.state2 or state).absmax[::2]
+        some.copy_(torch.tensor(random.choices(SPECIAL, k=len(some))))
+    if random.random() < 0.4:
+        dtype = random.choice(STORAGES)
+        weight = torch.cat([weight, weight.new_zeros(-len(weight) % dtype.itemsize, 1)]).view(-1).view(dtype)
+        weight = weight.view(random.choice([(-1, 1), (-1,), (1, -1)]))
+    if weight.shape[0] == 1:  # the result is transposed
+        state.shape = torch.Size((1, state.shape.numel()))
+    if random.random() < 0.5:
+        weight = Params4bit(weight, requires_grad=False)
+    weight.quant_state = state
+    return SimpleNamespace(weight=weight)
+
+
+def fill(x):
+    return x.data.uniform_(0.1, 1.1) if x.is_floating_point() else x.data.random_()
+
+
+def elsewhere(x):
+    return moved(x, random.choice([1, 3, 16])) if x.numel() else x
+
+
+# What changes between two calls
+TENSORS = "weight", *SECOND
+CHANGES = [(name, how) for name in TENSORS for how in (fill, lambda x: fill(x.clone()), elsewhere)]
+CHANGES += [
+    ("absmax", lambda x: torch.cat([x, x])),
+    ("state2.absmax", lambda x: torch.cat([x, x])),
+    ("offset", lambda x: x.reshape(()).to(random.choice(OFFSETS))),
+    ("offset", lambda x: x.float().reshape(1)),
+    ("dtype", lambda x: random.choice(DTYPES)),
+    ("quant_type", lambda x: random.choice(["nf4", "fp4"])),
+    ("blocksize", lambda x: 2 * x),
+    ("state2.blocksize", lambda x: 2 * x),
+    ("shape", list),
+    ("shape", lambda x: torch.Size(x[::-1])),
+    ("shape", lambda x: torch.Size((1, math.prod(x)))),
+]
+BROKEN = [
+    ("weight", freed),
+    ("absmax", strided),
+    ("offset", lambda x: x.to("meta")),
+    ("state2.code", torch._neg_view),
+    ("blocksize", lambda x: 48),
+]
+MODES = [contextlib.nullcontext] * 4
+MODES += [torch.no_grad, torch.inference_mode, lambda: torch.autocast(DEVICE, torch.bfloat16)]
+MODES += [lambda: torch.device("meta"), lambda: mock.patch.dict(os.environ, NF4_BACKEND="torch")]
+SITE = Site("of no library", None)
+
+
+def product(weight, q):
+    """Call the answer that multiplies, without the product."""
+    x = torch.empty(0, dtype=q.dtype, device=weight.device)
+    absmax, nested = q.absmax, ()
+    if q.nested:
+        absmax, nested = q.state2.absmax, (absmax, q.state2.code, q.offset)
+    parts = x, weight, q.shape, absmax, q.blocksize, q.quant_type, None, *nested
+    return bitsandbytes.dequant_linear_fallback(SITE, *parts)
+
+
+def random_rows(slices, device):
+    """Return a range or ids, which may be strided and out of range, as a Selection and for indexing."""
+    count = random.choice([0, 1, 1, 2, 5])
+    if random.random() < 0.5 or not slices:
+        start = random.randint(0, slices)
+        count = min(count, slices - start)
+        return Selection(None, start, count), slice(start, start + count)
+    ids = torch.tensor(random.choices(range(-1, slices + 1), k=2 * count + 1), device=device)
+    ids = ids.to(random.choice([torch.int32, torch.int64])).as_strided((count,), (random.choice([1, 1, 2]),))
+    return Selection(ids, 0, count), ids.long().clamp(0, slices - 1)
+
+
+def random_out(shape, dtype, device):
+    """Return memory full of NaN, and a tensor in it, at any address, maybe strided or of another shape."""
+    stride, skip = random.choice([1, 1, 1, 2]), random.choice([0, 0, 1, 8])
+    shape = shape[0] + random.choice([0] * 9 + [1]), *shape[1:]
+    size = stride * math.prod(shape)
+    memory = torch.full((skip + size + 64,), math.nan, dtype=dtype, device=device)
+    return memory, memory[skip:][:size:stride].view(shape)
+
+
+class Sequence:
+    def __init__(self, seed, gpu, kinds, largest):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        self.gpu, self.results = gpu, []  # earlier results, and what they should be
+        self.kinds = [random_kind(largest) for _ in range(kinds)]
+        self.layers = [random_layer(self.kinds) for _ in range(4)]
+
+    def step(self):
+        """Change a layer, and call on it."""
+        i, what = random.randrange(4), random.random()
+        layer = self.layers[i]
+        if what < 0.25:
+            with torch.inference_mode(random.random() < 0.2):
+                self.layers[i] = layer = random_layer(self.kinds)
+        elif what < 0.3:
+            self.layers[i] = layer = copy.deepcopy(layer)
+        elif what < 0.35:
+            self.broken(layer)
+        elif what < 0.37 and launch.CAN_RELAUNCH:  # the interpreter is not made for threads
+            self.in_threads()
+        else:
+            name, how = random.choice(CHANGES)
+            if layer.weight.quant_state.nested or not name.startswith(("state2", "offset")):
+                with torch.inference_mode(layer.weight.is_inference()):
+                    replace(layer, name, how)
+        for _ in range(random.randint(1, 4)):
+            self.call(layer)
+
+    def broken(self, layer):
+        """Calls on a layer that no door takes."""
+        name, how = random.choice(BROKEN)
+        state = layer.weight.quant_state
+        if not state.nested or state.absmax.numel() < 2:
+            return
+        before = get(layer, name)
+        before = before.data if name == "weight" else before
+        with torch.inference_mode(layer.weight.is_inference()):
+            replace(layer, name, how)
+            for _ in range(3):
+                self.call(layer, False)
+            replace(layer, name, lambda x: before)
+
+    def in_threads(self):
+        """First and later calls on all layers at the same time."""
+        start = threading.Barrier(4)
+
+        def work(layer):
+            given = layer.weight, layer.weight.quant_state
+            expected = oracle(*given)
+            self.own(layer)
+            start.wait()
+            with torch.inference_mode(layer is self.layers[0]):
+                for _ in range(3):
+                    assert same_bits(launch_general.dequantize_weight(*given), expected)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, self.layers))
+
+    def own(self, layer, *others):
+        names = TENSORS if layer.weight.quant_state.nested else TENSORS[:2]
+        self.gpu.own(*(get(layer, name) for name in names), *others)
+
+    def call(self, layer, fits=True):
+        """Compare a call with the oracle, or fail unless it is refused."""
+        weight, state, out, selection, rows = layer.weight, layer.weight.quant_state, None, None, None
+        shape, dtype, inner = tuple(state.shape), state.dtype, math.prod(state.shape[1:])
+        doors = {
+            "package": lambda: dequantize(layer, None, out, dtype),
+            "rows": lambda: dequantize(layer, None, out, dtype, rows),
+            "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
+            "entry": lambda: launch_general.dequantize_weight(weight, state, out),
+            "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
+            "puzzle": lambda: launch.your_dequantize_nf4(layer),
+        }
+        if len(shape) == 2 and (not state.nested or state.state2.blocksize == 256):
+            doors["product"] = lambda: product(weight, state)
+        door = random.choice(list(doors))
+        if door in ("package", "rows"):
+            dtype = random.choice([dtype, *DTYPES])
+        if door in ("rows", "selection") and inner:
+            selection, rows = random_rows(shape[0], weight.device)
+            fits = fits and inner % 8 == 0
+            shape = selection.number, *shape[1:]
+            if door == "selection" and selection.ids is not None:
+                fits = fits and selection.ids.is_contiguous()
+        if door not in ("puzzle", "product") and random.random() < 0.4:
+            with torch.inference_mode(random.random() < 0.1):
+                memory, out = random_out(shape, dtype, weight.device)
+            fits = fits and out.is_contiguous() and out.shape == shape
+            version = out.is_inference() or out._version
+        self.own(layer, out, rows, selection and selection.ids)
+        mode = random.choice([*MODES, lambda: self.gpu.device(0)])
+        try:
+            with mode():
+                result = doors[door]()
+        except UnsupportedState:
+            result = None
+        if result is None:
+            assert door == "puzzle" or not fits
+            assert out is None or memory.isnan().all(), "written"
+            return
+        assert fits
+        state = copy.copy(state)
+        state.dtype = dtype
+        expected = oracle(weight, state)
+        if weight.shape[0] == 1 and (door == "product" or rows is not None):
+            expected = expected.t()
+        if rows is not None:
+            expected = expected[rows].clone()
+            if door == "selection" and selection.ids is not None:
+                expected[selection.ids != rows] = math.nan
+        assert same_bits(result, expected)
+        assert all(same_bits(*pair) for pair in self.results), "an earlier result has changed"
+        if out is None:
+            self.results = [*self.results[-2:], (result, expected)]
+            assert result.is_inference() == (mode is torch.inference_mode)
+        else:
+            assert result.data_ptr() == out.data_ptr()
+            assert out.is_inference() or out._version > version, "autograd was not told"
+            with torch.inference_mode():
+                out.fill_(math.nan)
+            assert memory.isnan().all(), "written outside"
+
+
+@pytest.fixture
+def run(gpu, monkeypatch):
+    """run(seed, kinds, largest, steps): of layers of so many kinds, of at most so many elements."""
+    monkeypatch.setattr(bitsandbytes, "linear", lambda x, weight, bias: weight)
+    monkeypatch.setattr(reference, "CHUNK", 256)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def run(seed, kinds, largest, steps):
+        sequence = Sequence(seed, gpu, kinds, largest)
+        try:
+            for step in range(steps):  # noqa: B007
+                sequence.step()
+        finally:
+            print(f"seed {seed}, step {step}, {dict(gpu.launches)}")
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
+def test_launches(watch, run, gpu, device, seed):
+    if device == "cuda":
+        pytest.skip("the next test has a better GPU")
+    watch(launch_general)
+    with settings.force(rows=4):
+        run(seed, kinds=6, largest=3000, steps=2000)
+    assert sum(count for how, count in gpu.launches.items() if how.startswith("kept")) > 500
+
+
+def test_kernels(run):
+    run(SEED, kinds=100, largest=3000, steps=160)
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("way", WAYS)
+def test_many_launches(run, way):
+    with settings.force(**WAYS[way]):
+        run(SEED, kinds=20, largest=40_000, steps=STEPS // len(WAYS))
