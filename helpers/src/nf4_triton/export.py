@@ -78,7 +78,7 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
     if not quantized:
         raise UnsupportedState(f"{model} has no weights that bitsandbytes saved in 4 bits: use it as it is")
     config, built = {}, None
-    if (folder / "config.json").exists():
+    if adapter or not unchecked or (folder / "config.json").exists():
         config = read_json(inside(folder, "config.json"))
         config = changed(config, ["dtype", "torch_dtype"] if dtype else [], dtype)
     if adapter or not unchecked:
@@ -312,7 +312,9 @@ class Adapter:
         problems = [
             f"{key}={value}"
             for key, value in self.fields.items()
-            if (value and key not in MERGED + OTHERS) or value not in VALUES.get(key, [value])
+            if (value and key not in MERGED + OTHERS)
+            or value not in VALUES.get(key, [value])
+            or (key in ("r", "lora_alpha") and (value is None or value != value))
         ]
         self.tied = tied_names(model, {result.target for result in results.values()})
         self.layers: dict = {}  # {parameter of the model: the keys of its LoRA tensors}
@@ -328,7 +330,7 @@ class Adapter:
                 self.layers.setdefault(target, []).append(key)
             else:
                 self.given[target] = key
-        refuse(f"{name} cannot be merged here", problems, "merge it with PEFT")
+        refuse(f"{name} cannot be merged here", problems, "check it, or merge it with PEFT")
         saved = [f".{module}." for module in self.fields.get("modules_to_save") or ()]
         self.saved = {target for target in self.given if any(module in f".{target}" for module in saved)}
 
