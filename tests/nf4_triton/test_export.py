@@ -253,7 +253,7 @@ def test_what_the_model_does_not_expect_is_named(given, refused, text):
 
 INDEX = "model.safetensors.index.json"
 WRITTEN = {  # what the error says: a file, and what it holds then; it is deleted if that is None
-    "no library builds": ("config.json", None),
+    "config.json is missing": ("config.json", None),
     "no attribute Unknown": ("config.json", '{"architectures": ["Unknown"]}'),
     "expected a JSON object": ("config.json", "[" * 100_000),
     "('weight_map')": (INDEX, "{}"),
@@ -327,8 +327,8 @@ CONFIGS = {  # what the error says: a change of adapter_config.json
     "init_lora_weights=pissa": {"init_lora_weights": "pissa"},
     "peft_type=LOHA": {"peft_type": "LOHA"},
     "new_in_peft_9=1": {"new_in_peft_9": 1},
-    "TypeError": {"lora_alpha": None},
-    "is not finite": {"lora_alpha": float("nan")},
+    "lora_alpha=None": {"lora_alpha": None},
+    "lora_alpha=nan": {"lora_alpha": float("nan")},
     "size mismatch": {"r": 2},
 }
 A = f"base_model.model.{C_ATTN.removesuffix('weight')}lora_A.weight"
@@ -358,6 +358,8 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(make, given, refused, c
             del changed[key]
         files.save_file(changed, file)
         refused(text, f"--adapter={adapter}")
+    files.save_file(tensors | {A: tensors[A] / 0}, file)
+    refused(f"{C_ATTN} is not finite in torch.bfloat16", f"--adapter={adapter}")
 
 
 def test_a_full_disk(given, refused, full_disk):

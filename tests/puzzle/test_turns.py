@@ -41,7 +41,9 @@ def test_an_unsloth_without_this_launch_says_so(monkeypatch):
 def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(monkeypatch, capsys):
     monkeypatch.setattr(turns, "needed", lambda name: "its launcher" if name == "unsloth_today" else "")
     monkeypatch.setattr(turns, "time_rounds", lambda X, mlp, fx, rounds: [0.1 * rounds])
-    monkeypatch.setattr(turns, "empty_cuda", lambda size, stride, dtype: torch.empty(size, dtype=dtype))
+    monkeypatch.setattr(
+        turns, "empty_cuda", lambda size, stride, dtype: torch.empty(size, dtype=dtype, device=layers.DEVICE)
+    )
     contenders = {"ours": exact, "peft": last_element_off, "unsloth_today": exact}
     contenders["this kernel, kernel[grid]"] = turns.dequantize_by(turns.our_kernel, turns.kernel_grid)
     times = turns.in_turns(contenders, [protocol.build(config) for config in layers.SMALL[1:]], turns=2)

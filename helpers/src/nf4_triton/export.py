@@ -49,6 +49,8 @@ class Result:
     like: torch.Tensor  # on meta: its shape and dtype
     target: str = ""  # its name in the model; empty if unknown, or if it becomes a part of another tensor
     transposed: bool = False  # Conv1D holds the transposed weight, in 16 bits alone
+    given: tuple = ()  # the adapter's tensor that takes its place, if there is one
+    layers: tuple = ()  # of which the adapter is merged into it: the names of their weights in the model
 
 
 def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", unchecked=False) -> tuple:
@@ -78,7 +80,7 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
     if not quantized:
         raise UnsupportedState(f"{model} has no weights that bitsandbytes saved in 4 bits: use it as it is")
     config, built = {}, None
-    if (folder / "config.json").exists():
+    if adapter or not unchecked or (folder / "config.json").exists():
         config = read_json(inside(folder, "config.json"))
         config = changed(config, ["dtype", "torch_dtype"] if dtype else [], dtype)
     if adapter or not unchecked:
@@ -87,12 +89,13 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
     if built:
         compare(built, checkpoint.results)
     if adapter:
+        before, key = len(checkpoint.results), "tie_word_embeddings"
         checkpoint.adapter = Adapter(adapter, built, checkpoint.results)
-        if checkpoint.adapter.untie(checkpoint.results):
-            key = "tie_word_embeddings"
+        if len(checkpoint.results) > before:
             config = changed(config | {key: False}, [key], False)
     write(out, folder, config, checkpoint, shard_size)
-    return len(checkpoint.results), len(quantized), checkpoint.merged
+    merged = [name for name, result in checkpoint.results.items() if result.given or result.layers]
+    return len(checkpoint.results), len(quantized), len(merged)
 
 
 def locate(name, candidates) -> tuple:
@@ -240,8 +243,7 @@ class Checkpoint:
     """The tensors of a checkpoint, which are read, dequantized, and merged when they are asked for."""
 
     def __init__(self, files, dtype):
-        self.files, self.dtype, self.adapter, self.merged = open_files(files), dtype, None, 0
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.files, self.dtype, self.adapter = open_files(files), dtype, None
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
         self.results = {}  # {name: Result}
         for key in self.files:
@@ -283,18 +285,21 @@ class Checkpoint:
         """Return a tensor of the new checkpoint."""
         result = self.results[name]
         like = result.like
-        tensor, state = self.read(result.source, self.device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        tensor, state = self.read(result.source, device)
         if state:
             tensor = dequantize(tensor, state, dtype=like.dtype)
         if result.transposed:
             tensor = tensor.t().contiguous()
-        tensor = old = tensor.to(like.dtype)
-        if self.adapter:
-            tensor = self.adapter.apply(result.target, tensor, self.device)
-            self.merged += tensor is not old
+        for key in result.given:
+            tensor = self.adapter.files[key].get_tensor(key)
+        tensor = tensor.to(like.dtype)
+        for layer in result.layers:
+            with quiet(f"PEFT cannot merge {name}"):
+                tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor.to(device, copy=True))
         if tensor.shape != like.shape:
             raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
-        if tensor is not old or like.dtype == self.dtype:
+        if result.layers or like.dtype == self.dtype:
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
                 raise UnsupportedState(
                     f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
@@ -306,55 +311,44 @@ class Adapter:
     """A LoRA adapter, of which PEFT merges one layer at a time."""
 
     def __init__(self, name, model, results):
+        """Note in the results what changes them. Add those that a saved copy unties."""
         folder, files = locate(name, ["adapter_model.safetensors"])
         self.model, self.files = model, open_files(files)
         self.fields = read_json(inside(folder, "adapter_config.json"))
         problems = [
             f"{key}={value}"
             for key, value in self.fields.items()
-            if (value and key not in MERGED + OTHERS) or value not in VALUES.get(key, [value])
+            if (value and key not in MERGED + OTHERS)
+            or value not in VALUES.get(key, [value])
+            or (key in ("r", "lora_alpha") and (value is None or value != value))
         ]
-        self.tied = tied_names(model, {result.target for result in results.values()})
-        self.layers: dict = {}  # {parameter of the model: the keys of its LoRA tensors}
-        self.given: dict = {}  # {parameter of the model: the key of a tensor in its place}
+        tied = tied_names(model, {result.target for result in results.values()})
+        self.layers, given = {}, {}  # {weight in the model: its LoRA tensors}, {parameter: what replaces it}
         plain = {key: key.removeprefix(PREFIX).replace(".base_layer", "") for key in self.files}
         plain = {key: re.sub(r"\.lora_.*", ".weight", parameter) for key, parameter in plain.items()}
         targets = names_in(model, plain.values())
         for key, parameter in plain.items():
             target = targets[parameter]
-            if target not in self.tied or not key.startswith(PREFIX):
+            if target not in tied or not key.startswith(PREFIX):
                 problems.append(key)
             elif ".lora_" in key:
                 self.layers.setdefault(target, []).append(key)
             else:
-                self.given[target] = key
-        refuse(f"{name} cannot be merged here", problems, "merge it with PEFT")
-        saved = [f".{module}." for module in self.fields.get("modules_to_save") or ()]
-        self.saved = {target for target in self.given if any(module in f".{target}" for module in saved)}
-
-    def untie(self, results) -> bool:
-        """Add to the results what is tied no longer. Return whether there is any."""
-        before = len(results)
-        for result in list(results.values()):
-            tied = self.tied.get(result.target, [])
-            if self.saved.intersection(tied):
-                others = [target for target in tied if target != result.target]
-                results.update({target: dataclasses.replace(result, target=target) for target in others})
-        return len(results) > before
-
-    def apply(self, target, weight, device):
-        """Return a weight as PEFT's merge_and_unload() leaves it."""
-        names = [name for name in self.tied.get(target, []) if name not in self.saved]
-        if target in self.saved:
-            names = [target]
-        for name in names:
-            if key := self.given.get(name):
-                weight = self.files[key].get_tensor(key).to(weight.dtype)
-        for name in names:
-            if name in self.layers:
-                with quiet(f"PEFT cannot merge {name}"):
-                    weight = self.merge(name.removesuffix(".weight"), weight.to(device, copy=True))
-        return weight
+                given[target] = key
+        refuse(f"{name} cannot be merged here", problems, "check it, or merge it with PEFT")
+        modules = [f".{module}." for module in self.fields.get("modules_to_save") or ()]
+        saved = {target for target in given if any(module in f".{target}" for module in modules)}
+        for name, result in list(results.items()):
+            names = tied.get(result.target, [])
+            rest = [target for target in names if target not in saved]
+            for target in names if len(rest) < len(names) else [result.target]:
+                own = rest if target in rest else [target]
+                results[name if target == result.target else target] = dataclasses.replace(
+                    result,
+                    target=target,
+                    given=[given[other] for other in own if other in given],
+                    layers=[other for other in own if other in self.layers],
+                )
 
     def merge(self, path, weight):
         """Return a layer's weight with its adapter, which PEFT adds in float32, rounding once."""
