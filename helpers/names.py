@@ -1,18 +1,30 @@
-"""What notebook, pages and pictures call the contenders, and how they show a ratio; a notebook cell."""
+"""Names of contenders and criteria, and how a ratio is shown: in a notebook cell, pages and pictures."""
 
-# %% What contenders are called, and how a ratio is shown id="names" folded=true
+# %% Names of contenders, and the puzzle's criteria id="names" folded=true
 import math
 
 LABELS = {
     "ours": "this kernel",
-    "unsloth_today": "Unsloth today",
-    "unsloth_buffered": "Unsloth, one buffer",
-    "ordinary": "this kernel, kernel[grid]",
-    "unsloth_classic": "Unsloth classic",
     "bitsandbytes": "bitsandbytes",
     "peft": "PEFT",
-    "plain": "plain PyTorch",
+    "unsloth_today": "Unsloth today",
+    "unsloth_buffered": "Unsloth, one buffer",
+    "unsloth_classic": "Unsloth classic",
 }
+FUNCTIONS = LABELS | {"ours": "your_dequantize_nf4"}  # in the puzzle's test
+KERNELS = ("this kernel", "Unsloth's kernel")
+LAUNCHES = ("kept launch", "Unsloth's launch()", "kernel[grid]")
+CRITERIA = (  # criterion, points if met, points if not, its cell or the least speedup
+    ("One fused kernel", 3, 0, "single_kernel"),
+    ("Penalty: speedup at most 1.00", 0, -3, 1.00),
+    ("Speedup at least 1.05", 1, 0, 1.05),
+    ("Speedup at least 1.10", 2, 0, 1.10),
+    ("Speedup at least 1.15", 2, 0, 1.15),
+    ("Works under torch.compile", 1, -1, "torch_compile"),
+    ("Custom assembly works", 3, 0, "custom_asm"),
+    ("Uses cache eviction", 1, 0, "cache_eviction"),
+    ("Tested in fp16 and bf16", 1, -1, "exact"),
+)
 
 
 def shown(ratio):

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     if not ON_GPU:
         print(machine.no_gpu())
         return 1
-    protocol.import_libraries()
+    protocol.baselines()  # before anything else imports Unsloth
     failed = False
     for name in options.only:
         start = time.perf_counter()

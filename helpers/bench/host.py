@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 from helpers.bench import clocks, contenders
-from helpers.puzzle import protocol
+from helpers.puzzle import turns
 from helpers.puzzle.layers import DEVICE, ON_GPU, quantized_layer
 from nf4_triton import dequantize, use_nf4_kernel
 from nf4_triton.settings import has_no_bf16
@@ -77,7 +77,7 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
     timers = {}
     with use_nf4_kernel("bitsandbytes", quiet=True, strict=True):
         switched = functional.dequantize_4bit
-        with protocol.own_libraries():  # for PEFT
+        with turns.own_libraries():  # for PEFT
             for kind in KINDS:
                 for name, call in calls_of(kind, switched, problems).items():
                     timers[kind, name] = clocks.host_timer(call, clocks.INNER)

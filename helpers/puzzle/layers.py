@@ -36,15 +36,6 @@ def bnb_Linear4bit(hd, m, dtype=torch.float16):
     return layer
 
 
-def every_code(dtype):
-    """Return a layer with all 256 bytes under each of the 256 absmax codes: 131,072 elements."""
-    layer = bnb_Linear4bit(64, 2048, dtype)
-    every = torch.arange(256, device=DEVICE)
-    layer.weight.data.copy_(every.repeat(256).view(-1, 1))
-    layer.weight.quant_state.absmax.copy_(every.repeat_interleave(8))
-    return layer
-
-
 class MLP(torch.nn.Module):
     """Gate, up, and down projections with SiLU, as in Llama."""
 
@@ -62,12 +53,10 @@ def build(config):
     """Return (MLP, input) of a configuration, drawn from its seed in the puzzle's order."""
     from transformers import set_seed
 
-    default = torch.get_default_dtype()
     set_seed(config.seed)
     torch.set_default_dtype(torch.float32)
     mlp = MLP(config.hidden, config.intermediate, config.dtype)
     X = torch.randn(config.batch, config.seq, config.hidden, dtype=config.dtype, device=DEVICE)
-    torch.set_default_dtype(default)
     return mlp, X
 
 

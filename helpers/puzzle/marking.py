@@ -9,33 +9,18 @@ import subprocess
 
 import torch
 
-from helpers.names import shown
+from helpers.names import CRITERIA, shown
 from helpers.puzzle.layers import ON_GPU
-from helpers.puzzle.protocol import NEEDS_GPU
 
 # %% The score id="score" folded=true call="points = print_score(passed, ratios)"
 import datetime
 
-CRITERIA = (  # criterion, points if met, points if not, its cell or the least speedup
-    ("One fused kernel", 3, 0, "single_kernel"),
-    ("Penalty: speedup at most 1.00", 0, -3, 1.00),
-    ("Speedup at least 1.05", 1, 0, 1.05),
-    ("Speedup at least 1.10", 2, 0, 1.10),
-    ("Speedup at least 1.15", 2, 0, 1.15),
-    ("Works under torch.compile", 1, -1, "torch_compile"),
-    ("Custom assembly works", 3, 0, "custom_asm"),
-    ("Uses cache eviction", 1, 0, "cache_eviction"),
-    ("Tested in fp16 and bf16", 1, -1, "exact"),
-)
-
 
 def speeds(ratios):
     """Return the median speedup over each Unsloth: 0 if the test failed, None if it was not timed."""
-    if ratios is False:
-        return {"today": 0.0, "classic": 0.0}
     speedups = {}
     for version in ("today", "classic"):
-        values = (ratios or {}).get(f"unsloth_{version}")
+        values = [0.0] if ratios is False else (ratios or {}).get(f"unsloth_{version}")
         speedups[version] = statistics.median(values) if values else None
     return speedups
 
@@ -52,28 +37,28 @@ def points_of(passed, speedup):
 
 
 def print_score(passed, ratios):
-    """Print the marking table from the verdicts and ratios above; return {version: points_of()}."""
+    """Print the marking table; return {criterion: points} over Unsloth today, {} if a rule is broken."""
     speedups = speeds(ratios)
     points = {version: points_of(passed, speedup) for version, speedup in speedups.items()}
     totals = [sum(filter(None, column.values())) for column in points.values()]
+    score, rule_is_broken = f"{min(totals)} of 14 points", passed.get("memory") is False
+    if rule_is_broken:
+        score = "No points, for a broken rule (memory): it takes or keeps more than its result, or waits,"
     where = torch.cuda.get_device_name() if ON_GPU else "this CPU (Triton's interpreter)"
-    if not ON_GPU:
-        print(f"Nothing but correctness was measured: speed and the other criteria need {NEEDS_GPU}.")
-    print(f"{min(totals)} of 14 points on {where}, {datetime.date.today()}\n")
+    print(f"{score} on {where}, {datetime.date.today()}\n")
     line = "{:32}{:>18}{:>20}   {}".format
     print(line("Criterion", "vs Unsloth today", "vs Unsloth classic", "shown by"))
     for criterion, _, _, cell in CRITERIA:
         both = [column[criterion] for column in points.values()]
         texts = ["not measured" if x is None else f"{x:+d}" for x in both]
         print(line(criterion, *texts, cell if isinstance(cell, str) else "puzzles_line"))
-    print(line("Sum", *totals, ""))
+    if not rule_is_broken:
+        print(line("Sum", *totals, ""))
     print(line("Speedup", *map(shown, speedups.values()), "puzzles_line"))
-    if passed.get("memory") is False:
-        print("\nBreaks a rule: allocates a large buffer, or waits for the GPU (memory)")
-    return points
+    return {} if rule_is_broken else points["today"]
 
 
-# %% What was measured, as one line id="rows" folded=true call="print_rows(versions, points, ratios, seconds)"
+# %% What was measured, as one line id="rows" folded=true call="print_rows(versions, points, ratios, times)"
 import json
 import pathlib
 
@@ -81,13 +66,12 @@ import pathlib
 def environment_of(versions):
     """Return the GPU, its driver, the CPU, versions, and the time, as they stand beside results."""
     query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
-    drivers = subprocess.getoutput(query).split()
     cpu = re.search(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
     return {
         "card": torch.cuda.get_device_name(),
         "capability": torch.cuda.get_device_capability(),
         "cpu": cpu and cpu[1],
-        "driver": drivers[0] if drivers else None,
+        "driver": subprocess.getoutput(query).partition("\n")[0],
         "cuda": torch.version.cuda,
         "versions": versions,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -95,18 +79,19 @@ def environment_of(versions):
     }
 
 
-def rows_of(points, ratios, seconds):
+def rows_of(points, ratios, times):
     """Return [section, case, contender, unit, values] of all that was measured."""
     rows = [["protocol", "puzzle's line", name, "x", values] for name, values in (ratios or {}).items()]
-    rows += [["protocol", "total", name, "s", values] for name, values in (seconds or {}).items()]
-    for version, column in points.items():
-        for criterion, value in column.items():
-            rows.append(["score", criterion, version, "points", [] if value is None else [value]])
-    return [row for row in rows if row[-1]]
+    for name, turns in (times or {}).items():
+        us, seconds = zip(*turns, strict=True)
+        rows += [["protocol", "until return", name, "us", us], ["protocol", "100 rounds", name, "s", seconds]]
+    for criterion, value in points.items():
+        rows.append(["score", criterion, "today", "points", [] if value is None else [value]])
+    return [[*names, [float(f"{value:.5g}") for value in values]] for *names, values in rows if values]
 
 
-def print_rows(versions, points, ratios, seconds):
+def print_rows(versions, points, ratios, times):
     """Print what a GPU measured, one line of JSON for `python -m helpers draw`; nothing with NF4_QUICK."""
     if ON_GPU and not os.environ.get("NF4_QUICK"):
-        content = {"environment": environment_of(versions), "rows": rows_of(points, ratios, seconds)}
+        content = {"environment": environment_of(versions), "rows": rows_of(points, ratios, times)}
         print(json.dumps(content, separators=(",", ":")))

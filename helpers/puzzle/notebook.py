@@ -1,7 +1,8 @@
 """Write the modules' sections into the notebook's cells; execute the notebook and print its score.
 
-Every `# %%` section of a module that has an `id` is the notebook's cell of that id; `folded=true` makes it a
-form under its title, and `call="..."` adds a last line. A section tagged `module-only` stays in its module.
+Every `# %%` section of a module that has an `id` is the notebook's cell of that id, with one blank line
+between functions; `folded=true` makes it a form under its title, and `call="..."` adds a last line. A section
+tagged `module-only` stays in its module.
 """
 
 import argparse
@@ -31,6 +32,7 @@ MODULES = [
     "helpers/puzzle/protocol.py",
     "helpers/puzzle/checks.py",
     "helpers/puzzle/marking.py",
+    "helpers/puzzle/turns.py",
 ]
 
 
@@ -51,7 +53,7 @@ def cells_of_module(file: str, root: Path) -> list:
         if facts.get("folded"):
             lines.insert(0, f'#@title {facts["title"]} {{ display-mode: "form" }}')
             cell.metadata.update(cellView="form", jupyter={"source_hidden": True})
-        cell.source = "\n".join(lines)
+        cell.source = "\n".join(lines).replace("\n\n\n", "\n\n")
         cells.append(cell)
     return cells
 

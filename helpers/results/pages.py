@@ -16,7 +16,7 @@ import pandas
 from tabulate import tabulate
 
 from helpers.machine import NOTEBOOK, write_whole
-from helpers.names import shown
+from helpers.names import FUNCTIONS, shown
 from helpers.results import executed, plots, store
 from helpers.results.plots import CARD, SHAPES
 from helpers.results.store import CARDS, ROOT, Row, one, select
@@ -25,7 +25,6 @@ FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
 FOLDERS = (CARD, SIMULATED, "cross-compiled")  # whose sections blocks show
-UNSLOTH = ("unsloth_today", "unsloth_classic")
 COLUMNS = (  # of the claim
     "card",
     "score (of 14)",
@@ -49,7 +48,9 @@ TITLES = {  # how contenders and cases are shown; others by their own names
     "zoo_select": "unsloth_zoo, `nf4_select_dequant`",
     "slice": "this kernel, a slice",
     "total": "seconds",
+    "100 rounds": "seconds of 100 rounds",
     "until_return": "until it returns",
+    "until return": "us until it returns",
     "synchronized": "with a synchronize",
     "calls": "launch overhead",
 }
@@ -92,6 +93,8 @@ def table(rows: list[Row], section: str) -> str:
         if section in SHOWN and row.case not in SHOWN[section] and row.contender not in SHOWN[section]:
             continue
         case, contender = title(row.case), title(row.contender)
+        if section == "protocol":
+            contender = FUNCTIONS.get(row.contender, contender)
         if section == "gpu_time":
             case = SHAPES[row.case]
         if section == "machine_code":
@@ -111,18 +114,20 @@ def claim(stored: dict) -> str:
     """Return points and speedups of every card that has rows; a measured T4 replaces the predicted one."""
     lines = []
     for folder, card in CARDS.items():
-        if rows := stored.get(folder):
-            points = sum(row.median for row in select(rows, "score") if row.contender == "today")
-            speedups = [one(rows, "protocol", "puzzle's line", who).median for who in UNSLOTH]
-            bitsandbytes = one(rows, "protocol", "total", "bitsandbytes")
-            speedups.append(bitsandbytes.median / one(rows, "protocol", "total", "ours").median)
+        rows = stored.get(folder, ())
+        if scored := select(rows, "score"):
+            points = sum(row.median for row in scored if row.contender == "today")
+            speedups = [one(rows, "protocol", "puzzle's line", who).median for who in executed.UNSLOTH]
+            turns = plots.rounds_of(rows)[0]
+            bitsandbytes = one(rows, "protocol", turns, "bitsandbytes")
+            speedups.append(bitsandbytes.median / one(rows, "protocol", turns, "ours").median)
             lines.append([card.name, f"{points:.0f}", *(number(speedup, "x") for speedup in speedups)])
-    if "tesla-t4" not in stored:  # bitsandbytes was not simulated
+    if not select(stored.get("tesla-t4", ()), "score"):  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
         points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
         likely = one(rows, "t4_prediction", "likely points, Triton 3.6", "unsloth_today")
         score = f"most likely {cell(likely)} ({cell(points)})"
-        speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in UNSLOTH]
+        speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in executed.UNSLOTH]
         lines.append(["Tesla T4, predicted", score, *speedups, "-"])
     return tabulate(lines, COLUMNS, tablefmt="pipe", disable_numparse=True)
 

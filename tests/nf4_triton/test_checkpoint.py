@@ -1,5 +1,7 @@
 """read_checkpoint: a weight from the tensors of a saved checkpoint, as bitsandbytes wrote them."""
 
+import json
+
 import pytest
 import torch
 
@@ -39,7 +41,7 @@ def test_what_bitsandbytes_saves(how):
 
 
 def test_the_state_dict_of_experts():
-    """As replace_parameter_4bit quantizes them. Of layers: test_checkpoint_to_16bit.py."""
+    """As replace_parameter_4bit quantizes them. Of layers: test_export.py."""
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
     model = torch.nn.Module()
     model.down_proj = torch.nn.Parameter(torch.randn(3, 64, 32))
@@ -49,16 +51,54 @@ def test_the_state_dict_of_experts():
     assert same_bits(dequantize(*read, rows=[2, 0]), dequantize(*read)[[2, 0]])
 
 
-def test_what_is_missing_or_damaged_is_named():
+def test_what_is_missing_is_named():
     tensors, _ = saved()
-    facts = f"{NAME}.quant_state.bitsandbytes__nf4"
     for key in tensors.keys() - {f"{NAME}.quant_map"}:  # bitsandbytes does not read it either
         rest = {other: tensor for other, tensor in tensors.items() if other != key}
         with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read .*'{key}'.*all shards"):
             read_checkpoint(rest, NAME)
-    for damaged in (tensors[facts][:-9], tensors[facts].float(), torch.tensor(list(b"[1]"))):
-        with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read"):
-            read_checkpoint(tensors | {facts: damaged}, NAME)
+    with pytest.raises(UnsupportedState, match=f"name is {NAME}"):
+        read_checkpoint(tensors, NAME.removesuffix(".weight"))
+
+
+STATE = f"{NAME}.quant_state.bitsandbytes__"
+
+
+def with_facts(tensors, **changed):
+    """Return the tensors with other values in the state of a weight."""
+    facts = json.loads(bytes(tensors[f"{STATE}nf4"].tolist())) | changed
+    return tensors | {f"{STATE}nf4": torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)}
+
+
+DAMAGED = {
+    "JSONDecodeError": lambda x: x | {f"{STATE}nf4": x[f"{STATE}nf4"][:-9]},
+    "range\\(0, 256\\)": lambda x: x | {f"{STATE}nf4": torch.tensor(10**18)},  # not so many bytes
+    "RecursionError": lambda x: x | {f"{STATE}nf4": torch.tensor(list(b"[" * 100_000))},
+    "OverflowError": lambda x: with_facts(x, nested_offset=10**400),
+    "not 'list'": lambda x: with_facts(x, nested_offset=[0.5]),
+    "two states": lambda x: x | {f"{STATE}fp4": x[f"{STATE}nf4"]},
+    "quant_map.*nf4": lambda x: x | {f"{NAME}.quant_map": torch.linspace(-1, 1, 16)},
+    "tensors is a str.*load_file": lambda x: "model.safetensors",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_what_is_damaged_is_named(text):
+    with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read .*{text}"):
+        read_checkpoint(DAMAGED[text](saved()[0]), NAME)
+
+
+def test_an_offset_that_is_a_text_is_read_as_bitsandbytes_does(tmp_path):
+    """From an open file, too."""
+    tensors, _ = saved()
+    tensors = with_facts(tensors, nested_offset="0.5")
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
+    with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
+        packed, state = read_checkpoint(file, NAME)
+    assert state.offset == 0.5 and same_bits(
+        dequantize(packed, state), dequantize(*read_checkpoint(tensors, NAME))
+    )
 
 
 def test_without_bitsandbytes_and_triton(tmp_path):

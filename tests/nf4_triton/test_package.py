@@ -17,7 +17,7 @@ for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
 TINY = """
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import torch
 vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -26,8 +26,6 @@ PreTrainedTokenizerFast(tokenizer_object=tokens).save_pretrained("tiny")
 torch.manual_seed(0)
 LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
                              num_attention_heads=1, num_key_value_heads=1)).save_pretrained("tiny")
-nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-LlamaForCausalLM.from_pretrained("tiny", quantization_config=nf4).save_pretrained("tiny4")
 """
 SCRIPT = """
 import importlib.util, runpy, sys
@@ -71,22 +69,20 @@ DOCTOR = "site/bin/nf4_triton doctor"
 def printed(alone):
     """What the examples print where the kernel runs (on a GPU or in Triton's interpreter), and the doctor."""
     many = "finetune_many_gpus.py tiny text.txt many 2"
-    merge, experts = "checkpoint_to_16bit.py merged tiny4 --adapter one", "moe_active_experts.py --size 64"
-    return alone(f"{ONE} one 2", merge, experts, many, DOCTOR, code=TINY)
+    return alone(f"{ONE} one 2", "moe_active_experts.py --size 64", many, DOCTOR, code=TINY)
 
 
-def test_examples_train_and_merge_with_the_kernel(alone, printed):
+def test_examples_train_with_the_kernel(alone, printed):
     assert re.search(r"The kernel dequantized ([1-9]\d*) of \1\.\n", printed), printed
     for folder in ("one", "many"):
         assert (alone.folder / folder / "adapter_model.safetensors").exists()
-    assert "merged: 7 of 12 tensors dequantized, 7 merged\n" in printed
     assert "dequantized; the same output as with all: True" in printed
 
 
 def test_examples_print_help_without_importing_anything(alone):
     examples = [f"{path.name} --help" for path in machine.ROOT.glob("examples/*.py")]
     text = alone(*examples, code="import sys; sys.modules['torch'] = None")
-    assert text.count('pip install ".[train]"') == text.count("status 0") == len(examples) == 4
+    assert text.count('pip install ".[train]"') == text.count("status 0") == len(examples) == 3
 
 
 def test_the_doctor_says_what_is_here_and_what_to_do(printed):

@@ -10,7 +10,7 @@ from helpers.results.store import Row
 
 LOST = {"single_kernel": 3, "torch_compile": 2, "custom_asm": 3, "cache_eviction": 1, "exact": 2}  # points
 ALL = dict.fromkeys([*LOST, "memory"], True)
-SECONDS = {"ours": [1.0, 1.1, 1.2], "bitsandbytes": [3]}
+TIMES = {"ours": [(9, 1.0), (10, 1.1), (11, 1.23456789)], "bitsandbytes": [(40, 3)]}
 FAST = {"unsloth_today": [2.0], "unsloth_classic": [2.0]}
 
 
@@ -42,22 +42,26 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(marking.torch.cuda, "get_device_capability", lambda: (7, 5))
 
 
-def test_the_printed_score(capsys, on_gpu):
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_broken_rule_stands_in_place_of_the_points(memory, capsys, on_gpu):
     """On a CPU: test_notebook.py."""
-    marking.print_score(ALL | {"memory": False}, FAST | {"unsloth_today": [1.0968]})
-    shown = capsys.readouterr().out
-    assert shown.startswith("10 of 14 points on Tesla T4, 20") and "Breaks a rule" in shown
+    points = marking.print_score(ALL | {"memory": memory}, FAST | {"unsloth_today": [1.0968]})
+    first, *rest = capsys.readouterr().out.splitlines()
+    start = "10 of 14 points on Tesla T4, 20" if memory else "No points, for a broken rule (memory): "
+    assert first.startswith(start) and any(line.startswith("Sum") for line in rest) is memory
+    assert bool(points) is memory
 
 
 def test_the_line_of_rows_is_what_draw_reads(monkeypatch, capsys, on_gpu):
-    points = {"today": marking.points_of(ALL | {"torch_compile": None}, 2.0)}
+    points = marking.points_of(ALL, 2.0)
     for gpu, quick in ((False, ""), (True, "1"), (True, "")):
         assert capsys.readouterr().out == "", "nothing without a GPU, nothing of a quick run"
         monkeypatch.setattr(marking, "ON_GPU", gpu)
         monkeypatch.setenv("NF4_QUICK", quick)
-        marking.print_rows({"torch": "2.11.0"}, points, FAST | {"unsloth_classic": []}, SECONDS)
+        marking.print_rows({"torch": "2.11.0"}, points, FAST, TIMES)
     line = json.loads(capsys.readouterr().out)
     rows = [Row(*fields) for fields in line["rows"]]
     executed.check_rows(rows)
     assert line["environment"]["card"] == "Tesla T4" and line["environment"]["versions"]["torch"] == "2.11.0"
-    assert len(rows) == 1 + len(SECONDS) + 8, "what was not measured has no row"
+    assert len(rows) == 2 + 2 * len(TIMES) + 9
+    assert rows[3][1:] == ("100 rounds", "ours", "s", [1.0, 1.1, 1.2346])

@@ -1,23 +1,33 @@
 """The executed notebook that people send: its rows are stored, or one line says what is wrong."""
 
 import json
-import os
 import re
-from unittest.mock import Mock
 
 import nbformat
 import pytest
 
+from helpers.names import CRITERIA
 from helpers.results import executed, pages, store
 
-LINE = """{"environment":
-{"card":"Tesla T4","capability":[7,5],"date":"2026-11-22","forced":null,"commit":"theirs","more":0},"rows":[
-["protocol","total","ours","s",[3.5]],
-["protocol","total","bitsandbytes","s",[4]],
-["protocol","puzzle's line","unsloth_today","x",[1.17,1.16,1.18]],
-["protocol","puzzle's line","unsloth_classic","x",[1.3]],
-["score","One criterion","today","points",[2]]]}""".replace("\n", "")
-CODE = LINE  # has the names in quotes, as the code that prints them
+ROWS = [
+    ["protocol", "100 rounds", "ours", "s", [3.5]],
+    ["protocol", "100 rounds", "bitsandbytes", "s", [4]],
+    ["protocol", "100 rounds", "Unsloth's kernel, kept launch", "s", [3.6]],
+    ["protocol", "until return", "ours", "us", [9.5]],
+    ["protocol", "puzzle's line", "unsloth_today", "x", [1.17, 1.16, 1.18]],
+    ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
+    *(["score", criterion, "today", "points", [won]] for criterion, won, _, _ in CRITERIA),
+]
+MACHINE = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-22", "forced": None}
+
+
+def written(content):
+    return json.dumps(content, separators=(",", ":"))
+
+
+LINE = written({"environment": MACHINE | {"commit": "theirs", "more": 0}, "rows": ROWS})
+ONE_ROW, ALL_ROWS = written(ROWS[4]), written(ROWS)
+CODE = "print_rows()"
 
 
 @pytest.fixture
@@ -42,9 +52,9 @@ def draw(folder, monkeypatch):
 def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw(LINE) == draw(LINE) == 0  # the second replaces the first
     environment, rows = store.records("tesla-t4")["notebook"]
-    assert json.loads(json.dumps(rows)) == json.loads(LINE)["rows"]
+    assert json.loads(json.dumps(rows)) == ROWS
     page = (folder / "page").read_text()
-    assert re.search("Tesla T4 .* 2 .* 1.17x .* 1.30x .* 1.14x ", page) and "predicted" not in page
+    assert re.search("Tesla T4 .* 14 .* 1.17x .* 1.30x .* 1.14x ", page) and "predicted" not in page
     assert environment["commit"] == store.commit() and "more" not in environment
 
 
@@ -60,33 +70,27 @@ def test_another_version_is_named(draw):
     [
         ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
         ("AttributeError: 'list'", '"Tesla T4"', '["Tesla T4"]'),
-        ("unknown name or wrong unit", '"ours","s"', '"ours","x"'),
-        ("unknown name or wrong unit", '"ours"', '"mine"'),
+        ("no such row.*unit='x'", '"ours","s"', '"ours","x"'),
+        ("no such row.*'mine'", '"ours"', '"mine"'),
+        ("no such row.*'print_rows'", '"One fused kernel"', '"print_rows"'),  # a word of the notebook
         ("a row stands twice", '"bitsandbytes"', '"ours"'),
-        ("of 0.01 to 3600 s", "[3.5]", "[0]"),
-        ("of 0.01 to 3600 s", "[3.5]", "[-3]"),
-        ("of 0.01 to 3600 s", "[3.5]", "[NaN]"),
-        ("of 0.01 to 3600 s", "[3.5]", "[]"),
-        ("of 0.01 to 3600 s", "[3.5]", f"[1{400 * '0'}]"),
-        ("of 0.01 to 100 x", "[1.3]", "[1e300]"),
-        ("of -3 to 3 points", "[2]", "[900000]"),
-        ("RecursionError", "[2]", 100_000 * "["),
-        ("0 rows for .*'total', 'ours'", '"ours"', '"today"'),  # what the claim needs
+        ("no such row", "[3.5]", "[0]"),
+        ("no such row", "[3.5]", "[NaN]"),
+        ("no such row", "[3.5]", "[]"),
+        ("no such row", "[3.5]", f"[1{400 * '0'}]"),
+        ("no such row", "[1]", "[3]"),  # a criterion gives no more than its points, once
+        ("no such row", "[1]", "[1,1]"),
+        ("not measured: puzzle's line of unsloth_today. Install", f"{ONE_ROW},", ""),  # it could not load
+        ("not measured: Custom assembly works of today, .*", ALL_ROWS, written(ROWS[:6])),  # a broken rule
+        ("not measured: 100 rounds of bitsandbytes, .*", ALL_ROWS, "[]"),
+        ("RecursionError", "[1]", 100_000 * "["),
         ("0 lines of rows, expected 1: run all its cells", "environment", "other"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, right, wrong):
     with pytest.raises(SystemExit, match=f"^.*{problem}.*$"):
-        draw(LINE.replace(right, wrong))
+        draw(LINE.replace(right, wrong, 1))
     assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
-
-
-def test_a_full_disk_leaves_what_was_there(draw, monkeypatch):
-    draw(LINE)
-    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(SystemExit, match="^OSError: .*No space left on device: .*tesla-t4/notebook.jsonl"):
-        draw(LINE)
-    assert store.rows("tesla-t4")
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[]", b'{"nbformat": 4}', b"PK\x03\x04\xff", b"", b"[" * 10**5])

@@ -118,7 +118,7 @@ def by_trl(model, batches, way: str) -> list:
 
 def launches(trainer, ids) -> dict[str, int]:
     """Return how many dequantizing kernels a step launches, by library."""
-    names = [name for name, _ in gpu_events(trainer.backward, ids, count=1)]
+    names = gpu_events(trainer.backward, ids, count=1)
     return {who: sum(kernel in name for name in names) for who, kernel in KERNELS.items()}
 
 

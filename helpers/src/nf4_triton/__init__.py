@@ -26,6 +26,8 @@ Dequantize by hand:
     vectors = dequantize(embedding, rows=token_ids)      # a slice, a list, or ids such as (batch, tokens)
     weight = dequantize(*read_checkpoint(tensors, name))  # tensors as safetensors loads a saved 4-bit model
 
+    export_checkpoint("out", "model", adapter="lora")  # all of it in 16 bit, merged: `nf4_triton export`
+
 Environment variables:
 
     NF4_TRITON=1        as above (or true, on, yes; off with 0, false, off, no, or unset)
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from .backend import dequantize as dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
     from .checkpoint import read_checkpoint as read_checkpoint
+    from .export import export_checkpoint as export_checkpoint
     from .libraries.site import UnknownInternals as UnknownInternals
     from .libraries.switch import Switch as Switch
     from .libraries.switch import restore as restore
@@ -61,6 +64,7 @@ else:
         "UnknownInternals": "libraries.site.UnknownInternals",
         "UnsupportedState": "state.UnsupportedState",
         "dequantize": "backend.dequantize",
+        "export_checkpoint": "export.export_checkpoint",
         "read_checkpoint": "checkpoint.read_checkpoint",
         "restore": "libraries.switch.restore",
         "use_nf4_kernel": "libraries.switch.use_nf4_kernel",

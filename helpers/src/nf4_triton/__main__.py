@@ -1,5 +1,6 @@
 """doctor: check this machine (GPU, versions, correctness, what use_nf4_kernel() takes over, speed) and say
 what to do. bench: time the kernel beside bitsandbytes and Unsloth at several sizes; takes a minute.
+export: write a checkpoint with 4-bit weights in 16 bit, and merge a LoRA adapter into it.
 
 The exit status is 0 if the kernel works here, 1 if it does not.
 """
@@ -8,6 +9,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 
 from . import __version__, environment
@@ -22,10 +24,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser("nf4_triton", description=__doc__)
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
-    parser.add_argument("command", choices=["doctor", "bench"])
-    command = parser.parse_args(arguments).command
+    commands = parser.add_subparsers(required=True)
+    commands.add_parser("doctor").set_defaults(run=doctor)
+    commands.add_parser("bench").set_defaults(run=bench)
+    exporting = commands.add_parser("export")
+    exporting.set_defaults(run=export)
+    exporting.add_argument("out", help="a new folder")
+    exporting.add_argument("model", help="a folder, a .safetensors file, or a name on the hub")
+    exporting.add_argument("--adapter", help="LoRA to merge, in the same forms")
+    exporting.add_argument("--dtype", choices=["float16", "bfloat16"], help="default: as it was quantized")
+    exporting.add_argument("--shard-size", default="5GB", help="the most in a file (default: 5GB)")
+    exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
+    options = vars(parser.parse_args(arguments))
     try:
-        status = doctor() if command == "doctor" else bench()
+        status = options.pop("run")(**options)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -63,6 +75,20 @@ def bench() -> int:
 
     print(f"A call and a synchronize on one {environment.describe()['card']}:")
     print(speed.verdict(speed.compare()))
+    return 0
+
+
+def export(**options) -> int:
+    """Write a checkpoint in 16 bit. Return the exit status."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was written so far is deleted
+    try:
+        from . import export_checkpoint
+
+        written, dequantized, merged = export_checkpoint(**options)
+    except (ImportError, OSError, ValueError) as error:
+        print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
+        return 1
+    print(f"{options['out']}: {dequantized} of {written} tensors dequantized, {merged} merged")
     return 0
 
 

@@ -9,6 +9,12 @@
 VERSION = "1.4.0"  # of the package
 OLDEST_TRITON = (3, 4)  # 3.3 cannot compile the kernel's tl.gather
 NEWEST_TRITON = (3, 9)  # the newest that the tests ran with; newer ones launch the ordinary way
+TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
+    (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)
+    (9, 0): (32, 2),  # 16 or 64 rows: 6 to 7% slower; 1 or 4 warps: 1 to 2% (H200, 16.8M elements)
+}
+
+# %% tags=["module-only"]
 CARDS = {  # by compute capability: those whose machine code is checked
     (7, 5): "Tesla T4",
     (8, 0): "A100",
@@ -17,8 +23,4 @@ CARDS = {  # by compute capability: those whose machine code is checked
     (9, 0): "H100, H200",
     (10, 0): "B200",
     (12, 0): "RTX 50",
-}
-TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
-    (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)
-    (9, 0): (32, 2),  # 16 or 64 rows: 6 to 7% slower; 1 or 4 warps: 1 to 2% (H200, 16.8M elements)
 }
