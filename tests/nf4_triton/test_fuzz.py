@@ -149,7 +149,34 @@ def random_out(shape, dtype, device):
     return memory, memory[skip:][:size].view(slices, stride, *inner)[:, 0]
 
 
+def through(door, layer, out, dtype, rows, selection):
+    """Return the result of a call."""
+    weight, state = layer.weight, layer.weight.quant_state
+    doors = {
+        "package": lambda: dequantize(layer, None, out, dtype),
+        "rows": lambda: dequantize(layer, None, out, dtype, rows),
+        "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
+        "entry": lambda: launch_general.dequantize_weight(weight, state, out),
+        "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
+        "product": lambda: product(weight, state),
+        "puzzle": lambda: launch.your_dequantize_nf4(layer),
+    }
+    return doors[door]()
+
+
+def should_be(weight, state, dtype, rows, transposed):
+    """Return the result of a call by the oracle. Rows are never transposed."""
+    state = copy.copy(state)
+    state.dtype = dtype
+    result = oracle(weight, state)
+    if weight.shape[0] == 1 and (transposed or rows is not None):
+        result = result.t()
+    return result if rows is None else result[rows].clone()
+
+
 class Sequence:
+    """Calls on four layers."""
+
     def __init__(self, seed, gpu, kinds, largest):
         random.seed(seed)
         torch.manual_seed(seed)
@@ -216,15 +243,6 @@ class Sequence:
         """Compare a call with the oracle, or fail unless it is refused."""
         weight, state, out, selection, rows = layer.weight, layer.weight.quant_state, None, None, None
         shape, dtype, inner = tuple(state.shape), state.dtype, math.prod(state.shape[1:])
-        doors = {
-            "package": lambda: dequantize(layer, None, out, dtype),
-            "rows": lambda: dequantize(layer, None, out, dtype, rows),
-            "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
-            "entry": lambda: launch_general.dequantize_weight(weight, state, out),
-            "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
-            "product": lambda: product(weight, state),
-            "puzzle": lambda: launch.your_dequantize_nf4(layer),
-        }
         if door == "product" and (len(shape) != 2 or state.nested and state.state2.blocksize != 256):
             door = "entry"
         if door in ("package", "rows"):
@@ -244,24 +262,17 @@ class Sequence:
         mode = random.choice([*MODES, lambda: self.gpu.device(0)])
         try:
             with mode():
-                result = doors[door]()
+                result = through(door, layer, out, dtype, rows, selection)
         except UnsupportedState:
             result = None
         if result is None:
             assert door == "puzzle" or not fits
             assert out is None or memory.isnan().all(), "written"
             return
-        assert fits
-        state = copy.copy(state)
-        state.dtype = dtype
-        expected = oracle(weight, state)
-        if weight.shape[0] == 1 and (door == "product" or rows is not None):
-            expected = expected.t()
-        if rows is not None:
-            expected = expected[rows].clone()
-            if door == "selection" and selection.ids is not None:
-                expected[selection.ids != rows] = math.nan
-        assert same_bits(result, expected)
+        expected = should_be(weight, state, dtype, rows, door == "product")
+        if door == "selection" and selection and selection.ids is not None:
+            expected[selection.ids != rows] = math.nan
+        assert fits and same_bits(result, expected)
         assert all(same_bits(*pair) for pair in self.results), "an earlier result has changed"
         if out is None:
             self.results = [*self.results[-2:], (result, expected)]
