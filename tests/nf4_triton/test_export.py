@@ -333,10 +333,10 @@ CONFIGS = {  # what the error says: a change of adapter_config.json
 }
 A = f"base_model.model.{C_ATTN.removesuffix('weight')}lora_A.weight"
 KEYS = {  # a tensor that is added: the error names it; one of the same name is deleted
-    A: "config: transformer.h.0.attn.c_attn.lora_A.weight;",
-    A.replace(".weight", ".default.weight"): "config: transformer.h.0.attn.c_attn.lora_A.default.weight;",
-    A.removeprefix("base_model.model."): "here: transformer.h.0.attn.c_attn.lora_A.weight;",
-    A.replace("c_attn", "other"): "here: base_model.model.transformer.h.0.attn.other.lora_A.weight;",
+    A: "(1): transformer.h.0.attn.c_attn.lora_A.weight;",
+    A.replace(".weight", ".default.weight"): "(1): transformer.h.0.attn.c_attn.lora_A.default.weight;",
+    A.removeprefix("base_model.model."): "here (1): transformer.h.0.attn.c_attn.lora_A.weight;",
+    A.replace("c_attn", "other"): "here (1): base_model.model.transformer.h.0.attn.other.lora_A.weight;",
 }
 
 

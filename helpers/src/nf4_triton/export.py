@@ -165,8 +165,7 @@ def open_files(files) -> dict:
 def refuse(what, problems, do):
     """Raise if there are problems. Name the first ones, and what to do."""
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UnsupportedState(f"{what}: {', '.join(problems[:5])}{more}; {do}")
+        raise UnsupportedState(f"{what} ({len(problems)}): {', '.join(problems[:5])}; {do}")
 
 
 @contextlib.contextmanager
@@ -296,7 +295,9 @@ class Checkpoint:
         tensor = tensor.to(like.dtype)
         for layer in result.layers:
             with quiet(f"PEFT cannot merge {name}"):
-                tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor.to(device, copy=True))
+                mapped = bool(result.given) or not state  # PEFT would write into the file's pages
+                tensor = tensor.to(device, copy=mapped)
+                tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor)
         if tensor.shape != like.shape:
             raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
         if result.layers or like.dtype == self.dtype:
