@@ -414,7 +414,6 @@ def write(out, folder, config, checkpoint, shard_size):
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (done / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, names in plan.filename_to_tensors.items():
-            names = sorted(names, key=lambda name: -likes[name].itemsize)  # each is aligned
             write_file(done / file, {name: likes[name] for name in names}, checkpoint.convert, bar)
         done.rename(out)
 
