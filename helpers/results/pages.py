@@ -8,6 +8,7 @@ import argparse
 import base64
 import math
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from helpers.results.store import CARDS, ROOT, Row, one, select
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-FOLDERS = (CARD, SIMULATED, "cross-compiled")  # whose sections blocks show
+FOLDERS = (CARD, "nvidia-h200", SIMULATED, "cross-compiled")  # a block shows the first that has its section
 COLUMNS = (  # of the claim
     "card",
     "score (of 14)",
@@ -110,6 +111,13 @@ def table(rows: list[Row], section: str) -> str:
     return wide.rename_axis(units).to_markdown(disable_numparse=True)
 
 
+def speedup(ratios) -> str:
+    """Return the median of ratios and, in parentheses, the lowest and highest, rounded down to a decimal."""
+    values = statistics.median(ratios), min(ratios), max(ratios)
+    median, low, high = (f"{math.floor(10 * value) / 10:.1f}x" for value in values)
+    return f"{median} ({low} to {high})"
+
+
 def claim(stored: dict) -> str:
     """Return points and speedups of every card that has rows; a measured T4 replaces the predicted one."""
     lines = []
@@ -117,16 +125,17 @@ def claim(stored: dict) -> str:
         rows = stored.get(folder, ())
         if scored := select(rows, "score"):
             points = sum(row.median for row in scored if row.contender == "today")
-            speedups = [one(rows, "protocol", "puzzle's line", who).median for who in executed.UNSLOTH]
+            ratios = [one(rows, "protocol", "puzzle's line", who).values for who in executed.UNSLOTH]
             turns = plots.rounds_of(rows)[0]
-            bitsandbytes = one(rows, "protocol", turns, "bitsandbytes")
-            speedups.append(bitsandbytes.median / one(rows, "protocol", turns, "ours").median)
-            lines.append([card.name, f"{points:.0f}", *(number(speedup, "x") for speedup in speedups)])
+            both = (one(rows, "protocol", turns, who).values for who in ("bitsandbytes", "ours"))
+            ratios.append([theirs / ours for theirs, ours in zip(*both, strict=True)])
+            lines.append([card.name, f"{points:.0f}", *map(speedup, ratios)])
     if not select(stored.get("tesla-t4", ()), "score"):  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
         points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
         likely = one(rows, "t4_prediction", "likely points, Triton 3.6", "unsloth_today")
-        score = f"most likely {cell(likely)} ({cell(points)})"
+        second = one(rows, "t4_prediction", "next likely points, Triton 3.6", "unsloth_today")
+        score = f"{cell(likely)} or {cell(second)} ({cell(points)})"
         speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in executed.UNSLOTH]
         lines.append(["Tesla T4, predicted", score, *speedups, "-"])
     return tabulate(lines, COLUMNS, tablefmt="pipe", disable_numparse=True)
@@ -146,7 +155,8 @@ def filled(page: Path, stored: dict, images: dict[str, bytes]) -> str:
             data = base64.b64encode(images[name.removeprefix("figure ")]).decode()
             body = re.sub(r"base64,[\w+/=]*", f"base64,{data}", body)
         else:
-            body = table([row for folder in FOLDERS for row in stored.get(folder, ())], name) + "\n"
+            found = (select(stored.get(folder, ()), name) for folder in FOLDERS)
+            body = table(next(filter(None, found), []), name) + "\n"
         return f"<!-- {name} -->\n{body}<!-- /{name} -->"
 
     text = page.read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
     python tests/long/real_export.py FOLDER [--layers 32] [--pairs 3]
 
-FOLDER holds 6 GB of input, and 32 GB while it runs. A pair is export + sync, then cp + sync.
+A pair is export + sync, then cp + sync. FOLDER gets 6 GB, and 32 more during a pair.
 """
 
 import argparse
@@ -14,89 +14,77 @@ import time
 from pathlib import Path
 
 import torch
+from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from nf4_triton import export_checkpoint
-from nf4_triton.reference import NF4_VALUES
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CONFIG = LlamaConfig(  # of Llama-3-8B
+    architectures=["LlamaForCausalLM"],
+    dtype="bfloat16",
+    vocab_size=128256,
+    intermediate_size=14336,
+    num_key_value_heads=8,
+)
 SHAPES = {
-    **{f"self_attn.{name}_proj": (4096, 4096) for name in "qo"},
-    **{f"self_attn.{name}_proj": (1024, 4096) for name in "kv"},
-    **{f"mlp.{name}_proj": (14336, 4096) for name in ("gate", "up")},
+    "self_attn.q_proj": (4096, 4096),
+    "self_attn.k_proj": (1024, 4096),
+    "self_attn.v_proj": (1024, 4096),
+    "self_attn.o_proj": (4096, 4096),
+    "mlp.gate_proj": (14336, 4096),
+    "mlp.up_proj": (14336, 4096),
     "mlp.down_proj": (4096, 14336),
 }
-VOCABULARY, RANK = 128256, 16
-CONFIG = dict(
-    architectures=["LlamaForCausalLM"], model_type="llama", dtype="bfloat16", vocab_size=VOCABULARY,
-    hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-    tie_word_embeddings=False,
-)  # fmt: skip
-LORA = dict(peft_type="LORA", r=RANK, lora_alpha=32, target_modules=[name.split(".")[1] for name in SHAPES])
 
 
-def quantized(name, shape):
-    """Return the tensors of a random double-quantized NF4 weight."""
-    blocks = shape[0] * shape[1] // 64
-    state = dict(
-        quant_type="nf4", blocksize=64, dtype="bfloat16", shape=shape, nested_blocksize=256,
-        nested_dtype="float32", nested_offset=0.02,
-    )  # fmt: skip
-    tensors = {
-        "": torch.randint(256, (shape[0] * shape[1] // 2, 1), dtype=torch.uint8),
-        ".absmax": torch.randint(256, (blocks,), dtype=torch.uint8),
-        ".nested_absmax": torch.full((-(-blocks // 256),), 0.02),
-        ".quant_map": torch.tensor(NF4_VALUES),
-        ".nested_quant_map": torch.linspace(-1, 1, 256),
-        ".quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
-    }
-    return {name + part: tensor for part, tensor in tensors.items()}
+def random(*shape):
+    return (torch.randn(shape, device=DEVICE) / 64).bfloat16()
 
 
 def make(folder, layers):
-    """Write the model, a file a layer, and its adapter."""
+    """Write the model, a file a layer, and its adapter. All layers have the same values."""
     model, adapter = folder / "model", folder / "adapter"
     model.mkdir(parents=True)
     adapter.mkdir()
-    files, lora = {}, {}
-    ends = {
-        name: torch.randn(VOCABULARY, 4096).bfloat16()
-        for name in ("model.embed_tokens.weight", "lm_head.weight")
-    }
-    files["ends.safetensors"] = list(ends) + ["model.norm.weight"]
-    save_file(ends | {"model.norm.weight": torch.ones(4096).bfloat16()}, model / "ends.safetensors")
-    for layer in range(layers):
-        tensors, start = {}, f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{start}{name}.weight"] = torch.ones(4096).bfloat16()
-        for name, shape in SHAPES.items():
-            tensors |= quantized(f"{start}{name}.weight", shape)
-            key = f"base_model.model.{start}{name}.lora_"
-            lora[f"{key}A.weight"] = torch.randn(RANK, shape[1]) / 64
-            lora[f"{key}B.weight"] = torch.randn(shape[0], RANK) / 64
-        save_file(tensors, model / f"{layer}.safetensors")
-        files[f"{layer}.safetensors"] = list(tensors)
-    index = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    layer, lora = {f"{name}_layernorm.weight": random(4096) for name in ("input", "post_attention")}, {}
+    for name, shape in SHAPES.items():
+        codes, state = quantize_4bit(random(*shape), quant_type="nf4", compress_statistics=True)
+        layer |= {f"{name}.weight": codes}
+        layer |= {f"{name}.weight.{key}": tensor for key, tensor in state.as_dict(packed=True).items()}
+        lora |= {f"{name}.lora_A.weight": random(16, shape[1]), f"{name}.lora_B.weight": random(shape[0], 16)}
+    files = {"ends": {name: random(128256, 4096) for name in ("model.embed_tokens.weight", "lm_head.weight")}}
+    files["ends"]["model.norm.weight"] = random(4096)
+    tensors = {}
+    for number in range(layers):
+        start = f"model.layers.{number}."
+        files[str(number)] = {start + name: tensor for name, tensor in layer.items()}
+        tensors |= {f"base_model.model.{start}{name}": x.float().clone() for name, x in lora.items()}
+    for name, content in files.items():
+        save_file(content, model / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{file}.safetensors" for file in files for name in files[file]}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (model / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
-    save_file(lora, adapter / "adapter_model.safetensors")
-    (adapter / "adapter_config.json").write_text(json.dumps(LORA))
-
-
-def held():
-    """Return this process's anonymous memory in GB."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1e6
+    CONFIG.num_hidden_layers = layers
+    CONFIG.save_pretrained(model)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": list(SHAPES)}
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
 
 
 def timed(call, *arguments):
-    """Return (seconds until what a call wrote is on the disk, peak of anonymous memory in GB)."""
-    subprocess.run(["sync"], check=True)
-    peak, ended = [held()], threading.Event()
+    """Return (seconds until all is on the disk, GB of anonymous memory at the peak beyond before)."""
+
+    def held():
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) / 1e6
 
     def watch():
         while not ended.wait(0.005):
-            peak.append(max(held(), peak.pop()))
+            seen.append(held())
 
+    subprocess.run(["sync"], check=True)
+    seen, ended = [held()], threading.Event()
     watching = threading.Thread(target=watch)
     watching.start()
     start = time.perf_counter()
@@ -105,38 +93,30 @@ def timed(call, *arguments):
     seconds = time.perf_counter() - start
     ended.set()
     watching.join()
-    return round(seconds, 2), round(peak[0], 2)
-
-
-def copy(source, target):
-    subprocess.run(["cp", "-r", "--reflink=never", source, target], check=True)
+    return seconds, max(seen) - seen[0]
 
 
 def main(folder, layers, pairs):
-    folder = Path(folder)
+    model, adapter, out, copy = (folder / name for name in ("model", "adapter", "out", "copy"))
     if not folder.exists():
         make(folder, layers)
-    out, second = folder / "out", folder / "copy"
     for _ in range(pairs):
-        before = round(held(), 2)
-        if torch.cuda.is_available():
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        seconds, peak = timed(export_checkpoint, out, folder / "model", folder / "adapter")
-        gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else None
+        seconds, peak = timed(export_checkpoint, out, model, adapter)
+        gpu = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else 0
         size = sum(file.stat().st_size for file in out.iterdir()) / 1e9
-        cp, _ = timed(copy, out, second)
-        print(
-            f"{size:.2f} GB: export {seconds} s, cp {cp} s, {seconds / cp:.2f}x; memory before {before} GB,"
-            f" peak {peak} GB; GPU peak {gpu} GB",
-            flush=True,
-        )
+        cp, _ = timed(subprocess.run, ["cp", "-r", "--reflink=never", out, copy])
+        print(f"{size:.2f} GB: export {seconds:.2f} s, cp {cp:.2f} s: {seconds / cp:.2f}")
+        print(f"peak of anonymous memory {peak:.2f} GB, of the GPU {gpu:.2f} GB", flush=True)
         shutil.rmtree(out)
-        shutil.rmtree(second)
+        shutil.rmtree(copy)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("folder")
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=3)
     main(**vars(parser.parse_args()))

@@ -83,12 +83,13 @@ def tensors_of(folder):
     return found
 
 
-def dequantized(folder, transposed=False):
+def dequantized(folder, transposed=False, dtype=None):
     """Return the tensors of a folder, of the 4-bit weights bitsandbytes' own results."""
     tensors, result = tensors_of(folder), {}
     for name in [key.partition(".quant_state")[0] for key in tensors if ".quant_state" in key]:
         parts = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
         state = functional.QuantState.from_dict(parts, DEVICE)
+        state.dtype = dtype or state.dtype
         weight = functional.dequantize_4bit(tensors.pop(name), state)
         result[name] = weight.t().contiguous() if transposed else weight
     return result | tensors
@@ -193,6 +194,8 @@ def test_a_merge_is_that_of_peft(make, tmp_path, family, name):
         tmp_path / "out", make(family)[0], tmp_path / "adapter", shard_size="100KB"
     )
     got = load(family, tmp_path / "out").state_dict()
+    untied = '"tie_word_embeddings": false' in (tmp_path / "out" / "config.json").read_text()
+    assert family != "Llama" or untied == ("saved" in name)
     assert merged and got.keys() == expected.keys()
     assert all(same_bits(got[key], expected[key]) for key in got)
 
@@ -316,10 +319,9 @@ def test_a_model_that_transformers_does_not_know(given, refused):
     (given / "model" / "config.json").write_text('{"architectures": ["Unknown"], "dtype": "bfloat16"}')
     refused("no library builds the model", "--adapter=x", "--unchecked")
     export_checkpoint(given / "out", given / "model", unchecked=True, dtype="float16")
-    expected, got = dequantized(given / "model"), tensors_of(given / "out")
+    expected, got = dequantized(given / "model", dtype=torch.float16), tensors_of(given / "out")
     assert '"dtype": "float16"' in (given / "out" / "config.json").read_text()
-    assert all(got[name].dtype == torch.float16 for name in expected)
-    assert (got[C_ATTN] - expected[C_ATTN]).abs().max() < 0.01
+    assert all(same_bits(got[name] + 0, expected[name].half() + 0) for name in expected)
 
 
 CONFIGS = {  # what the error says: a change of adapter_config.json
@@ -333,10 +335,10 @@ CONFIGS = {  # what the error says: a change of adapter_config.json
 }
 A = f"base_model.model.{C_ATTN.removesuffix('weight')}lora_A.weight"
 KEYS = {  # a tensor that is added: the error names it; one of the same name is deleted
-    A: "config: transformer.h.0.attn.c_attn.lora_A.weight;",
-    A.replace(".weight", ".default.weight"): "config: transformer.h.0.attn.c_attn.lora_A.default.weight;",
-    A.removeprefix("base_model.model."): "here: transformer.h.0.attn.c_attn.lora_A.weight;",
-    A.replace("c_attn", "other"): "here: base_model.model.transformer.h.0.attn.other.lora_A.weight;",
+    A: "(1): transformer.h.0.attn.c_attn.lora_A.weight;",
+    A.replace(".weight", ".default.weight"): "(1): transformer.h.0.attn.c_attn.lora_A.default.weight;",
+    A.removeprefix("base_model.model."): "here (1): transformer.h.0.attn.c_attn.lora_A.weight;",
+    A.replace("c_attn", "other"): "here (1): base_model.model.transformer.h.0.attn.other.lora_A.weight;",
 }
 
 
@@ -412,7 +414,8 @@ ended.set()
 watching.join()
 print(peak[0] - before)
 """
-    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None}, folder=tmp_path).out
+    variables = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # CUDA takes memory of its own
+    said = machine.python(["-c", code], variables=variables, folder=tmp_path).out
     assert len(list(tmp_path.glob("out/model-*.safetensors"))) == 6
     assert 8 < float(said) < 50
 

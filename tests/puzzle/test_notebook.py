@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from helpers import __main__ as commands
 from helpers import machine
 from helpers.puzzle import notebook as book
+from helpers.results import store
+from helpers.results.plots import CARD
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 MODULE = '''"""What the module is for."""
@@ -233,3 +236,18 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
     alone(notebook)
     assert printed(notebook, "rows") == "", "nothing of a quick run"
     assert "14 of 14 points" in book.score_text(notebook)
+
+
+def test_the_stored_outputs_are_of_these_code_cells():
+    """As the commit that the stored run names has them: what changed since is text alone."""
+    commit = store.records(CARD)["notebook"].environment["commit"]
+    show = ["git", "show", f"{commit}:{machine.NOTEBOOK.name}"]
+    done = subprocess.run(show, cwd=machine.ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"git does not have {commit}")
+    ran, now = nbformat.reads(done.stdout, as_version=4), nbformat.read(machine.NOTEBOOK, as_version=4)
+    assert code_of(ran) == code_of(now)
+
+
+def code_of(notebook):
+    return [cell.source for cell in notebook.cells if cell.cell_type == "code"]

@@ -165,8 +165,7 @@ def open_files(files) -> dict:
 def refuse(what, problems, do):
     """Raise if there are problems. Name the first ones, and what to do."""
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise UnsupportedState(f"{what}: {', '.join(problems[:5])}{more}; {do}")
+        raise UnsupportedState(f"{what} ({len(problems)}): {', '.join(problems[:5])}; {do}")
 
 
 @contextlib.contextmanager
@@ -296,7 +295,9 @@ class Checkpoint:
         tensor = tensor.to(like.dtype)
         for layer in result.layers:
             with quiet(f"PEFT cannot merge {name}"):
-                tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor.to(device, copy=True))
+                mapped = bool(result.given) or not state  # PEFT would write into the file's pages
+                tensor = tensor.to(device, copy=mapped)
+                tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor)
         if tensor.shape != like.shape:
             raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
         if result.layers or like.dtype == self.dtype:
@@ -413,7 +414,6 @@ def write(out, folder, config, checkpoint, shard_size):
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (done / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
         for file, names in plan.filename_to_tensors.items():
-            names = sorted(names, key=lambda name: -likes[name].itemsize)  # each is aligned
             write_file(done / file, {name: likes[name] for name in names}, checkpoint.convert, bar)
         done.rename(out)
 
