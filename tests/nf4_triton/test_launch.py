@@ -102,7 +102,7 @@ def test_fake_tensors_get_fake_results(case, layer):
     watched.check(weight, state)
 
 
-@pytest.mark.parametrize("how", ["make_fx", "jit.trace"])
+@pytest.mark.parametrize("how", ["make_fx", "jit.trace", "compile"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_call_follows_its_weight(case, how):
     """A kept launch, past the tracer, would leave the traced weight's values in the graph."""
@@ -113,6 +113,8 @@ def test_a_traced_call_follows_its_weight(case, how):
 
     if how == "make_fx":
         graph = make_fx(call)(weight)
+    elif how == "compile":
+        graph = torch.compile(call, backend="aot_eager", fullgraph=True)
     else:
         graph = torch.jit.trace(call, (weight,), check_trace=False)
     other = noise(weight)

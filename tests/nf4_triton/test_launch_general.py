@@ -80,9 +80,11 @@ def test_an_out_that_does_not_fit(case, out, mode):
 
 
 def test_an_out_of_a_transposed_weight(general, make_layer):
-    """As bitsandbytes' backward pass calls it: one launch is kept, and found again."""
+    """As bitsandbytes' backward pass calls it: one launch is kept and found again, but not by a compiler."""
     layer = make_layer(64, 320, torch.bfloat16, quant_type="fp4")
     weight, state = layer.weight.data.t(), layer.weight.quant_state
     out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)
     assert [general.check(weight, state, out) for _ in range(3)] == [False, True, True]
     assert [len(known) for known in launch_general.launches_with.values()] == [1]
+    compiled = torch.compile(general.call, backend="aot_eager", fullgraph=True)
+    assert exact(compiled(weight, state, out.zero_()), weight, state)
