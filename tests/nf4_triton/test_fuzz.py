@@ -115,7 +115,7 @@ HOOK = triton.knobs.runtime, "launch_enter_hook", bool
 MODES += [lambda: torch.device("meta"), lambda: mock.patch.object(*HOOK)]
 MODES += [lambda: mock.patch.dict(os.environ, NF4_BACKEND="torch")]
 SITE = Site("of no library", None)
-DOORS = "package", "entry", "bitsandbytes", "product", "puzzle", "rows", "rows", "selection", "selection"
+DOORS = "package", "bitsandbytes", "product", "puzzle", "rows", "rows", "selection", "selection"
 
 
 def product(weight, q):
@@ -156,7 +156,6 @@ def through(door, layer, out, dtype, rows, selection):
         "package": lambda: dequantize(layer, None, out, dtype),
         "rows": lambda: dequantize(layer, None, out, dtype, rows),
         "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
-        "entry": lambda: launch_general.dequantize_weight(weight, state, out),
         "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
         "product": lambda: product(weight, state),
         "puzzle": lambda: launch.your_dequantize_nf4(layer),
@@ -244,7 +243,7 @@ class Sequence:
         weight, state, out, selection, rows = layer.weight, layer.weight.quant_state, None, None, None
         shape, dtype, inner = tuple(state.shape), state.dtype, math.prod(state.shape[1:])
         if door == "product" and (len(shape) != 2 or state.nested and state.state2.blocksize != 256):
-            door = "entry"
+            door = "bitsandbytes"
         if door in ("package", "rows"):
             dtype = random.choice([dtype, *DTYPES])
         if door in ("rows", "selection") and inner:
