@@ -14,7 +14,8 @@ LABELS = {  # from the bottom up
 
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_every_picture_shows_the_rows_in_its_frame(stored, name):
-    figure = plots.PICTURES[name](stored | {plots.CARD: stored[plots.CARD] + NEW})
+    rows = [row for row in stored[plots.CARD] if row.section != "protocol"]
+    figure = plots.PICTURES[name](stored | {plots.CARD: rows + NEW})
     assert plots.png(figure).startswith(b"\x89PNG")
     figure.dpi = 200  # as in the file
     panel = figure.axes[0]
