@@ -113,5 +113,6 @@ def build(wanted: list[tuple[int, str, bool]]) -> list[Code]:
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
+        os.environ.pop("TRITON_PTXAS_PATH", None)  # Inductor names torch's own, which allots other registers
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             return list(pool.map(compiled, *zip(*wanted, strict=True)))

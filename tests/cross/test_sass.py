@@ -13,11 +13,15 @@ from helpers.cross.sass import CARDS
 
 
 @pytest.fixture(scope="module")
-def codes():
+def codes(tmp_path_factory):
     """{str(code): code} of what the gate compiles."""
     wanted = [(75, "fp16", False), (90, "fp16", False), *((arch, "bf16", False) for arch in CARDS)]
     wanted += [(75, "fp32", True), (90, "bf16", True)]
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1", NF4_FORCE="t4"):  # must change nothing
+    ptxas = tmp_path_factory.mktemp("another") / "ptxas"
+    ptxas.write_text("#!/bin/sh\necho release 13.0, V13.0.88\n")  # it compiles nothing
+    ptxas.chmod(0o755)
+    changes_nothing = dict(TRITON_INTERPRET="1", TRITON_PTXAS_PATH=str(ptxas), NF4_FORCE="t4")
+    with mock.patch.dict(os.environ, changes_nothing):
         return {str(code): code for code in compile.build(wanted)}
 
 
