@@ -1,8 +1,10 @@
 """Names of contenders and criteria, and how a ratio is shown: in a notebook cell, pages and pictures."""
 
-# %% Names of contenders, and the puzzle's criteria id="names" folded=true
+# ruff: noqa: E402
+# %% tags=["module-only"]
 import math
 
+# %% Names of contenders, and the puzzle's criteria id="names" folded=true
 LABELS = {
     "ours": "this kernel",
     "bitsandbytes": "bitsandbytes",

@@ -40,7 +40,7 @@ def changed_kernel(tmp_path):
     as in a notebook, with a text replaced and an operator of its own."""
 
     def load(name, old="", new=""):
-        text = ""
+        text = "import os\nimport torch\n"  # from the notebook's first cell
         for part in ("supported", "kernel", "settings", "private", "launch", "tracing"):
             file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
             text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module

@@ -2,12 +2,12 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import torch
+
 from nf4_triton.settings import INTERPRETED
 
 # %% The puzzle's layers and MLP id="layers" folded=true
 import collections
-
-import torch
 
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -3,6 +3,8 @@
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import collections
+import contextlib
+import functools
 import os
 import sys
 
@@ -20,8 +22,6 @@ from helpers.puzzle.layers import (
 from nf4_triton import tracing  # noqa: F401  it registers the operator
 
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
-import contextlib
-import functools
 import gc
 import inspect
 import io

@@ -47,7 +47,7 @@ def _your_dequantize_nf4_kernel(
     left = tl.multiple_of(tl.minimum(n - start, TILE).to(tl.int32), 64)  # elements of this tile
     rows = tl.arange(0, ROWS)
 
-    # Load codes and scales. Past the end of the weight: the last row's, and no codes.
+    # Load codes and scales. Rows past the end of the weight load the last row's scale and no codes.
     row = tl.minimum(rows, left // 64 - 1)
     block = ((start >> 6).to(tl.int32) + row) >> (LOG2_BLOCK - 6)
     absmax = tl.load(absmax_ptr + block, eviction_policy=LOAD_HINT)

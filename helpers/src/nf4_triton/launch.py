@@ -5,14 +5,18 @@ launch_general.py has the rest. No address of a layer's tensors is kept. `# %%`:
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import contextlib
+
+import torch
+import triton
+
 from .kernel import TRITON, _your_dequantize_nf4_kernel
 from .private import (
     GUARDED, TensorGuards, current_device, current_stream, dispatch_modes, dynamo_callback, empty_cuda,
     address_of, has_memory, is_compiling, is_traced, launcher, plain_tensors,
 )
 from .settings import (
-    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, launch_options, of_card, settings,
-    when_forced,
+    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, of_card, settings, when_forced,
 )
 from .supported import NEWEST_TRITON
 
@@ -67,11 +71,7 @@ def relaunch(tensors, layout):
 
 
 # %% Read, check, launch for the first time, keep id="launch-first" folded=true tags=["launch"]
-import contextlib
 import math
-
-import torch
-import triton
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
@@ -121,7 +121,7 @@ def fits(tensors, layout, memory=True):
     for tensor, kind, least in zip(tensors, kinds, needed, strict=True):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or tensor.numel() < least:
             return False
-        if memory and (tensor.layout != torch.strided or tensor.is_neg() or not has_memory(tensor)):
+        if memory and (tensor.is_neg() or not has_memory(tensor)):
             return False
         if tensor.device != tensors[0].device or not tensor.is_contiguous():
             return False
@@ -136,8 +136,9 @@ def prepare(tensors, layout, result):
     weight, *scales = tensors
     s, n = settings(weight.device), math.prod(shape)
     log2_block, log2_block2 = int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1
-    arguments = weight, result, *scales, n, log2_block, log2_block2, *of_card(s)
-    return -(-n // (64 * s.rows)), arguments, launch_options(s)
+    constexprs, options = of_card(s)
+    arguments = weight, result, *scales, n, log2_block, log2_block2, *constexprs
+    return -(-n // (64 * s.rows)), arguments, options
 
 
 def launch_ordinary(kernel, grid, arguments, options):

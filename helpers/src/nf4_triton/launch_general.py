@@ -30,7 +30,6 @@ from .settings import (
     KERNEL_DEVICE,
     cache_key,
     has_no_bf16,
-    launch_options,
     of_card,
     settings,
     when_forced,
@@ -223,8 +222,8 @@ def prepare_general(tensors, layout, sizes, result, selection=None):
     pointers = weight, result, absmax, *(second or (absmax,) * 3), selection.ids if select else absmax
     constexprs = nested, quant_type, log2_block, log2_block2, select, by_bytes, log2_row, unit
     aligned = address_of(result) % 16 == 0
-    arguments = *pointers, count, skip, slices, *constexprs, aligned, *of_card(s)
-    return grid, arguments, launch_options(s)
+    last, options = of_card(s)
+    return grid, (*pointers, count, skip, slices, *constexprs, aligned, *last), options
 
 
 # --- torch.compile, export, and torch.func ---

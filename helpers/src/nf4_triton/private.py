@@ -2,9 +2,9 @@
 launch.py."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-# %% Private names of torch and Triton id="private" folded=true tags=["launch"]
 import torch
 
+# %% Private names of torch and Triton id="private" folded=true tags=["launch"]
 try:
     # Compares several tensors with others in one C++ call; allocates without the dispatcher's Python part.
     from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda as empty_cuda
@@ -41,10 +41,8 @@ def in_transform():
 
 def is_traced(weight):
     """Return whether torch traces, transforms, or watches this call."""
-    if is_compiling() or not GUARDED:
-        return True
-    return bool(dynamo_callback() is not None or dispatch_modes() or in_transform()
-                or torch.jit.is_tracing() or is_fake(weight))
+    return bool(is_compiling() or not GUARDED or dynamo_callback() is not None or dispatch_modes()
+                or in_transform() or torch.jit.is_tracing() or is_fake(weight))
 
 
 def launcher(compiled, triton_version):

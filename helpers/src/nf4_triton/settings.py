@@ -1,6 +1,10 @@
 """What depends on the GPU: tile, inline assembly, cache hints. The section is a notebook cell."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import os
+
+import torch
+
 from .environment import interpreted
 from .supported import TILES, VERSION
 
@@ -11,9 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
-
-import torch
 
 KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -74,6 +75,14 @@ def has_no_bf16(device):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def _apply(fields):
+    """Override these fields of Settings, and forget the launches that were kept under others."""
+    global _forced, _cache_key
+    _forced, _cache_key = fields, f"{VERSION} {TILES}, forced: {sorted(fields.items())}"
+    for forget in when_forced:
+        forget()
+
+
 def force(card=None, **overrides):
     """Override fields of Settings from now on, or inside `with force(...)`.
 
@@ -82,29 +91,13 @@ def force(card=None, **overrides):
     """
     if card not in (None, "t4"):
         raise ValueError(f"card is {card!r}, expected 't4', the only card that can be forced")
-    before, chosen = _forced, overrides
-    if card:
-        rows, num_warps = TILES[7, 5]
-        chosen = dict(int_bf16=True, rows=rows, num_warps=num_warps) | overrides
-    unknown = chosen.keys() - {field.name for field in dataclasses.fields(Settings)}
-    if unknown:
-        raise TypeError(f"unknown settings {sorted(unknown)}, expected fields of Settings")
-
-    def apply(fields):
-        global _forced, _cache_key
-        _forced, _cache_key = fields, f"{VERSION} {TILES}, forced: {sorted(fields.items())}"
-        for forget in when_forced:
-            forget()
-
-    @contextlib.contextmanager
-    def restore():
-        try:
-            yield
-        finally:
-            apply(before)
-
-    apply(chosen)
-    return restore()
+    rows, num_warps = TILES[7, 5]
+    t4 = dict(int_bf16=True, rows=rows, num_warps=num_warps)
+    dataclasses.replace(Settings(asm=True, hints=True, **t4), **overrides)  # TypeError: an unknown field
+    restore = contextlib.ExitStack()
+    restore.callback(_apply, _forced)
+    _apply(t4 | overrides if card else overrides)
+    return restore
 
 
 force()
@@ -116,10 +109,7 @@ if forced := os.environ.get("NF4_FORCE", "").strip().lower():
 
 
 def of_card(s):
-    """Return the kernels' last constexprs under Settings s: ROWS, ASM, SM75, LOAD_HINT, STORE_HINT."""
-    return s.rows, s.asm, s.int_bf16, "evict_first" if s.hints else "", ".cs" if s.hints else ""
-
-
-def launch_options(s):
-    """Return Triton's launch options under Settings s. No fp fusion: an FMA changes bits."""
-    return dict(num_warps=s.num_warps, enable_fp_fusion=False)
+    """Return the kernels' last constexprs under Settings s (ROWS, ASM, SM75, LOAD_HINT, STORE_HINT), and
+    Triton's launch options. No fp fusion: an FMA changes bits."""
+    hints = ("evict_first", ".cs") if s.hints else ("", "")
+    return (s.rows, s.asm, s.int_bf16, *hints), dict(num_warps=s.num_warps, enable_fp_fusion=False)

@@ -3,6 +3,8 @@ cell."""
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import torch
+
 from .kernel import _your_dequantize_nf4_kernel
 from .launch import fits, launch_ordinary, not_the_puzzles, prepare
 from .private import address_of, is_fake
@@ -10,8 +12,6 @@ from .settings import INTERPRETED
 
 # %% The operator for torch.compile, export, and torch.func id="operator" folded=true tags=["launch"]
 import typing
-
-import torch
 
 
 def _dequantize(
