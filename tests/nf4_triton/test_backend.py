@@ -7,7 +7,6 @@ import subprocess
 import pytest
 import torch
 import triton
-from torch.utils.flop_counter import FlopCounterMode
 
 from helpers import machine
 from nf4_triton import backend, environment, launch_general
@@ -36,24 +35,10 @@ def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
     layer = make_layer(64, 32, torch.bfloat16)
     weight, state = layer.weight, layer.weight.quant_state
     expected = oracle(weight, state)
-    out = torch.full_like(expected, torch.nan)
-    for arguments in ((layer,), (weight,), (weight.data, state), (weight.data, state, out)):
+    for arguments in ((layer,), (weight,), (weight.data, state)):
         assert same_bits(dequantize(*arguments), expected)
-    assert same_bits(out, expected)
-    assert same_bits(dequantize(weight.data.t(), state, out.fill_(torch.nan)), expected.t())
-    assert same_bits(out, expected)
     compiled = torch.compile(lambda w: dequantize(w, state), backend="aot_eager", fullgraph=True)
     assert same_bits(compiled(weight.data), expected)
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_another_dtype_is_rounded_once(monkeypatch, make_layer, name):
-    """So it differs from the library's result, converted. The state is not changed."""
-    monkeypatch.setenv("NF4_BACKEND", name)
-    layer = make_layer(64, 32, torch.float16)
-    exact = dequantize(layer, dtype=torch.float32)
-    assert same_bits(dequantize(layer), exact.half())
-    assert same_bits(dequantize(layer, dtype=torch.bfloat16), exact.bfloat16())
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -73,17 +58,14 @@ def test_ids_of_any_number_of_dimensions(monkeypatch, name, device):
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_inference_tensors_and_subclasses(monkeypatch, name):
+def test_subclasses(monkeypatch, name):
     """They can be given, and `out` is returned; without it the result is a plain tensor."""
     monkeypatch.setenv("NF4_BACKEND", name)
     weight, state = random_state((8, 64), torch.float16)
     expected, ids = oracle(weight, state), torch.tensor([3, 1], device=weight.device)
-    with torch.inference_mode():
-        inference = torch.full_like(expected, torch.nan)
-    own = torch.full_like(expected, torch.nan).as_subclass(Own)
-    for out in (inference, own):
-        assert dequantize(weight, state, out) is out and torch.equal(out, expected)
-    assert own._version  # autograd sees that it was written
+    out = torch.full_like(expected, torch.nan).as_subclass(Own)
+    assert dequantize(weight, state, out) is out and torch.equal(out, expected)
+    assert out._version  # autograd sees that it was written
     result = dequantize(weight.as_subclass(Own), state, rows=ids.as_subclass(Own))
     assert type(result) is torch.Tensor and same_bits(result, expected[ids])
 
@@ -166,20 +148,6 @@ def test_traced_ids_of_a_real_weight(monkeypatch, name):
     assert same_bits(traced(ids.flip(0)), whole[ids.flip(0)])
     with pytest.raises(RuntimeError, match="expected 6: a traced call keeps the number that it saw"):
         traced(ids[:1])
-
-
-@pytest.mark.parametrize("name", BOTH)
-def test_memory_is_checked_under_a_dispatch_mode(monkeypatch, name):
-    monkeypatch.setenv("NF4_BACKEND", name)
-    weight, state = random_state((64, 64), torch.float16)
-    memory = torch.zeros(64 * 128, dtype=torch.uint8, device=weight.device)
-    inside = memory[: weight.numel()].view(weight.shape).copy_(weight)
-    with FlopCounterMode(display=False):
-        with pytest.raises(UnsupportedState, match="out shares memory with weight"):
-            dequantize(inside, state, memory.view(torch.float16).view(64, 64))
-        with pytest.raises(UnsupportedState, match="weight has no memory"):
-            dequantize(freed(weight.clone()), state)
-    assert torch.equal(inside, weight)
 
 
 CANNOT = [OSError("no space"), ImportError("no file")]
