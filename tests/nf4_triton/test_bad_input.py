@@ -120,40 +120,10 @@ def test_without_the_last_scale(room, layer):
 
 
 def test_a_transposed_weight_of_three_dimensions(room, layer):
-    """`out` is not touched: only a matrix can be transposed."""
+    """Only a matrix can be transposed."""
     state = layer.weight.quant_state
     state.shape = torch.Size([8, 64, 64])
     refused(room, layer.weight.t(), state, "packed as one row.*expected a matrix")
-    out = torch.full(state.shape, torch.nan, dtype=state.dtype, device=layer.weight.device)
-    with pytest.raises(UnsupportedState, match="packed as one row"):
-        launch_general.dequantize_weight(layer.weight.t(), state, out)
-    assert out.isnan().all()
-
-
-NOT_THE_PUZZLES = {
-    "fp4": dict(quant_type="fp4"),
-    "flat": dict(nested=False),
-    "fp32": dict(dtype=torch.float32),
-    "1 x 65": dict(shape=(1, 65)),
-    "3 x 32": dict(shape=(3, 32)),
-    "blocks of 32": dict(blocksize=32),
-    "blocks of 8192": dict(blocksize=8192),
-    "empty": dict(shape=(0, 64)),
-}
-
-
-def check_the_packages(room, weight, state):
-    """Check a weight that the cells refuse and the package dequantizes."""
-    if room.module is launch_general:
-        room.check(weight, state)
-    else:
-        refused(room, weight, state, "")
-
-
-@pytest.mark.parametrize("name", NOT_THE_PUZZLES)
-def test_what_the_cells_do_not_take_and_the_package_does(room, name):
-    usual = dict(shape=(64, 64), dtype=torch.float16)
-    check_the_packages(room, *random_state(**usual | NOT_THE_PUZZLES[name]))
 
 
 NOT_QUANTIZED = {
