@@ -39,10 +39,9 @@ class DTensor(Wrapper):
 
 def test_a_tensor_that_only_wraps_others_is_refused(case):
     watched, weight, state = case
-    for kind, text in ((Wrapper, "has no memory"), (DTensor, "weight is a DTensor.*full_tensor")):
-        text = "takes other layouts" if watched.module is launch else text
-        with pytest.raises(UnsupportedState, match=text):
-            watched(kind(weight), state)
+    text = "takes other layouts" if watched.module is launch else "has no memory"
+    with pytest.raises(UnsupportedState, match=text):
+        watched(Wrapper(weight), state)
 
 
 @pytest.mark.parametrize("name", ["absmax", "offset", "out", "rows"])
@@ -68,17 +67,15 @@ def test_what_is_no_plain_tensor_is_named(make_layer, device, name):
 HOOKS = triton.knobs.runtime
 
 
-@pytest.mark.parametrize("how", ["in a chain", "assigned"])
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how):
-    """By Triton's ordinary launch, which calls it."""
+def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which):
+    """By Triton's ordinary launch, which calls it. A hook that is no chain: test_fuzz.py."""
     weight, state = watched.warm(layer)
-    hook, chain = (lambda metadata: None), type(getattr(HOOKS, which))
-    if how == "in a chain":
-        if not hasattr(chain, "add"):
-            pytest.skip("this Triton has no chains of hooks")
-        call, hook = hook, chain()
-        hook.add(call)
+    chain = type(getattr(HOOKS, which))
+    if not hasattr(chain, "add"):
+        pytest.skip("this Triton has no chains of hooks")
+    hook = chain()
+    hook.add(print)
     with monkeypatch.context() as patched:
         patched.setattr(HOOKS, which, hook)
         assert not watched.check(weight, state)
