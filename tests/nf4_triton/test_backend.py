@@ -164,15 +164,27 @@ def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device,
         dequantize(*random_state((8, 64), torch.float16))
 
 
+class Quantized(torch.nn.Linear):
+    """Another library's layer; its weight has a floating-point dtype of its own."""
+
+
+Quantized.__module__ = "another_library.nn"
+
+
 @pytest.mark.parametrize("name", ["triton", "torch", "auto"])
 def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, caplog, name):
     monkeypatch.setenv("NF4_BACKEND", name)
     weight, state = random_state((32, 64), torch.bfloat16)
     array, layer = weight.cpu().numpy(), make_layer(64, 64, torch.bfloat16)
+    as_lightning_makes_it = type(layer)(64, 64, device="meta")  # layer.to('cuda') cannot work yet
+    float8 = torch.nn.Linear(4, 4).to(torch.float8_e4m3fn)
     eight_bit = torch.nn.Module()
     eight_bit.weight = torch.zeros(4, 4, dtype=torch.int8)
     for arguments, text in (
         ((torch.nn.Linear(4, 4),), "Linear has .*not quantized but torch.float32; use it as it is"),
+        ((as_lightning_makes_it,), "its weight is on meta; load its values"),
+        ((Quantized(4, 4),), "another_library.nn.Quantized.*its own library"),
+        ((float8,), "torch.nn.*its own library's function"),
         ((eight_bit,), "Module has no quant_state.*torch.nn.modules.module.Module.*its own library"),
         ((torch.nn.Sequential(layer),), "Sequential has .*one layer at a time.*get_submodule.'0'"),
         ((layer.weight.data.clone(),), "Tensor has no quant_state.*packed codes and their quant_state"),
@@ -190,30 +202,6 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
     with pytest.raises(TypeError, match=r"^dequantize\(\) missing"):
         dequantize()
     assert not caplog.text
-
-
-class Quantized(torch.nn.Linear):
-    """Another library's layer; its weight has a floating-point dtype of its own."""
-
-
-Quantized.__module__ = "another_library.nn"
-OTHERS = {
-    "a class of its own": (Quantized(4, 4), "another_library.nn.Quantized.*its own library"),
-    "float8": (torch.nn.Linear(4, 4).to(torch.float8_e4m3fn), "torch.nn.*its own library's function"),
-}
-
-
-@pytest.mark.parametrize("layer, text", OTHERS.values(), ids=OTHERS)
-def test_what_another_library_quantized_is_not_called_unquantized(layer, text):
-    with pytest.raises(UnsupportedState, match=text):
-        dequantize(layer)
-
-
-def test_a_layer_on_meta_is_told_to_load_its_weights():
-    """As Lightning makes it: layer.to('cuda') cannot work yet."""
-    nn = pytest.importorskip("bitsandbytes.nn")
-    with pytest.raises(UnsupportedState, match="its weight is on meta; load its values"):
-        dequantize(nn.Linear4bit(64, 64, device="meta"))
 
 
 def test_the_advice_for_offloaded_layers(make_layer, device):

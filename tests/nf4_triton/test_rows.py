@@ -104,15 +104,6 @@ def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
         assert general.checked == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*performance drop because we have not yet implemented")
-def test_vmap_over_ids(device):
-    weight, state = random_state((8, 64), torch.float16)
-    whole = oracle(weight, state)
-    ids = torch.tensor([[3, 1], [0, 7]], device=device)
-    result = torch.func.vmap(lambda chosen: dequantize(weight, state, rows=chosen))(ids)
-    assert same_bits(result, whole[ids])
-
-
 def test_a_list_is_checked_when_it_is_compiled(device):
     weight, state = random_state((8, 64), torch.float16)
     compiled = torch.compile(lambda w, rows: dequantize(w, state, rows=rows) + 0, backend="aot_eager")
