@@ -32,7 +32,7 @@ def kernels():
 PUZZLES = {"torch.float16", "torch.bfloat16", "usual", "no code", "shape of a list"}
 PUZZLES |= {f"blocksize 2**{k}" for k in range(7, 13)} | {f"blocksize2 2**{k}" for k in (6, 7, 9)}
 PUZZLES |= {"shape (20480,)", "shape (5, 64, 64)", "offset of shape (1,)"}
-ODD = {name: case for name, case in odd_states().items() if "not contiguous" not in name}
+ODD = odd_states()
 
 
 @pytest.mark.parametrize("name", ODD)
