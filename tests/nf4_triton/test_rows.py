@@ -74,6 +74,13 @@ BAD = [
 ]
 
 
+def test_ids_on_a_cpu_that_are_not_contiguous(backend):
+    """Copied anyhow, where the weight is on a GPU."""
+    weight, state = random_state((8, 320), torch.float16)
+    ids = torch.arange(8)[::3]
+    assert same_bits(dequantize(weight, state, rows=ids), dequantize(weight, state, rows=[0, 3, 6]))
+
+
 @pytest.mark.parametrize("rows, text", BAD, ids=str)
 def test_what_is_refused(backend, device, rows, text):
     if isinstance(rows, torch.Tensor) and rows.device.type == "cpu":
