@@ -3,8 +3,6 @@
 Without a GPU nothing is kept, so a GPU made of numpy stands in: numpy_gpu.py.
 """
 
-import contextlib
-
 import pytest
 import torch
 
@@ -57,20 +55,22 @@ def gpu():
 @pytest.fixture
 def watch(device, monkeypatch, gpu):
     """watch(module): that launch room as Watched, with nothing kept."""
-    with contextlib.ExitStack() as after:
 
-        def start(module):
-            if device == "cuda" and not launch.CAN_RELAUNCH:
-                pytest.skip("this Triton launches the ordinary way: nothing is kept")
-            for table in (launch.launches, launch_general.launches_with):
-                table.clear()
-                after.callback(table.clear)
-            if device == "cpu":
-                for room in {module, launch, launch_general}:
-                    gpu.install(room, monkeypatch)
-            return Watched(module, monkeypatch)
+    def forget():
+        launch.launches.clear()
+        launch_general.launches_with.clear()
 
-        yield start
+    def start(module):
+        if device == "cuda" and not launch.CAN_RELAUNCH:
+            pytest.skip("this Triton launches the ordinary way: nothing is kept")
+        forget()
+        if device == "cpu":
+            for room in (launch, launch_general):
+                gpu.install(room, monkeypatch)
+        return Watched(module, monkeypatch)
+
+    yield start
+    forget()
 
 
 @pytest.fixture(params=[launch, launch_general], ids=["puzzle", "general"])

@@ -189,8 +189,7 @@ def between_guards(shape, dtype, device, skip=0):
 
 
 def odd_states(device=None):
-    """Return {name: (weight, state)} of every layout that bitsandbytes, checkpoints, FSDP, and views produce.
-    The kernel refuses the two that are not contiguous."""
+    """Return {name: (weight, state)} of each layout that bitsandbytes, checkpoints, and views produce."""
     states = {}
 
     def add(name, shape=(320, 64), dtype=torch.bfloat16, **options):
@@ -214,7 +213,6 @@ def odd_states(device=None):
         states[f"stored as {dtype}"] = weight.view(-1).view(dtype).view(-1, 1), state
     states["W.t()"] = weight.t(), state
     states["odd address"] = moved(weight, 1), state
-    states["weight not contiguous"] = torch.cat([weight, weight + 1], 1)[:, :1], state
 
     _, state = add("no code")
     state.code = None
@@ -225,6 +223,4 @@ def odd_states(device=None):
     for dtype in (torch.float16, torch.bfloat16, torch.float64):  # loaded under this default dtype
         _, state = add(f"offset in {dtype}")
         state.offset = state.offset.to(dtype)
-    _, state = add("absmax not contiguous")
-    state.absmax = torch.stack([state.absmax, 255 - state.absmax], 1)[:, 0]
     return states

@@ -1,4 +1,4 @@
-"""Who calls: bitsandbytes, PEFT, Unsloth, accelerate, FSDP, other threads, streams, processes and GPUs."""
+"""Who calls: other processes, streams, and GPUs, and CUDA graphs."""
 
 import functools
 import textwrap
@@ -8,7 +8,6 @@ import torch
 
 from helpers import machine
 from nf4_triton import launch, launch_general
-from nf4_triton.settings import UnsupportedState
 from states import right
 
 pytest.importorskip("bitsandbytes")
@@ -26,25 +25,6 @@ def room(request, make_layer):
 
 def by_general(layer):
     return launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
-
-
-# Libraries
-@pytest.mark.parametrize("start", [0, 8])
-@pytest.mark.parametrize("storage", [torch.uint8, torch.int8, torch.float32, torch.float64])
-def test_fsdp_gathers_and_frees_a_weight_for_each_use(general, make_layer, storage, start):
-    """As FSDP1 with quant_storage: the weight is a view of a flat parameter that is freed after each use.
-    Its address is then the view's offset, not 0."""
-    layer = make_layer(64, 96, torch.bfloat16)
-    state, packed = layer.weight.quant_state, layer.weight.data.view(-1).view(storage)
-    flat = torch.cat([packed[:start], packed])
-    layer.weight.data, values = flat[start:], flat.clone()
-    for turn in range(3):
-        assert general.check(layer.weight, state) == (turn > 0)
-        flat.untyped_storage().resize_(0)
-        with pytest.raises(UnsupportedState, match="weight has no memory.*gather it first"):
-            general(layer.weight, state)
-        flat.untyped_storage().resize_(values.nbytes)
-        flat.copy_(values)
 
 
 # Processes

@@ -1,14 +1,12 @@
 """What torch learns of the kernel and keeps of its calls. This file as a program prints the analysis."""
 
 import json
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from helpers import machine
 from nf4_triton import launch, launch_general, settings
 from nf4_triton.reference import same_bits
 from nf4_triton.state import Selection, check, read_state
@@ -68,11 +66,8 @@ def main():
 
 def test_only_the_result_is_written():
     """torch.compile would copy an input that it takes to be written."""
-    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run([sys.executable, __file__], env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(VARIANTS, ["out_ptr"]), done.stderr
+    done = machine.python([__file__], variables={"TRITON_INTERPRET": None})
+    assert json.loads(done.out.splitlines()[-1]) == dict.fromkeys(VARIANTS, ["out_ptr"]), done.err
 
 
 class Both(torch.nn.ModuleList):

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 # Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails.
 SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 4097, 16383, 33 * 70]
 GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 72]
-REFUSED = {"weight not contiguous", "absmax not contiguous"}
 
 
 def on_gpu(**forced):
@@ -83,9 +82,8 @@ def test_all_sizes(device, way, dtype, nested, quant_type):
 def test_odd_states(device, way):
     """Blocksizes, storages, shapes, views, special values. A result of its own: test_launch.py."""
     for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
-        if name not in REFUSED:
-            state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
-            assert not wrong(weight, state), name
+        state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
+        assert not wrong(weight, state), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,8 +45,7 @@ def alone(tmp_path_factory):
     its path, and it starts in a folder with copies of the examples, a text and a model."""
     folder = tmp_path_factory.mktemp("alone")
     install = "-m pip install -q --no-deps --no-index --no-build-isolation --target".split()
-    command = [sys.executable, *install, folder / "site", machine.ROOT]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    machine.python([*install, folder / "site", machine.ROOT])
     for example in machine.ROOT.joinpath("examples").glob("*.py"):
         shutil.copy(example, folder)
     (folder / "text.txt").write_text("What is 4 plus 4?")

@@ -1,6 +1,5 @@
 """The puzzle's test: what it checks and times, and what a missing library says."""
 
-import collections
 import types
 
 import pytest
@@ -25,19 +24,13 @@ def last_element_off(layer):
     return weight
 
 
-class Keeps:
-    """Compute the first calls of each layer, then return the old result, of which only a part is redone."""
-
-    def __init__(self, calls, redone=0):
-        self.left, self.kept, self.redone = collections.defaultdict(lambda: calls), {}, redone
-
-    def __call__(self, layer):
+def keeps_the_twelfth(layer, kept={}):  # noqa: B006
+    """Compute the first calls of each layer, then return the old result."""
+    calls, weight = kept.get(layer, (0, None))
+    if calls < 12:
         weight = exact(layer)
-        if self.left[layer]:
-            self.left[layer] -= 1
-            self.kept[layer] = weight
-        weight.view(-1)[self.redone :] = self.kept[layer].view(-1)[self.redone :]
-        return weight
+    kept[layer] = calls + 1, weight
+    return weight.clone()
 
 
 class Lazy(torch.Tensor):
@@ -54,8 +47,7 @@ def in_one_buffer(layer, buffers={}):  # noqa: B006
         (last_element_off, "not close"),
         (lambda layer: exact(layer).double(), "dtype"),
         (lambda layer: exact(layer).t().contiguous().t(), "stride"),
-        (Keeps(12), "not close|are kept between calls"),
-        (Keeps(12, redone=2048), "not close|are kept between calls"),
+        (keeps_the_twelfth, "not close|are kept between calls"),
         (lambda layer: exact(layer).as_subclass(Lazy), "expected a plain tensor"),
         (in_one_buffer, "same address"),
     ],

@@ -13,12 +13,6 @@ from nf4_triton.reference import dequantize_in_pytorch as exact
 functional = pytest.importorskip("bitsandbytes.functional")
 
 
-def last_element_off(layer):
-    weight = exact(layer)
-    weight.view(-1)[-1] += 0.25
-    return weight
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel_of", [turns.our_kernel, turns.unsloths_kernel])
 @pytest.mark.parametrize("launch_of", [turns.kept_launch, turns.unsloths_launch, turns.kernel_grid])
@@ -44,7 +38,7 @@ def test_contenders_alternate_on_the_same_layers_and_a_failing_one_gets_no_time(
     monkeypatch.setattr(
         turns, "empty_cuda", lambda size, stride, dtype: torch.empty(size, dtype=dtype, device=layers.DEVICE)
     )
-    contenders = {"ours": exact, "peft": last_element_off, "unsloth_today": exact}
+    contenders = {"ours": exact, "peft": lambda layer: exact(layer) + 0.25, "unsloth_today": exact}
     contenders["this kernel, kernel[grid]"] = turns.dequantize_by(turns.our_kernel, turns.kernel_grid)
     times = turns.in_turns(contenders, [protocol.build(config) for config in layers.SMALL[1:]], turns=2)
     assert list(times) == ["ours", "this kernel, kernel[grid]"]
