@@ -70,10 +70,6 @@ def write_whole(path: Path | str, content: str | bytes) -> None:
             part.unlink()
 
 
-class ChildFailed(RuntimeError):
-    """The process failed or did not end in time; the text holds the end of what it printed."""
-
-
 class Done(NamedTuple):
     """What a process printed."""
 
@@ -92,7 +88,7 @@ def python(
     """Run this Python with `arguments` ("-m", "helpers.x", ... or "-c", code) in `folder`.
 
     It can import what this process can, wherever it runs. After `timeout` seconds it is ended with all
-    processes it started. variables: added to the environment; None removes one. check: raise ChildFailed
+    processes it started. variables: added to the environment; None removes one. check: raise RuntimeError
     unless its status is 0.
     """
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
@@ -119,5 +115,5 @@ def python(
         how = f"did not end within {timeout:g} s"
     if check and how:
         text = f"{out.strip()[-2000:]}\n{err.strip()[-6000:]}".strip()
-        raise ChildFailed(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
+        raise RuntimeError(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
     return Done(out, err)

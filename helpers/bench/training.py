@@ -78,7 +78,7 @@ def in_new_process(*command, timeout: float, **options):
     """Run Python with `command`, which calls `answer`. Return what its function returns for the options;
     print what it printed.
 
-    Raises ChildFailed with what the process printed.
+    Raises RuntimeError with what the process printed.
     """
     with tempfile.TemporaryDirectory() as folder:  # Unsloth writes modules to its working directory
         command = [*command, json.dumps(options)]

@@ -39,8 +39,6 @@ SHOWN = {  # cases or contenders of a section's table; the stored rows have more
 }
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
-    "ours_out": "`dequantize(out=)`",
-    "ours_rows": "`dequantize(rows=)`, all rows",
     "copy_kernel": "a copy, best of several",
     "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
@@ -50,9 +48,7 @@ TITLES = {  # how contenders and cases are shown; others by their own names
     "slice": "this kernel, a slice",
     "total": "seconds",
     "100 rounds": "seconds of 100 rounds",
-    "until_return": "until it returns",
     "until return": "us until it returns",
-    "synchronized": "with a synchronize",
     "calls": "launch overhead",
 }
 
