@@ -75,6 +75,7 @@ def test_another_version_is_named(draw):
         ("no such row.*'print_rows'", '"One fused kernel"', '"print_rows"'),  # a word of the notebook
         ("a row stands twice", '"bitsandbytes"', '"ours"'),
         ("no such row", "[3.5]", "[0]"),
+        ("no such row", "[3.5]", "[NaN]"),
         ("no such row", "[3.5]", "[]"),
         ("no such row", "[3.5]", f"[1{400 * '0'}]"),
         ("no such row", "[1]", "[3]"),  # a criterion gives no more than its points, once
@@ -91,7 +92,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, ri
     assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
 
 
-@pytest.mark.parametrize("content", [b"[]", b"PK\x03\x04\xff", b"[" * 10**5])
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"PK\x03\x04\xff", b"[" * 10**5])
 def test_a_file_that_is_no_notebook_is_refused_in_one_line(draw, tmp_path, content):
     (tmp_path / "sent.ipynb").write_bytes(content)
     with pytest.raises(SystemExit, match=r"^\w+Error: [^\n]+$"):
