@@ -140,6 +140,8 @@ def needs_a_module(candidate):
     ],
 )
 def test_an_error_fails_and_a_missing_module_does_not(check, verdict, said, capsys):
+    protocol.baselines()  # they say what they imported
+    capsys.readouterr()
     assert protocol.attempt(check, exact, gpu=False) is verdict
     assert capsys.readouterr().out.startswith(said)
 
