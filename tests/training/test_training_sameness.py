@@ -25,8 +25,7 @@ RUNS = {
         "2048 tokens": dict(steps=10, rows=8, length=256),  # > 1536: nothing is fused
         "fp16": dict(steps=10, autocast="float16"),
         "dora": dict(steps=10, use_dora=True),
-        "compiled": dict(steps=5, compiled=True),
-        "compiled again": dict(steps=5, compiled=True),  # if one of the two differs: which run is the odd one
+        "compiled": dict(steps=5, compiled=True),  # on a busy GPU also runs without the kernel differ
     },
     "unsloth": {
         "llama": {},
@@ -46,7 +45,6 @@ def records(library):
 
 
 def check(on, off):
-    print(*on["same"]["gradients"], "without:", *off["same"]["gradients"], sep="\n")
     assert on["same"] == off["same"]
     losses, gradients = on["same"]["losses"], on["same"]["gradients"]
     assert len(set(losses)) > 1 and len(set(gradients)) == len(gradients)
@@ -66,7 +64,7 @@ def test_every_bit_is_the_same(library, name):
     theirs = off["launches"]["bitsandbytes"] // each + off["launches"]["unsloth"]
     assert on["launches"] == {"ours": theirs, "bitsandbytes": 0, "unsloth": 0} and theirs > 0
     assert off["launches"]["ours"] == 0
-    if not name.startswith("compiled"):
+    if name != "compiled":
         assert sum(tally.get("by the kernel", 0) for tally in on["counts"].values()) > 0
 
 
