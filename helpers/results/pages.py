@@ -40,7 +40,6 @@ SHOWN = {  # cases or contenders of a section's table; the stored rows have more
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     "copy_kernel": "a copy, best of several",
-    "products_only": "multiplication only",
     "rows": "this kernel, `rows=`",
     "axolotl": "Axolotl",
     "zoo": "unsloth_zoo",
