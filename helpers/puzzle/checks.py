@@ -51,7 +51,7 @@ def own_launches(candidate, layer):
 
 
 def only_when_on(candidate, setting, pattern):
-    """Print what matches in the candidate's PTX with a setting on and off; True if it does only when on."""
+    """Turn a setting on, then off; print what `pattern` finds in the candidate's PTX: nothing when off."""
     layer, chosen, right = bnb_Linear4bit(1024, 4096, torch.bfloat16), vars(settings()), True
     for on in (True, False):
         with force(**(chosen | {setting: on})):

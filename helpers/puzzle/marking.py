@@ -58,9 +58,11 @@ def print_score(passed, ratios):
     return {} if rule_is_broken else points["today"]
 
 
-# %% What was measured, as one line id="rows" folded=true call="print_rows(versions, points, ratios, times)"
+# %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios, times)"
 import json
 import pathlib
+
+from IPython.display import HTML, display
 
 
 def environment_of(versions):
@@ -91,7 +93,8 @@ def rows_of(points, ratios, times):
 
 
 def print_rows(versions, points, ratios, times):
-    """Print what a GPU measured, one line of JSON for `python -m helpers draw`; nothing with NF4_QUICK."""
+    """Show what a GPU measured as JSON, folded, for `python -m helpers draw`; nothing with NF4_QUICK."""
     if ON_GPU and not os.environ.get("NF4_QUICK"):
         content = {"environment": environment_of(versions), "rows": rows_of(points, ratios, times)}
-        print(json.dumps(content, separators=(",", ":")))
+        text = json.dumps(content, separators=(",", ":"))
+        display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))

@@ -88,7 +88,7 @@ def own_libraries():
 
 
 def our_kernel(layer):
-    """Return this kernel, its grid, the order of its pointers, its numbers, constexprs, and options."""
+    """Return the kernel, its grid, the order of its pointers, its numbers, constexprs, and options."""
     grid, arguments, options = prepare(*read(layer.weight.data, layer.weight.quant_state), None)
     kernel = _your_dequantize_nf4_kernel
     constexprs = dict(zip(kernel.arg_names[7:], arguments[7:], strict=True))
@@ -97,7 +97,7 @@ def our_kernel(layer):
 
 
 def unsloths_kernel(layer):
-    """Return the same of Unsloth's kernel: what its fast_dequantize gives its launch()."""
+    """Return the same six for Unsloth's kernel. Its fast_dequantize passes them to launch()."""
     from unsloth.kernels import nf4
 
     with mock.patch.object(nf4, "launch") as launch:

@@ -1,4 +1,4 @@
-"""Read what an executed copy of the notebook measured: the line of JSON that its cell `rows` printed.
+"""Read what an executed copy of the notebook measured: the JSON that its cell `rows` shows.
 
 Anyone can send such a file. What is unsound in it raises some error, which `python -m helpers draw` prints.
 """
@@ -86,12 +86,13 @@ def read(path: Path, commit: str | None = None) -> Record:
     if not commit:
         check_code(path)
     cells = nbformat.read(path, as_version=4).cells
-    outputs = [output.get("text", "") for cell in cells for output in cell.get("outputs", [])]
-    printed = re.findall('^{"environment":.*', "\n".join(outputs), re.M)  # Colab may change ids of cells
-    if len(printed) != 1:
-        problem = f"{path} has {len(printed)} lines of rows, expected 1"
+    outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+    pages = "\n".join(data.get("text/html", "") for data in outputs)
+    found = re.findall('{"environment":.*(?=</details>)', pages)  # Colab may change ids of cells
+    if len(found) != 1:
+        problem = f"{path} has {len(found)} outputs with rows, expected 1"
         raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
-    sent = json.loads(printed[0])
+    sent = json.loads(found[0])
     record = Record(known_facts(sent["environment"]), [Row(*fields) for fields in sent["rows"]])
     check_rows(record.rows)
     if commit:

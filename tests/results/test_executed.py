@@ -42,7 +42,8 @@ def draw(folder, monkeypatch):
 
     def run(line, *options, source=CODE):
         path = folder / "sent.ipynb"
-        write(path, source, [nbformat.v4.new_output("stream", text=f"a\n{line}\n")])
+        page = {"text/html": f"<details>{line}</details>"}
+        write(path, source, [nbformat.v4.new_output("display_data", page)])
         return pages.main([str(path), *options])
 
     write(executed.NOTEBOOK, CODE, [])
@@ -83,7 +84,7 @@ def test_another_version_is_named(draw):
         ("not measured: puzzle's line of unsloth_today. Install", f"{ONE_ROW},", ""),  # it could not load
         ("not measured: Custom assembly works of today, .*", ALL_ROWS, written(ROWS[:6])),  # a broken rule
         ("not measured: 100 rounds of bitsandbytes, .*", ALL_ROWS, "[]"),
-        ("0 lines of rows, expected 1: run all its cells", "environment", "other"),
+        ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, right, wrong):

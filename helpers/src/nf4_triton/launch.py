@@ -99,8 +99,8 @@ def read(weight, quant_state):
 def not_the_puzzles(problem="this weight or its state has another layout"):
     """Return the error for a weight that this kernel does not take."""
     return UnsupportedState(
-        f"{problem}, expected a Linear4bit on a GPU in double-quantized NF4: its codes as (n / 2, 1) in uint8, "
-        "n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
+        f"{problem}, expected a Linear4bit on a GPU in double-quantized NF4: its codes as (n / 2, 1) in "
+        "uint8, n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
 
 
 def fits(tensors, layout, memory=True):
@@ -187,8 +187,8 @@ def run_eagerly(function, *arguments):
 
 
 def keep(table, key, tensors, compiled, result, *launch, fixed=5):
-    """Keep a launch for later calls on such tensors. result: as callers get it; launch: what else the table's
-    loop needs. From the tensor after the first `fixed` ones on, the first dimension may differ."""
+    """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else the loop
+    over `table` needs. All tensors but the first `fixed` may have another first dimension."""
     if not CAN_RELAUNCH or compiled is None:
         return
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]

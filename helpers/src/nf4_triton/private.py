@@ -10,9 +10,9 @@ try:
     from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda as empty_cuda
     # Params4bit's methods take their Python path through __torch_function__; not inside of this.
     from torch._C import DisableTorchFunctionSubclass as plain_tensors
-    # Who else must see a call: dispatch modes, functorch's transforms, tracers' fake tensors, and
-    # Dynamo, which has a callback while it runs a frame that it could not compile (bf16 on a T4) and
-    # still traces the functions that this frame calls.
+    # A kept launch would bypass what must see a call: dispatch modes, functorch's transforms, tracers with
+    # fake tensors, and Dynamo. While a frame runs that Dynamo could not compile (bf16 on a T4), it traces
+    # the functions that the frame calls, and a callback is set.
     from torch._C import _len_torch_dispatch_stack as dispatch_modes
     from torch._C._functorch import peek_interpreter_stack as transforms
     from torch._subclasses.fake_tensor import is_fake
@@ -57,9 +57,9 @@ def launcher(compiled, triton_version):
 
 
 def address_of(tensor):
-    """Return a tensor's address, or a fake tensor's offset in its storage, in bytes. Inductor copies an input
-    that was 16-byte aligned when it was traced and is not at run time, but no nn.Parameter, whose
-    storage must not move to such an address."""
+    """Return a tensor's address in bytes. A fake tensor has none: take its offset in its storage. Compiled code
+    relies on the alignment found in this way. Inductor copies an input that later is not aligned to 16
+    bytes, except an nn.Parameter, which must not move to such an address."""
     return tensor.storage_offset() * tensor.itemsize if is_fake(tensor) else tensor.data_ptr()
 
 

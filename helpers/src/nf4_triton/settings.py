@@ -61,8 +61,8 @@ def settings(device=None):
 
 
 def cache_key():
-    """Return what decides about a launch as text: the operators' last argument, by which compiled code is
-    cached on disk."""
+    """Return the version, the tiles, and what force() set, as text. The operators take it as an argument, so
+    that torch.compile reuses no code from its cache on disk that it compiled for other settings."""
     return _cache_key
 
 
