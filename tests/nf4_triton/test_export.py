@@ -271,6 +271,7 @@ def with_a_newline(tensors):
 TENSORS = {  # what the error says: how the tensors are changed
     f"{C_ATTN} is torch.uint8, expected a floating-point tensor": without_state,
     f"{BIAS} is torch.int8, expected": lambda x: x.update({BIAS: x[BIAS].char(), "SCB": x[BIAS].float()}),
+    f"{C_ATTN}: the weight holds": lambda x: x.update({C_ATTN: x[C_ATTN][:-1]}),
     "unexpected transformer.h.0 .c_attn": with_a_newline,
     f"missing {BIAS}": lambda x: x.pop(BIAS),
     f"mismatched ('{BIAS}', torch.Size([2]), torch.Size([64]))": lambda x: x.update({BIAS: torch.zeros(2)}),

@@ -300,7 +300,10 @@ class Checkpoint:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tensor, state = self.read(result.source, device)
         if state:
-            tensor = dequantize(tensor, state, dtype=like.dtype)
+            try:
+                tensor = dequantize(tensor, state, dtype=like.dtype)
+            except UnsupportedState as error:
+                raise UnsupportedState(f"{name}: {error}") from error
         if result.transposed:
             tensor = tensor.t().contiguous()
         for key in result.given:
