@@ -24,13 +24,17 @@ transformers = pytest.importorskip("transformers", "5.15", "export needs transfo
 from nf4_triton import export, export_checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(save_embedding_layers|fan_in_fan_out|tied|tie_word|did not match)"
+    "ignore:.*(save_embedding_layers|fan_in_fan_out|eva|tied|tie_word|did not match)"
 )
 ATTENTION = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
 HOW = ATTENTION | dict(num_hidden_layers=2, num_key_value_heads=2, vocab_size=160)
 FAMILIES = {  # class, config
     "Llama": ("LlamaForCausalLM", HOW | dict(tie_word_embeddings=True, attention_bias=True)),
     "GPT-2": ("GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=2, vocab_size=160)),
+    "T5": (
+        "T5ForConditionalGeneration",
+        dict(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=160),
+    ),
     "Qwen2.5-VL": (
         "Qwen2_5_VLForConditionalGeneration",
         dict(
@@ -59,6 +63,7 @@ FAMILIES = {  # class, config
         | dict(joint_attention_dim=64, caption_projection_dim=64, pooled_projection_dim=64),
     ),
 }
+SMALL = ("tokenizer.json", "templates/tool.jinja")
 BY_HAND = {"Qwen3-MoE": "experts", "SD3": "attn"}  # the 4-bit weights, which no library makes here
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
 
@@ -131,7 +136,9 @@ def make(own_bitsandbytes, tmp_path_factory):
             )
             shutil.rmtree(model)
             quantized.save_pretrained(model, max_shard_size="40KB" if family == "Llama" else "5GB")
-        (model / "tokenizer.json").write_text("{}")
+        (model / "templates").mkdir()
+        for name in SMALL:
+            (model / name).write_text("{}")
         export_checkpoint(folder / "out", model, shard_size="60KB" if family == "Llama" else "5GB")
         return model, folder / "out"
 
@@ -148,24 +155,25 @@ def test_each_tensor_is_that_of_bitsandbytes(make, family):
     load(family, out)
     config = json.loads((model / "config.json").read_text())
     config.pop("quantization_config", None)
-    assert json.loads((out / "config.json").read_text()) == config and (out / "tokenizer.json").exists()
+    assert json.loads((out / "config.json").read_text()) == config
+    assert all((out / name).exists() for name in SMALL)
     assert len(list(out.glob("*.safetensors"))) == (3 if family == "Llama" else 1)
 
 
 ADAPTERS = {
-    "rsLoRA": {"use_rslora": True},
+    "rsLoRA": {"use_rslora": True, "init_lora_weights": "orthogonal"},
     "DoRA": {"use_dora": True},
     "patterns": {
         "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp.up_proj": 16},
         "alpha_pattern": {"v_proj": 64},
     },
     "a regex": {"target_modules": r".*layers\.0.*(q_proj|up_proj)"},
-    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"},
     "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
     "both ends": {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True},
     "saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
-    "saved head": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["embed_tokens"]},
-    "bias": {"bias": "all"},
+    "saved head": {"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]},  # ends of names
+    "bias": {"bias": "all", "modules_to_save": ["o_proj"], "target_modules": ["q_proj"]},
 }
 
 
@@ -200,6 +208,18 @@ def test_a_merge_is_that_of_peft(make, tmp_path, family, name):
     assert all(same_bits(got[key], expected[key]) for key in got)
 
 
+def test_t5_untied_scales_its_output_as_before(make, tmp_path):
+    """An older config has neither key: transformers takes the scale from the other."""
+    model = shutil.copytree(make("T5")[0], tmp_path / "model")
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    del config["tie_word_embeddings"], config["scale_decoder_outputs"]
+    file.write_text(json.dumps(config))
+    add_adapter("T5", make, tmp_path / "adapter", {"modules_to_save": ["lm_head"]})
+    export_checkpoint(tmp_path / "out", model, tmp_path / "adapter")
+    assert load("T5", tmp_path / "out").config.scale_decoder_outputs
+
+
 @pytest.fixture
 def given(make, tmp_path):
     """A folder with a copy of GPT-2 in 4 bits, in one file."""
@@ -223,6 +243,18 @@ def refused(given, capsys, monkeypatch):
     return check
 
 
+def test_equal_tensors_stay_tied(make, given):
+    """transformers ties them on loading if the config says so: the adapter of one changes both."""
+    file = given / "model" / "model.safetensors"
+    tensors = files.load_file(file)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    files.save_file(tensors, file)
+    expected = add_adapter("GPT-2", make, given / "adapter", {"target_modules": ["lm_head"]})
+    export_checkpoint(given / "out", given / "model", given / "adapter")
+    got = load("GPT-2", given / "out").state_dict()
+    assert all(same_bits(got[key], expected[key]) for key in expected)
+
+
 C_ATTN, BIAS = "transformer.h.0.attn.c_attn.weight", "transformer.ln_f.bias"
 
 
@@ -239,6 +271,7 @@ def with_a_newline(tensors):
 TENSORS = {  # what the error says: how the tensors are changed
     f"{C_ATTN} is torch.uint8, expected a floating-point tensor": without_state,
     f"{BIAS} is torch.int8, expected": lambda x: x.update({BIAS: x[BIAS].char(), "SCB": x[BIAS].float()}),
+    f"{C_ATTN}: the weight holds": lambda x: x.update({C_ATTN: x[C_ATTN][:-1]}),
     "unexpected transformer.h.0 .c_attn": with_a_newline,
     f"missing {BIAS}": lambda x: x.pop(BIAS),
     f"mismatched ('{BIAS}', torch.Size([2]), torch.Size([64]))": lambda x: x.update({BIAS: torch.zeros(2)}),
@@ -281,7 +314,11 @@ def test_a_file_that_is_missing_or_damaged_is_named(given, refused, text):
 def test_options_and_places_are_checked(make, given, refused):
     for size in ("abc", "-5GB", "0GB"):
         refused("expected a size such as 5GB", f"--shard-size={size}")
-    refused("exists", out="given")
+    with pytest.raises(ValueError, match="dtype is bf16, expected float16"):
+        export_checkpoint("out", given, dtype="bf16")
+    (given / "link").symlink_to("nowhere")
+    for out in ("given", "given/link"):
+        refused("exists", out=out)
     refused("its parent does not", out="nowhere/out")
     refused("is no folder, no file, and not on the hub", model="typo")
     refused("has no weights that bitsandbytes saved in 4 bits", model=make("GPT-2")[1])
@@ -317,8 +354,10 @@ def test_one_file_comes_before_an_index_and_may_be_given_itself(make, given):
 def test_a_model_that_transformers_does_not_know(given, refused):
     """Unchecked, each tensor is as bitsandbytes returns it, here in another dtype."""
     (given / "model" / "config.json").write_text('{"architectures": ["Unknown"], "dtype": "bfloat16"}')
+    file = given / "model" / "model.safetensors"
+    files.save_file(files.load_file(file) | {"empty": torch.zeros(0)}, file)
     refused("no library builds the model", "--adapter=x", "--unchecked")
-    export_checkpoint(given / "out", given / "model", unchecked=True, dtype="float16")
+    export_checkpoint(given / "out", given / "model", unchecked=True, dtype=torch.float16)
     expected, got = dequantized(given / "model", dtype=torch.float16), tensors_of(given / "out")
     assert '"dtype": "float16"' in (given / "out" / "config.json").read_text()
     assert all(same_bits(got[name] + 0, expected[name].half() + 0) for name in expected)
@@ -338,6 +377,7 @@ KEYS = {  # a tensor that is added: the error names it; one of the same name is 
     A: "(1): transformer.h.0.attn.c_attn.lora_A.weight;",
     A.replace(".weight", ".default.weight"): "(1): transformer.h.0.attn.c_attn.lora_A.default.weight;",
     A.removeprefix("base_model.model."): "here (1): transformer.h.0.attn.c_attn.lora_A.weight;",
+    f"base_model.model.{BIAS}": "becomes (4, 64), expected (64,): if the adapter has new tokens",
     A.replace("c_attn", "other"): "here (1): base_model.model.transformer.h.0.attn.other.lora_A.weight;",
 }
 

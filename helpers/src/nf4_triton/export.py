@@ -8,6 +8,7 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -29,16 +30,17 @@ WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
-SMALL = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "*.txt")  # tokenizer and the like
+SMALL = "*.json *.jinja */*.jinja *.model *.py *.tiktoken *.txt".split()  # tokenizer and the like
 FLOATS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
 TYPES = FLOATS | {torch.bool: "BOOL", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
 PREFIX = "base_model.model."  # of an adapter's names
 # Fields of adapter_config.json: what PEFT needs to merge a layer, and what may be set beside it.
 MERGED = "alpha_pattern fan_in_fan_out lora_alpha r rank_pattern use_dora use_rslora".split()
-OTHERS = """auto_mapping base_model_name_or_path bias exclude_modules inference_mode init_lora_weights
-layers_pattern layers_to_transform lora_dropout megatron_core modules_to_save peft_type peft_version
-qalora_group_size revision target_modules task_type""".split()
-VALUES = {"peft_type": ["LORA"], "init_lora_weights": [True, False, "gaussian"]}  # others change the base
+OTHERS = """auto_mapping base_model_name_or_path bias eva_config exclude_modules inference_mode
+init_lora_weights layers_pattern layers_to_transform lora_dropout megatron_core modules_to_save peft_type
+peft_version qalora_group_size revision target_modules task_type""".split()
+STARTS = [True, False, "gaussian", "eva", "orthogonal"]  # others change the base
+VALUES = {"peft_type": ["LORA"], "init_lora_weights": STARTS}
 
 
 @dataclasses.dataclass
@@ -70,10 +72,13 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
     out = Path(out)
-    if out.exists() or not out.parent.is_dir():
+    if os.path.lexists(out) or not out.parent.is_dir():
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
-    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", shard_size):
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", str(shard_size)):
         raise UnsupportedState(f"shard_size is {shard_size}, expected a size such as 5GB or 500MB")
+    dtype = dtype and str(dtype).removeprefix("torch.")
+    if dtype and getattr(torch, dtype, None) not in FLOATS:
+        raise UnsupportedState(f"dtype is {dtype}, expected float16 or bfloat16")
     folder, files = locate(model, WEIGHTS)
     checkpoint = Checkpoint(files, dtype and getattr(torch, dtype))
     quantized = [keys for keys in checkpoint.keys.values() if len(keys) > 1]
@@ -89,10 +94,9 @@ def export_checkpoint(out, model, adapter=None, dtype=None, shard_size="5GB", un
     if built:
         compare(built, checkpoint.results)
     if adapter:
-        before, key = len(checkpoint.results), "tie_word_embeddings"
-        checkpoint.adapter = Adapter(adapter, built, checkpoint.results)
-        if len(checkpoint.results) > before:
-            config = changed(config | {key: False}, [key], False)
+        checkpoint.adapter = Adapter(adapter, built, checkpoint)
+        if checkpoint.adapter.unties:
+            config = untied(config, built)
     write(out, folder, config, checkpoint, shard_size)
     merged = [name for name, result in checkpoint.results.items() if result.given or result.layers]
     return len(checkpoint.results), len(quantized), len(merged)
@@ -105,8 +109,8 @@ def locate(name, candidates) -> tuple:
         return folder.parent, [inside(folder.parent, folder.name)]
     if not folder.is_dir():
         try:
-            wanted = ["*.safetensors", *SMALL]
-            folder = Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns="*/*"))
+            wanted, unwanted = ["*.safetensors", *SMALL], "*/*.safetensors"
+            folder = Path(snapshot_download(str(name), allow_patterns=wanted, ignore_patterns=unwanted))
         except (OSError, ValueError) as error:
             raise UnsupportedState(f"{name} is no folder, no file, and not on the hub: {error}") from error
     for file in candidates:
@@ -148,6 +152,15 @@ def changed(config, keys, value) -> dict:
         return {key: value if key in keys else old for key, old in part.items()}
 
     return json.loads(json.dumps(config), object_hook=change)
+
+
+def untied(config, model) -> dict:
+    """Return the config of a model whose embeddings are no longer tied."""
+    key, scales = "tie_word_embeddings", "scale_decoder_outputs"
+    config = changed(config | {key: False}, [key], False)
+    if hasattr(model.config, scales):  # T5 would read it from the key
+        config[scales] = model.config.scale_decoder_outputs
+    return config
 
 
 def open_files(files) -> dict:
@@ -287,7 +300,10 @@ class Checkpoint:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         tensor, state = self.read(result.source, device)
         if state:
-            tensor = dequantize(tensor, state, dtype=like.dtype)
+            try:
+                tensor = dequantize(tensor, state, dtype=like.dtype)
+            except UnsupportedState as error:
+                raise UnsupportedState(f"{name}: {error}") from error
         if result.transposed:
             tensor = tensor.t().contiguous()
         for key in result.given:
@@ -299,8 +315,11 @@ class Checkpoint:
                 tensor = tensor.to(device, copy=mapped)
                 tensor = self.adapter.merge(layer.removesuffix(".weight"), tensor)
         if tensor.shape != like.shape:
-            raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
-        if result.layers or like.dtype == self.dtype:
+            raise UnsupportedState(
+                f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}: if the adapter has new"
+                " tokens, export the model alone, then resize_token_embeddings() and merge with PEFT"
+            )
+        if like.numel() and (result.layers or like.dtype == self.dtype):
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
                 raise UnsupportedState(
                     f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
@@ -311,8 +330,9 @@ class Checkpoint:
 class Adapter:
     """A LoRA adapter, of which PEFT merges one layer at a time."""
 
-    def __init__(self, name, model, results):
+    def __init__(self, name, model, checkpoint):
         """Note in the results what changes them. Add those that a saved copy unties."""
+        results = checkpoint.results
         folder, files = locate(name, ["adapter_model.safetensors"])
         self.model, self.files = model, open_files(files)
         self.fields = read_json(inside(folder, "adapter_config.json"))
@@ -323,10 +343,11 @@ class Adapter:
             or value not in VALUES.get(key, [value])
             or (key in ("r", "lora_alpha") and (value is None or value != value))
         ]
-        tied = tied_names(model, {result.target for result in results.values()})
+        stored = {result.target: name for name, result in results.items()}
+        tied = tied_names(model, stored, checkpoint.convert)
         self.layers, given = {}, {}  # {weight in the model: its LoRA tensors}, {parameter: what replaces it}
-        plain = {key: key.removeprefix(PREFIX).replace(".base_layer", "") for key in self.files}
-        plain = {key: re.sub(r"\.lora_.*", ".weight", parameter) for key, parameter in plain.items()}
+        # Without the originals of saved copies, which PEFT may have saved, too.
+        plain = {key: plain_name(key) for key in self.files if ".original_module." not in key}
         targets = names_in(model, plain.values())
         for key, parameter in plain.items():
             target = targets[parameter]
@@ -337,12 +358,17 @@ class Adapter:
             else:
                 given[target] = key
         refuse(f"{name} cannot be merged here", problems, "check it, or merge it with PEFT")
-        modules = [f".{module}." for module in self.fields.get("modules_to_save") or ()]
-        saved = {target for target in given if any(module in f".{target}" for module in modules)}
+        modules = [f"{module}." for module in self.fields.get("modules_to_save") or ()]  # or ends of names
+        saved = {target for target in given if any(module in target for module in modules)}
+        self.unties = False
         for name, result in list(results.items()):
             names = tied.get(result.target, [])
             rest = [target for target in names if target not in saved]
-            for target in names if len(rest) < len(names) else [result.target]:
+            others = []
+            if len(rest) < len(names) > 1:
+                self.unties = True
+                others = [target for target in names if target not in stored]
+            for target in [result.target, *others]:
                 own = rest if target in rest else [target]
                 results[name if target == result.target else target] = dataclasses.replace(
                     result,
@@ -379,16 +405,27 @@ class Adapter:
         return merged
 
 
-def tied_names(model, stored) -> dict:
+def plain_name(key) -> str:
+    """Return the name of the parameter that a tensor of an adapter changes."""
+    name = re.sub(r"\.(base_layer|modules_to_save)\b", "", key.removeprefix(PREFIX))
+    return re.sub(r"\.lora_.*", ".weight", name)
+
+
+def tied_names(model, stored, convert) -> dict:
     """Return {parameter that is stored, or tied to such a one: the names of all that are tied to it}."""
     groups: dict = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     found = {}
     for names in groups.values():
-        there = stored.intersection(names)
-        # transformers ties nothing that is stored twice.
-        found.update({name: names for name in names} if len(there) == 1 else {name: [name] for name in there})
+        there = [name for name in names if name in stored]
+        if len(there) > 1:  # transformers ties them if they are equal
+            first = convert(stored[there[0]])
+            apart = [name for name in there[1:] if not first.equal(convert(stored[name]).to(first))]
+            found.update({name: [name] for name in apart})
+            names = [name for name in names if name not in apart]
+        if there:
+            found.update({name: names for name in names})
     return found
 
 
@@ -405,9 +442,10 @@ def write(out, folder, config, checkpoint, shard_size):
     ):
         done = Path(work, "done")
         done.mkdir()
-        for path in folder.iterdir():
-            if any(map(path.match, SMALL)) and not re.search("index.json|adapter_config", path.name):
-                shutil.copyfile(inside(folder, path.name), done / path.name)
+        for file in [path.relative_to(folder) for pattern in SMALL for path in folder.glob(pattern)]:
+            if not re.search("index.json|adapter_config", file.name):
+                (done / file).parent.mkdir(exist_ok=True)
+                shutil.copyfile(inside(folder, file), done / file)
         if config:
             (done / "config.json").write_text(json.dumps(config, indent=2))
         if plan.is_sharded:
