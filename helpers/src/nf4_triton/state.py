@@ -97,7 +97,7 @@ def check(tensors, layout, device=None):
         )
     if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in shape):
         raise UnsupportedState(f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
-    log2_block = log2_of("quant_state.blocksize", blocksize, 8, 37)
+    log2_block = log2_of("quant_state.blocksize", blocksize, 8, 34)
     n = math.prod(shape)
     blocks = -(-n // blocksize)
     if n >= MAX_ELEMENTS:
