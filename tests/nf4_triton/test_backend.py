@@ -249,6 +249,21 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
     assert not caplog.text
 
 
+def test_the_advice_for_a_layer_that_torch_exports(make_layer):
+    """This layer has no state beside its weight's, as where a library assigns the Params4bit."""
+
+    class Whole(torch.nn.Sequential):
+        def forward(self):
+            return dequantize(self[0])
+
+    layer = make_layer(64, 64, torch.bfloat16)
+    module = Whole(layer)
+    with pytest.raises(UnsupportedState, match="first set layer.quant_state = layer.weight"):
+        torch.export.export(module, (), strict=False)
+    layer.quant_state = layer.weight.quant_state
+    assert same_bits(torch.export.export(module, (), strict=False).module()(), dequantize(layer))
+
+
 def test_the_advice_for_offloaded_layers(make_layer, device):
     """accelerate's other offload loses the state. Whole models move with a hook, layers with to()."""
     accelerate = pytest.importorskip("accelerate")
