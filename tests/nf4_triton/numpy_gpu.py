@@ -139,6 +139,7 @@ class Program:
         tiles = -(-self.n // (64 * self.ROWS))
         assert grid > 0 and grid % tiles == 0 and self.n % self.UNIT == 0, "grid or unit"
         assert self.UNIT <= 1 << self.LOG2_ROW <= 1 << self.LOG2_BLOCK
+        assert self.LOG2_BLOCK - self.LOG2_ROW < 32, "a shift that has no meaning for int32"
         if not self.SELECT:
             assert grid == tiles, "grid"
             return self.dequantize(self.skip, 0)

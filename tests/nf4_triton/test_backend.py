@@ -3,10 +3,12 @@
 import os
 import shutil
 import subprocess
+import types
 
 import pytest
 import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import machine
 from nf4_triton import backend, environment, launch_general
@@ -124,6 +126,48 @@ def test_scales_with_gradients(monkeypatch, name, nested):
         assert same_bits(dequantize(weight, state, rows=[1, 0]), expected[[1, 0]])
 
 
+@pytest.mark.parametrize("name", BOTH)
+def test_scales_with_more_dimensions(monkeypatch, name):
+    """A column of code values would be multiplied with a row of scales."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((64, 64), torch.float16)
+    expected = oracle(weight, state)
+    state.absmax, state.offset = state.absmax.view(-1, 1), state.offset.view(1, 1)
+    state.state2.code, state.state2.absmax = state.state2.code.view(-1, 1), state.state2.absmax.view(1, -1)
+    assert same_bits(dequantize(weight, state), expected)
+    assert same_bits(dequantize(weight, state, rows=[3, 1]), expected[[3, 1]])
+
+
+@pytest.mark.parametrize("rows", [None, [3, 1]], ids=["whole", "rows"])
+@pytest.mark.parametrize("name", BOTH)
+def test_vmap_over_the_scales(monkeypatch, name, rows):
+    """The codes are shared."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((16, 64), torch.float16)
+
+    def call(absmax):
+        return dequantize(weight, types.SimpleNamespace(**vars(state) | {"absmax": absmax}), rows=rows)
+
+    several = torch.stack([state.absmax, state.absmax.flip(0)])
+    assert all(map(same_bits, torch.vmap(call)(several), map(call, several)))
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("name", BOTH)
+def test_fake_tensors_beside_a_real_weight(monkeypatch, name, device):
+    """Without their mode no operator takes both; a kernel would get the address 0."""
+    monkeypatch.setenv("NF4_BACKEND", name)
+    weight, state = random_state((8, 64), torch.float16)
+    fake = FakeTensorMode().from_tensor
+    ids, out = torch.arange(8, device=device), torch.empty(8, 64, dtype=torch.float16, device=device)
+    for options in ({"rows": fake(ids)}, {"out": fake(out)}):
+        with pytest.raises(UnsupportedState, match=f"{[*options][0]} has no memory.*fake"):
+            dequantize(weight, state, **options)
+    state.absmax = fake(state.absmax)
+    with pytest.raises(UnsupportedState, match="absmax has no memory.*fake"):
+        dequantize(weight, state)
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", BOTH)
 def test_traced_ids_of_a_real_weight(monkeypatch, name):
@@ -191,6 +235,7 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((layer, torch.bfloat16), "quant_state is a dtype.*the order is dequantize.weight, quant_state, out"),
         ((state, weight), "quant_state is a Tensor.*the order is dequantize.weight, quant_state, out"),
         ((state, layer), "quant_state is a Linear4bit.*the order"),
+        ((weight, vars(state)), "quant_state is a dict, expected a QuantState"),
         (((layer, "weight", 1),), "tuple has no quant_state.*pass the layer, .module, 'name'.,"),
         ((array, state), "the weight is ndarray"),
         ((freed(weight), state), "weight has no memory"),  # torch's own operators would read it
@@ -202,6 +247,21 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
     with pytest.raises(TypeError, match=r"^dequantize\(\) missing"):
         dequantize()
     assert not caplog.text
+
+
+def test_the_advice_for_a_layer_that_torch_exports(make_layer):
+    """This layer has no state beside its weight's, as where a library assigns the Params4bit."""
+
+    class Whole(torch.nn.Sequential):
+        def forward(self):
+            return dequantize(self[0])
+
+    layer = make_layer(64, 64, torch.bfloat16)
+    module = Whole(layer)
+    with pytest.raises(UnsupportedState, match="first set layer.quant_state = layer.weight"):
+        torch.export.export(module, (), strict=False)
+    layer.quant_state = layer.weight.quant_state
+    assert same_bits(torch.export.export(module, (), strict=False).module()(), dequantize(layer))
 
 
 def test_the_advice_for_offloaded_layers(make_layer, device):

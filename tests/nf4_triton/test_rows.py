@@ -111,6 +111,12 @@ def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
         assert general.checked == 2
 
 
+def test_rows_of_8_elements_in_a_block_of_any_size(general, device):
+    weight, state = random_state((5, 40), torch.float16, blocksize=1 << 40)
+    result = select(read_state(weight, state), torch.tensor([4, 1], device=device))
+    assert same_bits(result, oracle(weight, state)[[4, 1]])
+
+
 def test_a_list_is_checked_when_it_is_compiled(device):
     weight, state = random_state((8, 64), torch.float16)
     compiled = torch.compile(lambda w, rows: dequantize(w, state, rows=rows) + 0, backend="aot_eager")

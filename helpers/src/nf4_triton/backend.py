@@ -133,6 +133,8 @@ def no_state(given) -> str:
     if not isinstance(given, torch.nn.Module):
         return f"{expected} pass the layer, (module, 'name'), or the packed codes and their quant_state"
     weight = getattr(given, "weight", None)
+    if type(weight).__name__ == "FakeTensor":  # of torch.export: a Params4bit loses its state there
+        return f"{expected} a tracer has its weight; first set layer.quant_state = layer.weight.quant_state"
     if weight is not None and hasattr(weight, "quant_state"):
         if weight.device.type == "meta":
             return f"{expected} its weight is on meta; load its values, then move it with layer.to('cuda')"

@@ -59,17 +59,21 @@ def exact_weight(tensors, layout, selection=None):
     values = FP4_VALUES if quant_type == "fp4" else NF4_VALUES
     table = torch.tensor(values, dtype=torch.float32, device=codes.device)
     pairs = torch.cartesian_prod(table, table)  # the values of each byte's two codes, the high nibble first
-    result = codes.new_empty(shape, dtype=dtype)  # batched under vmap where the codes are
-    chunks = [(result.view(-1), codes, scale)]
-    if not is_traced(codes):
-        size = max(block, CHUNK * 64 if codes.is_cuda else CHUNK)
-        parts = result.view(-1).split(size), codes.split(-(-size // 2)), scale.split(size // block)
-        chunks = zip(*parts, strict=False)  # a weight may hold more codes than it needs
-    for out, codes, scale in chunks:
-        n = out.shape[0]
-        values = pairs.index_select(0, codes.int()).view(-1)[:n]
-        out.copy_(multiply(values, scale.repeat_interleave(block)[:n]))
+    if is_traced(codes):  # not in place: under vmap the codes or the scales alone may be batched
+        return products(pairs, codes, scale, block)[:n].to(dtype).view(shape)
+    result = codes.new_empty(shape, dtype=dtype)
+    size = max(block, CHUNK * 64 if codes.is_cuda else CHUNK)
+    parts = result.view(-1).split(size), codes.split(-(-size // 2)), scale.split(size // block)
+    for out, codes, scale in zip(*parts, strict=False):  # a weight may hold more codes than it needs
+        out.copy_(products(pairs, codes, scale, block)[: len(out)])
     return result
+
+
+def products(pairs, codes, scale, block):
+    """Return the value of each code times the scale of its block."""
+    values, scale = pairs.index_select(0, codes.int()).view(-1), scale.repeat_interleave(block)
+    n = min(len(values), len(scale))
+    return multiply(values[:n], scale[:n])
 
 
 def select(tensors, layout, selection):
@@ -99,8 +103,8 @@ def scales_of(tensors, layout, blocks):
     scale = absmax.reshape(-1)[blocks]
     if second:
         code2, absmax2, offset = second
-        scale = multiply(code2[scale.int()], absmax2.reshape(-1)[blocks // layout[4]])
-        scale += offset
+        scale = multiply(code2.reshape(-1)[scale.int()], absmax2.reshape(-1)[blocks // layout[4]])
+        scale = scale + offset.reshape(())
     return scale
 
 
