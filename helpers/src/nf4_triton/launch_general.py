@@ -45,8 +45,6 @@ from .state import (
     transposed,
 )
 
-# Private: the modes of make_fx(pre_dispatch=True), which is_traced() does not see. No kept launch fits there.
-pre_dispatch_modes = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", lambda: 0)
 # Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
 CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
 
@@ -72,7 +70,7 @@ def run_kernel(tensors, layout, out=None, selection=None):
         result = launch.relaunch(tensors, layout)
     if result is not None:
         return result
-    if is_traced(tensors[0]) or pre_dispatch_modes():
+    if is_traced(tensors[0]):
         return call_general_operator(tensors, layout, out, selection)
     return launch_first(tensors, layout, out, selection)
 

@@ -14,6 +14,7 @@ try:
     # fake tensors, and Dynamo. While a frame runs that Dynamo could not compile (bf16 on a T4), it traces
     # the functions that the frame calls, and a callback is set.
     from torch._C import _len_torch_dispatch_stack as dispatch_modes
+    from torch._ops import _len_torch_dispatch_stack_pre_dispatch as pre_dispatch_modes  # of make_fx
     from torch._C._functorch import peek_interpreter_stack as transforms
     from torch._subclasses.fake_tensor import is_fake
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as dynamo_callback
@@ -42,7 +43,7 @@ def in_transform():
 def is_traced(weight):
     """Return whether torch traces, transforms, or watches this call."""
     return bool(is_compiling() or not GUARDED or dynamo_callback() is not None or dispatch_modes()
-                or in_transform() or torch.jit.is_tracing() or is_fake(weight))
+                or pre_dispatch_modes() or in_transform() or torch.jit.is_tracing() or is_fake(weight))
 
 
 def launcher(compiled, triton_version):
