@@ -8,6 +8,7 @@ import os
 import tempfile
 
 import torch
+import torch._inductor.config
 
 from helpers import machine
 from helpers.bench import training
@@ -66,7 +67,9 @@ def train(
     from nf4_triton import Switch
 
     autocast = getattr(torch, autocast) if autocast else None
-    with switch_on(way, library), training.deterministic():
+    # Else Inductor picks among settings of a kernel by timing them, and sums depend on the pick.
+    picked = torch._inductor.config.patch("triton.autotune_pointwise", False)
+    with switch_on(way, library), training.deterministic(), picked:
         model = load(library, autocast or torch.bfloat16, autocast, flat, lora)
         same = {"packed": digest(one for one in model.parameters() if hasattr(one, "quant_state"))}
         record = {"same": same}

@@ -25,7 +25,7 @@ RUNS = {
         "2048 tokens": dict(steps=10, rows=8, length=256),  # > 1536: nothing is fused
         "fp16": dict(steps=10, autocast="float16"),
         "dora": dict(steps=10, use_dora=True),
-        "compiled": dict(steps=5, compiled=True),  # on a busy GPU also runs without the kernel differ
+        "compiled": dict(steps=5, compiled=True),
     },
     "unsloth": {
         "llama": {},
