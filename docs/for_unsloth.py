@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from helpers.bench import clocks  # noqa: E402
 from helpers.puzzle import layers, protocol  # noqa: E402
-from nf4_triton.reference import same_bits  # noqa: E402
+from nf4_triton.core.reference import same_bits  # noqa: E402
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 B200 = (1024, 2, True, True, 2)  # Unsloth's settings for more than 65,536 bytes

@@ -41,8 +41,8 @@ def changed_kernel(tmp_path):
 
     def load(name, old="", new=""):
         text = "import os\nimport torch\n"  # from the notebook's first cell
-        for part in ("supported", "kernel", "settings", "private", "launch", "tracing"):
-            file = (machine.SRC / "nf4_triton" / f"{part}.py").read_text(encoding="utf-8")
+        for part in ("supported", "kernel", "settings", "private", "launch", "operators"):
+            file = (machine.SRC / "nf4_triton" / "core" / f"{part}.py").read_text(encoding="utf-8")
             text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
         text = text.replace('"nf4_triton::dequantize"', f'"{name}::dequantize"')
         text = text.replace("torch.ops.nf4_triton.", f"torch.ops.{name}.")

@@ -7,8 +7,9 @@ from unittest import mock
 import torch
 
 from helpers.puzzle import protocol, turns
-from nf4_triton import dequantize, launch
-from nf4_triton.reference import same_bits
+from nf4_triton import dequantize
+from nf4_triton.core import launch
+from nf4_triton.core.reference import same_bits
 
 
 def installed(*names: str) -> dict[str, Callable]:

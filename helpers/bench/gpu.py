@@ -18,8 +18,9 @@ from helpers.bench import clocks, contenders
 from helpers.bench.contenders import check, why
 from helpers.bench.copy import move_bytes
 from helpers.puzzle.layers import ON_GPU, quantized_layer
-from nf4_triton import dequantize, settings
-from nf4_triton.launch import your_dequantize_nf4
+from nf4_triton import dequantize
+from nf4_triton.core import settings
+from nf4_triton.core.launch import your_dequantize_nf4
 
 # In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
 SIZES = (

@@ -16,7 +16,7 @@ from helpers.bench import clocks, contenders
 from helpers.puzzle import turns
 from helpers.puzzle.layers import DEVICE, ON_GPU, quantized_layer
 from nf4_triton import dequantize, use_nf4_kernel
-from nf4_triton.settings import has_no_bf16
+from nf4_triton.core.settings import has_no_bf16
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
 NESTED = "nested NF4"  # the puzzle's kind: all libraries take it

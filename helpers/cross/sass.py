@@ -1,6 +1,6 @@
 """Check the kernel's machine code (SASS) for each GPU: no spill, wide loads and stores, registers as stored.
 
-A GPU is added in nf4_triton/supported.py.
+A GPU is added in nf4_triton/core/supported.py.
 """
 
 import argparse
@@ -8,9 +8,9 @@ import math
 import re
 from collections import Counter
 
-from helpers.cross.compile import DTYPES, Code, build
+from helpers.cross.machine_code import DTYPES, Code, build
 from helpers.results import store
-from nf4_triton import supported
+from nf4_triton.core import supported
 from nf4_triton.environment import describe
 
 CARDS = {10 * major + minor: name for (major, minor), name in supported.CARDS.items()}  # by sm_ number

@@ -15,10 +15,10 @@ from helpers.puzzle.layers import (
     bnb_Linear4bit,
 )
 from helpers.puzzle.protocol import NEEDS_GPU, allocated, synchronize, wrong_elements
-from nf4_triton.kernel import _your_dequantize_nf4_kernel
-from nf4_triton.launch import CAN_RELAUNCH, launch_ordinary, launches, prepare, read
-from nf4_triton.reference import dequantize_in_pytorch
-from nf4_triton.settings import force, has_no_bf16, settings
+from nf4_triton.core.kernel import _your_dequantize_nf4_kernel
+from nf4_triton.core.launch import CAN_RELAUNCH, launch_ordinary, launches, prepare, read
+from nf4_triton.core.reference import dequantize_in_pytorch
+from nf4_triton.core.settings import force, has_no_bf16, settings
 
 # %% What the criteria share id="checks-tools" folded=true
 import re

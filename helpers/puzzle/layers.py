@@ -4,7 +4,7 @@
 # %% tags=["module-only"]
 import torch
 
-from nf4_triton.settings import INTERPRETED
+from nf4_triton.core.settings import INTERPRETED
 
 # %% The puzzle's layers and MLP id="layers" folded=true
 import collections

@@ -20,13 +20,13 @@ from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
 MODULES = [
-    "helpers/src/nf4_triton/supported.py",
-    "helpers/src/nf4_triton/kernel.py",
-    "helpers/src/nf4_triton/settings.py",
-    "helpers/src/nf4_triton/private.py",
-    "helpers/src/nf4_triton/launch.py",
-    "helpers/src/nf4_triton/tracing.py",
-    "helpers/src/nf4_triton/reference.py",
+    "helpers/src/nf4_triton/core/supported.py",
+    "helpers/src/nf4_triton/core/kernel.py",
+    "helpers/src/nf4_triton/core/settings.py",
+    "helpers/src/nf4_triton/core/private.py",
+    "helpers/src/nf4_triton/core/launch.py",
+    "helpers/src/nf4_triton/core/operators.py",
+    "helpers/src/nf4_triton/core/reference.py",
     "helpers/names.py",
     "helpers/puzzle/layers.py",
     "helpers/puzzle/protocol.py",

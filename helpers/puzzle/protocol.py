@@ -19,7 +19,7 @@ from helpers.puzzle.layers import (
     layers_of,
     mlp_forward,
 )
-from nf4_triton import tracing  # noqa: F401  it registers the operator
+from nf4_triton.core import operators  # noqa: F401  it registers the operator
 
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
 import gc

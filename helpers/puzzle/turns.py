@@ -14,9 +14,9 @@ from helpers.puzzle.protocol import (
     time_rounds,
     wrong_elements,
 )
-from nf4_triton.kernel import TRITON, _your_dequantize_nf4_kernel
-from nf4_triton.launch import has_hooks, prepare, read
-from nf4_triton.private import (
+from nf4_triton.core.kernel import TRITON, _your_dequantize_nf4_kernel
+from nf4_triton.core.launch import has_hooks, prepare, read
+from nf4_triton.core.private import (
     TensorGuards,
     current_device,
     current_stream,

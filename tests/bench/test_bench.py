@@ -10,7 +10,7 @@ from helpers import machine
 from helpers.bench import bench, clocks, contenders, experts, gpu, host, training
 from helpers.puzzle import protocol
 from helpers.results import store
-from nf4_triton import settings
+from nf4_triton.core import settings
 
 pytest.importorskip("bitsandbytes")
 SMALL = (

@@ -9,10 +9,10 @@ import math
 import pytest
 import torch
 
-from helpers.cross import compile
+from helpers.cross import machine_code
 from helpers.puzzle import layers
-from nf4_triton import launch, reference, settings
-from nf4_triton.state import read_state
+from nf4_triton.core import launch, reference, settings
+from nf4_triton.core.state import read_state
 
 pytest.importorskip("bitsandbytes")
 SIZES = {"random layer": (4160, 1000), "odd tail": (4099, 1), "short last block": (1365, 3)}  # (in, out)
@@ -33,11 +33,11 @@ def cases(dtype):
 def run_foreign(weight, state, out, arch):
     """Dequantize into `out` with the PTX and settings of sm_`arch`."""
     tensors, layout = read_state(weight, state)
-    with settings.force(**dataclasses.asdict(compile.settings_of(arch))):
-        kernel, grid, arguments, options = compile.prepared(
+    with settings.force(**dataclasses.asdict(machine_code.settings_of(arch))):
+        kernel, grid, arguments, options = machine_code.prepared(
             tensors, layout, out, general=not launch.fits(tensors, layout)
         )
-    found = compile.compile_for(arch, kernel, arguments, options)
+    found = machine_code.compile_for(arch, kernel, arguments, options)
     assert f".target sm_{arch}" in found.asm["ptx"]  # sm_90a counts as sm_90
     found.kernel = found.asm["ptx"].encode()  # instead of the cubin: the driver loads either
     found[(grid, 1, 1)](*arguments)
@@ -45,7 +45,7 @@ def run_foreign(weight, state, out, arch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", (75, 80, 86, 89, 90))  # whose PTX a Hopper GPU runs
-@pytest.mark.parametrize("dtype", compile.DTYPES.values(), ids=compile.DTYPES)
+@pytest.mark.parametrize("dtype", machine_code.DTYPES.values(), ids=machine_code.DTYPES)
 def test_ptx_of_other_cards_is_exact(arch, dtype):
     import bitsandbytes
 

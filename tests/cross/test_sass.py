@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from helpers.cross import compile, sass
-from helpers.cross.compile import Code
+from helpers.cross import machine_code, sass
+from helpers.cross.machine_code import Code
 from helpers.cross.sass import CARDS
 
 
@@ -22,7 +22,7 @@ def codes(tmp_path_factory):
     ptxas.chmod(0o755)
     changes_nothing = dict(TRITON_INTERPRET="1", TRITON_PTXAS_PATH=str(ptxas), NF4_FORCE="t4")
     with mock.patch.dict(os.environ, changes_nothing):
-        return {str(code): code for code in compile.build(wanted)}
+        return {str(code): code for code in machine_code.build(wanted)}
 
 
 def test_every_card_is_as_stored(codes):
@@ -53,7 +53,7 @@ def test_every_triton_compiles_it_well(version, tmp_path, monkeypatch):
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, requirement]
     subprocess.run(pip, check=True)
     monkeypatch.syspath_prepend(tmp_path)  # of the process that compiles, too
-    codes = compile.build([one for one in sass.WANTED if one[0] in (75, 80, 90)])
+    codes = machine_code.build([one for one in sass.WANTED if one[0] in (75, 80, 90)])
     assert all(version in (code.triton, "newest") for code in codes)
     assert not any(sass.faults(code) for code in codes)
     test_nothing_is_fused_and_hints_are_there({str(code): code for code in codes})

@@ -15,8 +15,8 @@ import torch
 
 from helpers import machine
 from helpers.puzzle.layers import DEVICE
-from nf4_triton import launch_general, settings
-from nf4_triton.reference import same_bits
+from nf4_triton.core import launch_general, settings
+from nf4_triton.core.reference import same_bits
 from states import oracle, random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nf4_triton import launch_general
-from nf4_triton.reference import same_bits
+from nf4_triton.core import launch_general
+from nf4_triton.core.reference import same_bits
 from states import DTYPES, oracle, random_state
 
 LAUNCHES = int(os.environ.get("NF4_SOAK_LAUNCHES", 10_000_000))

@@ -6,7 +6,7 @@ Without a GPU nothing is kept, so a GPU made of numpy stands in: numpy_gpu.py.
 import pytest
 import torch
 
-from nf4_triton import launch, launch_general
+from nf4_triton.core import launch, launch_general
 from numpy_gpu import NumpyGPU
 from states import exact
 

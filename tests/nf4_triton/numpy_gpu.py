@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import triton
 
-from nf4_triton import reference
-from nf4_triton.settings import settings
-from nf4_triton.state import DTYPES, OFFSETS
+from nf4_triton.core import reference
+from nf4_triton.core.settings import settings
+from nf4_triton.core.state import DTYPES, OFFSETS
 
 TABLES = {"nf4": np.float32(reference.NF4_VALUES), "fp4": np.float32(reference.FP4_VALUES)}
 # Of the puzzle's kernel: what only the general one takes as arguments.

@@ -11,10 +11,11 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers import machine
-from nf4_triton import backend, environment, launch_general
+from nf4_triton import backend, environment
 from nf4_triton.backend import choose, dequantize
-from nf4_triton.reference import same_bits
-from nf4_triton.settings import UnsupportedState
+from nf4_triton.core import launch_general
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.settings import UnsupportedState
 from states import freed, oracle, random_state, strided
 
 BOTH = ["triton", "torch"]

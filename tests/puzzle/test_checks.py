@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from helpers.puzzle import checks, layers, protocol
-from nf4_triton import settings
-from nf4_triton.launch import your_dequantize_nf4 as candidate
+from nf4_triton.core import settings
+from nf4_triton.core.launch import your_dequantize_nf4 as candidate
 
 pytest.importorskip("bitsandbytes")
 FP16 = torch.float16

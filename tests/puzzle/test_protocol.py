@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from helpers.puzzle import layers, protocol
-from nf4_triton import reference
-from nf4_triton.launch import read, your_dequantize_nf4
-from nf4_triton.state import read_state
+from nf4_triton.core import reference
+from nf4_triton.core.launch import read, your_dequantize_nf4
+from nf4_triton.core.state import read_state
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from helpers.puzzle import layers, protocol, turns
-from nf4_triton.reference import dequantize_in_pytorch as exact
+from nf4_triton.core.reference import dequantize_in_pytorch as exact
 
 functional = pytest.importorskip("bitsandbytes.functional")
 

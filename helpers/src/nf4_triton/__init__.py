@@ -43,29 +43,29 @@ torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm
 import importlib
 from typing import TYPE_CHECKING
 
-from .supported import VERSION
+from .core.supported import VERSION
 
 __version__ = VERSION
 
 if TYPE_CHECKING:
     from .backend import dequantize as dequantize
     from .callback import NF4KernelCallback as NF4KernelCallback
-    from .checkpoint import read_checkpoint as read_checkpoint
-    from .export import export_checkpoint as export_checkpoint
+    from .core.state import UnsupportedState as UnsupportedState
+    from .export.checkpoint import read_checkpoint as read_checkpoint
+    from .export.export import export_checkpoint as export_checkpoint
     from .libraries.site import UnknownInternals as UnknownInternals
     from .libraries.switch import Switch as Switch
     from .libraries.switch import restore as restore
     from .libraries.switch import use_nf4_kernel as use_nf4_kernel
-    from .state import UnsupportedState as UnsupportedState
 else:
     _HOMES = {
         "NF4KernelCallback": "callback.NF4KernelCallback",
         "Switch": "libraries.switch.Switch",
         "UnknownInternals": "libraries.site.UnknownInternals",
-        "UnsupportedState": "state.UnsupportedState",
+        "UnsupportedState": "core.state.UnsupportedState",
         "dequantize": "backend.dequantize",
-        "export_checkpoint": "export.export_checkpoint",
-        "read_checkpoint": "checkpoint.read_checkpoint",
+        "export_checkpoint": "export.export.export_checkpoint",
+        "read_checkpoint": "export.checkpoint.read_checkpoint",
         "restore": "libraries.switch.restore",
         "use_nf4_kernel": "libraries.switch.use_nf4_kernel",
     }

@@ -8,9 +8,9 @@ import os
 
 import torch
 
-from . import environment, private, reference
-from .log import say
-from .state import (
+from . import environment
+from .core import private, reference
+from .core.state import (
     DTYPES,
     UnsupportedState,
     check_call,
@@ -22,10 +22,11 @@ from .state import (
     to_fields,
     transposed,
 )
-from .supported import NEWEST_TRITON
+from .core.supported import NEWEST_TRITON
+from .log import say
 
 try:
-    from . import launch, launch_general
+    from .core import launch, launch_general
 except ImportError:  # no Triton, or an old one
     launch = launch_general = None  # type: ignore[assignment]
 
@@ -90,7 +91,7 @@ def run(tensors, layout, out, selection=None):
     if choose(getattr(tensors[1], "device", None)) == "torch":
         return run_pytorch(tensors, layout, out, selection)
     room = launch_general or importlib.import_module(
-        f"{__package__}.launch_general"
+        f"{__package__}.core.launch_general"
     )  # it says what is missing
     try:
         return room.run_kernel(tensors, layout, out, selection)

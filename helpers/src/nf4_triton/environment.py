@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from .supported import OLDEST_TRITON
+from .core.supported import OLDEST_TRITON, interpreted
 
 PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
@@ -53,11 +53,6 @@ def cpu_name() -> str | None:
     text = CPU.read_text(errors="replace") if CPU.exists() else ""
     found = re.search(r"^model name\s*: (.*)", text, re.M)
     return found and found[1]
-
-
-def interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernel: TRITON_INTERPRET, as Triton reads it."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def missing(*packages: str) -> str | None:

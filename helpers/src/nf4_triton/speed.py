@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from bitsandbytes import functional
 
-from . import launch_general
+from .core import launch_general
 
 LEAST = 1.03  # speedup; below it the noise of a host decides
 SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))

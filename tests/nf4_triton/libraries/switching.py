@@ -5,7 +5,7 @@ import functools
 import bitsandbytes as bnb
 import torch
 
-from nf4_triton import reference
+from nf4_triton.core import reference
 from nf4_triton.libraries import switch
 from nf4_triton.libraries.site import KERNEL
 from states import oracle

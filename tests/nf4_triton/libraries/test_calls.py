@@ -8,7 +8,7 @@ import torch
 bnb = pytest.importorskip("bitsandbytes")
 from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 
-from nf4_triton import launch_general  # noqa: E402
+from nf4_triton.core import launch_general  # noqa: E402
 from nf4_triton.libraries import axolotl, bitsandbytes, site, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import COMPILED, KERNEL  # noqa: E402

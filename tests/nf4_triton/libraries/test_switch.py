@@ -18,12 +18,13 @@ from bitsandbytes.nn.parametrize import replace_parameter_4bit  # noqa: E402
 
 from helpers import machine  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
-from nf4_triton import autoload, launch, launch_general, log  # noqa: E402
+from nf4_triton import autoload, log  # noqa: E402
+from nf4_triton.core import launch, launch_general  # noqa: E402
+from nf4_triton.core.settings import UnsupportedState  # noqa: E402
 from nf4_triton.libraries import bitsandbytes, site, switch, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
-from nf4_triton.settings import UnsupportedState  # noqa: E402
 from states import oracle  # noqa: E402
 from switching import (  # noqa: E402
     BF16,

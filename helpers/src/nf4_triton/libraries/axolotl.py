@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..settings import UnsupportedState
+from ..core.settings import UnsupportedState
 from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from .. import private
+from ..core import private
+from ..core.reference import FP4_VALUES, NF4_VALUES, exact_weight, same_bits
+from ..core.settings import INTERPRETED
+from ..core.state import DTYPES, UnsupportedState, read_rows, read_state
 from ..log import local_rank, say
-from ..reference import FP4_VALUES, NF4_VALUES, exact_weight, same_bits
-from ..settings import INTERPRETED
-from ..state import DTYPES, UnsupportedState, read_rows, read_state
 
 try:
-    from .. import launch, launch_general
+    from ..core import launch, launch_general
 except ImportError:  # no Triton: use_nf4_kernel() says so, and no function is replaced
     launch = launch_general = None  # type: ignore[assignment]
 

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from ..state import UnsupportedState, read_state
+from ..core.state import UnsupportedState, read_state
 from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
 
 FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"

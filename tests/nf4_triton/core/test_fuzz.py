@@ -19,11 +19,12 @@ import torch
 import triton
 
 from helpers.puzzle.layers import DEVICE
-from nf4_triton import dequantize, launch, launch_general, reference, settings
+from nf4_triton import dequantize
+from nf4_triton.core import launch, launch_general, reference, settings
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import OFFSETS, STORAGES, Selection, UnsupportedState, read_state
 from nf4_triton.libraries import bitsandbytes
 from nf4_triton.libraries.site import Site
-from nf4_triton.reference import same_bits
-from nf4_triton.state import OFFSETS, STORAGES, Selection, UnsupportedState, read_state
 from states import DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
 
 Params4bit = pytest.importorskip("bitsandbytes").nn.Params4bit

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from helpers import machine
-from nf4_triton import launch, launch_general, settings
-from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, check, read_state
+from nf4_triton.core import launch, launch_general, settings
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import Selection, check, read_state
 from states import oracle, random_state
 
 # Options of random_state, and of settings.force.

@@ -14,8 +14,9 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nf4_triton import dequantize, launch, private
-from nf4_triton.settings import UnsupportedState
+from nf4_triton import dequantize
+from nf4_triton.core import launch, private
+from nf4_triton.core.settings import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
 pytest.importorskip("bitsandbytes")

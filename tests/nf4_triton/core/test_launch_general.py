@@ -7,8 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from nf4_triton import launch, launch_general
-from nf4_triton.settings import UnsupportedState
+from nf4_triton.core import launch, launch_general
+from nf4_triton.core.settings import UnsupportedState
 from states import exact, freed, noise, odd_states, random_state, strided
 
 pytest.importorskip("bitsandbytes")

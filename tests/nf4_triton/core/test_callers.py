@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import machine
-from nf4_triton import launch, launch_general
+from nf4_triton.core import launch, launch_general
 from states import right
 
 pytest.importorskip("bitsandbytes")
@@ -33,7 +33,7 @@ def run(code, **variables):
     head = """
         from helpers import machine; machine.prepare()
         import torch
-        from nf4_triton import launch_general
+        from nf4_triton.core import launch_general
         import sys; sys.path.append("tests/nf4_triton")
         import states
         cases = [((64, 96), torch.float16, nested) for nested in (True, False)]  # for both kernels

@@ -5,8 +5,7 @@ import os
 
 import torch
 
-from .environment import interpreted
-from .supported import TILES, VERSION
+from .supported import TILES, VERSION, interpreted
 
 INTERPRETED = interpreted()
 

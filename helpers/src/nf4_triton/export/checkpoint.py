@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from .reference import FP4_VALUES, NF4_VALUES
-from .state import UnsupportedState
+from ..core.reference import FP4_VALUES, NF4_VALUES
+from ..core.state import UnsupportedState
 
 STATE = ".quant_state.bitsandbytes__"  # before nf4 or fp4: JSON in bytes
 # What follows a 4-bit weight's name in the names of the tensors of its state.

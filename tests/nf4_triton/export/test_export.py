@@ -14,14 +14,15 @@ import torch
 from helpers import machine
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import __main__ as command_line
-from nf4_triton.reference import same_bits
+from nf4_triton.core.reference import same_bits
 
 functional = pytest.importorskip("bitsandbytes.functional")
 files = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
-from nf4_triton import export, export_checkpoint  # noqa: E402
+from nf4_triton import export_checkpoint  # noqa: E402
+from nf4_triton.export import export  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(save_embedding_layers|fan_in_fan_out|eva|tied|tie_word|did not match)"

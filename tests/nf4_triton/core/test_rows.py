@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from nf4_triton import dequantize, launch_general, reference
-from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, UnsupportedState, read_rows, read_state, to_fields
+from nf4_triton import dequantize
+from nf4_triton.core import launch_general, reference
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import Selection, UnsupportedState, read_rows, read_state, to_fields
 from states import oracle, part, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN

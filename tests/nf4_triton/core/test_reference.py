@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import machine
-from nf4_triton import reference
-from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, read_state, transposed
+from nf4_triton.core import reference
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import Selection, read_state, transposed
 from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")

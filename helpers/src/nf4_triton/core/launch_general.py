@@ -12,7 +12,7 @@ import typing
 import torch
 import triton
 
-from . import launch, tracing
+from . import launch, operators
 from .kernel_general import _dequantize_general_kernel
 from .launch import has_hooks, keep, run_eagerly
 from .private import (
@@ -287,4 +287,4 @@ def _dequantize_general(
     return result
 
 
-general_operator = tracing.register("nf4_triton::dequantize_general", _dequantize_general)
+general_operator = operators.register("nf4_triton::dequantize_general", _dequantize_general)

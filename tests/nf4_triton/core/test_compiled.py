@@ -5,9 +5,10 @@ import torch
 
 from helpers import machine
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import dequantize, launch, launch_general, settings
-from nf4_triton.reference import same_bits
-from nf4_triton.state import Selection, UnsupportedState, read_state, to_fields
+from nf4_triton import dequantize
+from nf4_triton.core import launch, launch_general, settings
+from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import Selection, UnsupportedState, read_state, to_fields
 from states import CHANGES, exact, moved, odd_states, oracle, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -190,7 +191,7 @@ def test_a_fresh_process_with_t4_settings():
     code = """
 from helpers import machine; machine.prepare()
 import torch
-from nf4_triton import launch_general, settings
+from nf4_triton.core import launch_general, settings
 import sys; sys.path.append("tests/nf4_triton")
 import states
 print(settings.settings().rows)
@@ -258,7 +259,7 @@ def test_a_second_process_with_other_settings_shares_the_cache(tmp_path):
     code = """
 import torch
 from helpers.puzzle.checks import gpu_events
-from nf4_triton import launch, tracing
+from nf4_triton.core import launch, operators
 import sys; sys.path.append("tests/nf4_triton")
 import states
 weight, state = states.random_state((1024, 4096), torch.float16)

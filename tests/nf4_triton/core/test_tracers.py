@@ -11,7 +11,8 @@ START = """
 import torch, torch._dynamo, torch._inductor.compile_fx, torch.export  # once, not in each process
 from helpers import machine
 machine.prepare()
-from nf4_triton import dequantize, launch, tracing
+from nf4_triton import dequantize
+from nf4_triton.core import launch, operators
 import sys
 sys.path.append("tests/nf4_triton")
 from states import exact, random_state

@@ -9,7 +9,8 @@ CODE = """
 import ctypes, mmap, sys
 from helpers import machine; machine.prepare()
 import torch
-from nf4_triton import dequantize, launch_general, reference
+from nf4_triton import dequantize
+from nf4_triton.core import launch_general, reference
 sys.path.append("tests/nf4_triton")
 import states
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import triton
 
-from nf4_triton import launch, launch_general
-from nf4_triton.settings import UnsupportedState
+from nf4_triton.core import launch, launch_general
+from nf4_triton.core.settings import UnsupportedState
 from states import SECOND, freed, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -20,9 +20,9 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from .backend import dequantize
+from ..backend import dequantize
+from ..core.state import UnsupportedState
 from .checkpoint import PART, read_checkpoint
-from .state import UnsupportedState
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "model.safetensors",

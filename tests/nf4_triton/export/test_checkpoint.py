@@ -7,7 +7,7 @@ import torch
 
 from helpers import machine
 from nf4_triton import UnsupportedState, dequantize, read_checkpoint
-from nf4_triton.reference import same_bits
+from nf4_triton.core.reference import same_bits
 from states import oracle
 
 functional = pytest.importorskip("bitsandbytes.functional")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from helpers.puzzle import protocol
-from nf4_triton import launch_general, settings
-from nf4_triton.reference import same_bits
+from nf4_triton.core import launch_general, settings
+from nf4_triton.core.reference import same_bits
 from states import (
     DTYPES,
     SPECIAL,

@@ -5,6 +5,8 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import os
+
 # %% Versions, cards, and tiles id="supported" folded=true tags=["supported"]
 VERSION = "1.4.0"  # of the package
 OLDEST_TRITON = (3, 4)  # 3.3 cannot compile the kernel's tl.gather
@@ -24,3 +26,8 @@ CARDS = {  # by compute capability: those whose machine code is checked
     (10, 0): "B200",
     (12, 0): "RTX 50",
 }
+
+
+def interpreted() -> bool:
+    """Return whether Triton's interpreter runs the kernel: TRITON_INTERPRET, as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

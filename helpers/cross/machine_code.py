@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton import launch, launch_general, settings
-from nf4_triton.state import check, read_state
+from nf4_triton.core import launch, launch_general, settings
+from nf4_triton.core.state import check, read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}

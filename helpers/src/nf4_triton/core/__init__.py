@@ -1,0 +1,1 @@
+"""What launches: kernels, settings, launches, operators, states, and the reference."""

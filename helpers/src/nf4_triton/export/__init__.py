@@ -1,0 +1,1 @@
+"""What reads 4-bit checkpoints and writes them in 16 bit."""
