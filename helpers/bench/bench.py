@@ -26,7 +26,6 @@ SECTIONS = {
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "compiled": host.time_compiled,
     "experts": experts.time_experts,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes
