@@ -27,7 +27,7 @@ SMALL = (
 FOUND = {  # section: its cases, and who is timed in each of them, if not others too
     "gpu_time": (
         ["1024 fp16", "1024 bf16"],
-        {"ours", "copy_kernel", "dequantize, flat", "bitsandbytes, flat"},
+        {"ours", "torch's copy", "dequantize, flat", "bitsandbytes, flat"},
     ),
     "experts": (["1 of 2x64x256", "2 of 2x64x256"], {"rows"}),
     "settings": (["1024 bf16"], gpu.CHANGES.keys()),
@@ -88,7 +88,7 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     monkeypatch.setattr(contenders, "exact_weight", nearly)
     found, problems = run(section)
     assert problems and all("not bit-identical" in text for text in problems)
-    references = {"copy_kernel", "product alone", "allocate and fill"}
+    references = {"torch's copy", "product alone", "allocate and fill"}
     assert all(timed <= references for timed in found.values())
 
 
