@@ -29,7 +29,7 @@ SECTIONS = {
     "experts": experts.time_experts,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes
-SECTIONS |= {name: functools.partial(training.time_training, name) for name in training.RUNS}
+SECTIONS |= {name: functools.partial(training.time_section, name) for name in training.RUNS}
 INTERRUPTED = "interrupted"
 
 

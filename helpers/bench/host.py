@@ -71,7 +71,7 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
                 for name, call in calls_of(kind, switched, problems).items():
                     timers[kind, name] = clocks.host_timer(call, clocks.INNER)
                     if kind == NESTED:
-                        timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, wait=1)
+                        timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, True)
             found = clocks.in_turns(timers, clocks.ROUNDS)
     for case in dict.fromkeys(case for case, _ in timers):
         yield case, "us", {name: us for (of, name), us in found.items() if of == case}
