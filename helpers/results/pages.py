@@ -25,7 +25,7 @@ from helpers.results.store import CARDS, ROOT, Row, one, select
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-FOLDERS = (CARD, "nvidia-h200", SIMULATED, "cross-compiled")  # a block shows the first that has its section
+FOLDERS = (CARD, "nvidia-h200", SIMULATED)  # a block shows the first that has its section
 COLUMNS = (  # of the claim
     "card",
     "score (of 14)",
@@ -63,7 +63,7 @@ def number(value: float, unit: str, median: float = 1) -> str:
     if unit == "x":
         return shown(value)
     decimals = 0
-    if unit not in ("points", "registers", "combinations", "launches"):
+    if unit not in ("points", "combinations", "launches"):
         decimals = max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
 
@@ -96,8 +96,6 @@ def table(rows: list[Row], section: str) -> str:
             contender = FUNCTIONS.get(row.contender, contender)
         if section == "gpu_time":
             case = SHAPES[row.case]
-        if section == "machine_code":
-            contender += f" {row.unit}"
         found.append((case, contender, row.unit, cell(row)))
     if not found:
         return "Not measured yet."
