@@ -83,9 +83,9 @@ BAD = {
 
 
 def test_each_fault_is_named():
-    good = Code(75, "fp16", False, listing(*GOOD), registers=80, elements=32)
+    good = Code(75, "fp16", False, listing(*GOOD), registers=96, elements=32)
     assert sass.faults(good) == []
-    assert "81 registers per thread, expected at most 80" in sass.faults(good._replace(registers=81))[0]
+    assert "97 registers per thread, expected at most 96" in sass.faults(good._replace(registers=97))[0]
     for problem, lines in BAD.items():
         [found] = sass.faults(good._replace(sass=listing(*lines)))
         assert problem in found
