@@ -1,11 +1,9 @@
 """use_nf4_kernel: what it replaces and says, how it ends, and what may happen to the process meanwhile."""
 
 import atexit
-import copy
 import functools
 import importlib.util
 import logging
-import pickle
 import sys
 import types
 
@@ -540,55 +538,3 @@ def test_the_variable_fails_no_import_and_no_layer(variable, logged):
         "NF4_TRITON=1 has no effect: out",
         "NF4_TRITON=1 has no effect: AttributeError: module 'without a layer' has no attribute 'Linear4bit'",
     ]
-
-
-# The trainers' callback
-
-
-@pytest.fixture
-def callback():
-    pytest.importorskip("transformers")
-    from nf4_triton import NF4KernelCallback
-
-    return NF4KernelCallback
-
-
-def begin(one):
-    one.on_train_begin(None, None, None)
-
-
-def end(one):
-    one.on_train_end(None, None, None)
-
-
-def test_the_callback(callback, logged):
-    with pytest.raises(ValueError, match="'bnb' is an unknown library"):
-        callback("bnb")
-    one = pickle.loads(pickle.dumps(callback("bitsandbytes", strict=True)))
-    end(one)  # before it began
-    for _ in range(2):
-        begin(one)  # interrupted: no on_train_end
-        begin(one)
-        assert dequantizes() and one.switch.on and copy.deepcopy(one).switch is None
-        end(one)
-        report = f"ends it.\nThe kernel dequantized 1 of 1.\n{LINE}1 by the kernel"
-        assert without_fallback(logged()).endswith(report)
-        assert untouched()
-    quietly("bitsandbytes")
-    quiet = callback(quiet=True)
-    begin(quiet)
-    end(quiet)
-    assert not untouched() and not logged()  # it found the kernel on
-
-
-def test_the_callbacks_report_stands_alone(callback, unconfigured, capsys):
-    """A progress bar is on the line."""
-    from tqdm.auto import tqdm
-
-    unconfigured()
-    one = callback("bitsandbytes")
-    begin(one)
-    with tqdm(total=2):
-        end(one)
-        lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    assert f"nf4_triton: {NOTHING}no calls".splitlines()[0] in lines

@@ -119,7 +119,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
     expected) or RuntimeError (no usable GPU, or other bits).
     """
-    check_names(names)
+    _check_names(names)
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
     with _lock:
         was_on = Switch().on
@@ -136,7 +136,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     return switch
 
 
-def check_names(names: tuple[str, ...]) -> None:
+def _check_names(names: tuple[str, ...]) -> None:
     """Raise ValueError for a library that use_nf4_kernel does not know."""
     accepted = [*LIBRARIES, *THROUGH]
     for name in names:
