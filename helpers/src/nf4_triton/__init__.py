@@ -35,8 +35,8 @@ Environment variables:
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
     TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
 
-`nf4_triton doctor` checks whether the kernel works here, and `nf4_triton bench` how fast it is. It needs
-torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
+`nf4_triton doctor` checks whether the kernel works here, and how fast it is. It needs torch 2.8 or newer,
+Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """
 
 import importlib
