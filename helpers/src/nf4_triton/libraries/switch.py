@@ -238,8 +238,5 @@ def _find_left() -> None:
             name = contents(module).get("__name__", name)  # the script has two: __main__ and __mp_main__
             _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
-        if site.left:
-            layouts = ", ".join(sorted(site.left))
-            _left[f"{site.name} with {layouts}"] = "it raises there, or has bits of its own"
         if not site.calls and current(site.name) is not site.replacement:
             _left[site.name] = "another library wrapped or replaced it since, and no call came through"
