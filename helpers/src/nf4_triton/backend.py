@@ -223,6 +223,6 @@ def why_torch(device: torch.device | None) -> str | None:
         say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
     elif not problem and version and version > NEWEST_TRITON:
         newest = ".".join(map(str, NEWEST_TRITON))
-        text = f"Triton is newer than the tested ones (up to {newest}). If it fails, set NF4_BACKEND=torch."
+        text = f"Triton is newer here than the tested ones (up to {newest}). If it fails: NF4_BACKEND=torch."
         say(text, logging.WARNING)
     return problem

@@ -27,6 +27,8 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
     """
     try:
         return read(tensors, name)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{name}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedState(
             f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
