@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     try:
         status = options.pop("run")(**options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # nothing where stdout was closed
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
