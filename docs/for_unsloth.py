@@ -99,9 +99,9 @@ def changes(weight, state):
     for tensor in (state.absmax, weight.data):
         tensor.copy_(flip(tensor))
         yield weight, state
-    yield torch.cat([weight.data[:1], weight.data])[1:], state  # misaligned
-    weight.data = weight.data.clone()  # moved
+    weight.data = flip(weight.data)  # other memory
     yield weight, state
+    yield torch.cat([weight.data[:1], weight.data])[1:], state  # misaligned
     if state.nested:  # as old versions of bitsandbytes had it
         nested = [state.offset, [state.state2.absmax, state.state2.code, state.state2.blocksize]]
         listed = [state.absmax, state.shape, state.dtype, state.blocksize, nested, "nf4", state.code]
