@@ -124,9 +124,8 @@ def step_table(rows: list[Row], section: str) -> str:
 
 
 def speedup(ratios) -> str:
-    """Return the median of ratios and, in parentheses, the lowest and highest, rounded down to a decimal."""
-    values = statistics.median(ratios), min(ratios), max(ratios)
-    median, low, high = (f"{math.floor(10 * value) / 10:.1f}x" for value in values)
+    """Return the median of ratios and, in parentheses, the lowest and highest, rounded down."""
+    median, low, high = map(shown, (statistics.median(ratios), min(ratios), max(ratios)))
     return f"{median} ({low} to {high})"
 
 
