@@ -189,7 +189,7 @@ def run_eagerly(function, *arguments):
 def keep(table, key, tensors, compiled, result, *launch, fixed=5):
     """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else the loop
     over `table` needs. All tensors but the first `fixed` may have another first dimension."""
-    if not CAN_RELAUNCH or compiled is None:
+    if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     for numbers in (*sizes[fixed:], *strides[fixed:]):
