@@ -9,7 +9,19 @@ from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, UnsupportedState, read_state, to_fields
-from states import CHANGES, exact, moved, odd_states, oracle, random_state, replace, right, strided
+from states import (
+    CHANGES,
+    SECOND,
+    exact,
+    moved,
+    noise,
+    odd_states,
+    oracle,
+    random_state,
+    replace,
+    right,
+    strided,
+)
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -67,7 +79,8 @@ def test_what_changes_between_two_calls(layer, options):
     compiled = torch.compile(call, **options)
     weight, state = layer.weight, layer.weight.quant_state
     assert exact(compiled(weight, state), weight, state)
-    for name, change in CHANGES:
+    contents = [(name, noise) for name in ("weight", *SECOND)]
+    for name, change in contents + CHANGES:
         replace(layer, name, change)
         for _ in range(2):
             assert exact(compiled(weight, state), weight, state), name
@@ -162,17 +175,6 @@ def test_out(layer, options):
     assert exact(out, weight, state)
     with pytest.raises(UNSUPPORTED, match="out has"):
         compiled(weight, state, out.float())
-
-
-def test_a_weight_that_requires_grad(layer, recwarn):
-    """As after model.requires_grad_(True) with a float quant_storage: its codes have no gradient."""
-    state = layer.weight.quant_state
-    weight = layer.weight.data.view(-1).view(torch.bfloat16).requires_grad_()
-    x = torch.ones(3, 64, dtype=torch.float16, device=weight.device, requires_grad=True)
-    compiled = torch.compile(lambda x, w: (x @ call(w, state).t()).sum(), fullgraph=True, **AOT_EAGER)
-    compiled(x, weight).backward()
-    assert weight.grad is None and x.grad.abs().sum() > 0
-    assert not [one for one in recwarn if "autograd" in str(one.message)]
 
 
 def test_a_frame_that_dynamo_gave_up(layer):
