@@ -5,6 +5,7 @@ import re
 import nbformat
 import pytest
 
+import processes
 from helpers import __main__ as commands
 from helpers import machine
 
@@ -17,7 +18,7 @@ IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cac
     ids=["lint", "format", "types", "imports go down"],
 )
 def test_what_pyproject_asks_for(arguments):
-    machine.python(arguments)
+    processes.python(arguments)
 
 
 def test_a_release_has_one_version_and_date():
@@ -41,7 +42,7 @@ def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     file = tmp_path / "notebook.py"
     file.write_text("\n".join(code), encoding="utf-8")
-    done = machine.python(["-m", "vulture", "helpers", "examples", file], check=False)
+    done = processes.python(["-m", "vulture", "helpers", "examples", file], check=False)
     dead = [line for line in done.out.splitlines() if not re.search("unused (variable|attribute)", line)]
     assert not dead and not done.err
 

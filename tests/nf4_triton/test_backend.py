@@ -10,7 +10,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers import machine
+import processes
 from nf4_triton import backend, environment
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.core import launch, launch_general
@@ -110,7 +110,7 @@ def call(w):
     return dequantize(w, state).float()
 print(torch.equal(torch.compile(call, backend="{compiler}", fullgraph=True)(weight), call(weight)))
 """
-    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
+    said = processes.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
     assert said.endswith("True\n"), said
 
 

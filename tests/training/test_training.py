@@ -10,6 +10,7 @@ from driver import SMALLEST
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
+import processes
 from helpers import machine
 from helpers.bench import training
 
@@ -66,4 +67,4 @@ def test_losses_on_every_gpu_here(fsdp):
     if count < 2:
         pytest.skip("needs two GPUs")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
-    machine.python([*command, fsdp], variables=training.VARIABLES)
+    processes.python([*command, fsdp], variables=training.VARIABLES)

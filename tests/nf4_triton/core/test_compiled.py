@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers import machine
+import processes
 from helpers.bench.training import gpu_events
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
@@ -203,7 +203,7 @@ for dtype in (torch.float16, torch.bfloat16):
     print([states.exact(compiled(weight), weight, state) for _ in range(2)])
 """
     variables = {"NF4_FORCE": " T4 ", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = machine.python(["-c", code], variables=variables)
+    done = processes.python(["-c", code], variables=variables)
     assert done.out.split("\n")[:3] == ["128"] + ["[True, True]"] * 2, done
 
 
@@ -278,7 +278,7 @@ print(*{str(e["args"]["grid"]) for e in json.load(open(sys.argv[1]))["traceEvent
     grids = []
     for force in (None, "t4"):
         variables = {"NF4_FORCE": force, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-        done = machine.python(["-c", code, tmp_path / "trace.json"], variables=variables)
+        done = processes.python(["-c", code, tmp_path / "trace.json"], variables=variables)
         right, grid = done.out.splitlines()[-2:]
         assert right == "True"
         grids.append(grid)
