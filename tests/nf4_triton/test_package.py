@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nf4_triton as package
+import processes
 from helpers import machine
 from nf4_triton import __main__ as command_line
 from nf4_triton import environment, speed
@@ -50,7 +51,7 @@ def alone(tmp_path_factory):
     its path, and it starts in a folder with copies of the examples, a text and a model."""
     folder = tmp_path_factory.mktemp("alone")
     install = "-m pip install -q --no-deps --no-index --no-build-isolation --target".split()
-    machine.python([*install, folder / "site", machine.ROOT])
+    processes.python([*install, folder / "site", machine.ROOT])
     for example in machine.ROOT.joinpath("examples").glob("*.py"):
         shutil.copy(example, folder)
     (folder / "text.txt").write_text("What is 4 plus 4?")
@@ -58,7 +59,7 @@ def alone(tmp_path_factory):
     def run(*commands, code="", **variables):
         variables = {"PYTHONPATH": str(folder / "site"), "NF4_TRITON": None} | variables
         code += SCRIPT.format(commands=list(commands))
-        done = machine.python(["-c", code], variables=variables, folder=folder, timeout=280)
+        done = processes.python(["-c", code], variables=variables, folder=folder, timeout=280)
         return done.out + done.err
 
     run.folder = folder
@@ -166,7 +167,7 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_the_command_line_needs_no_torch(argument):
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
-    assert "nf4_triton" in machine.python(["-c", code, argument]).out
+    assert "nf4_triton" in processes.python(["-c", code, argument]).out
 
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64, "meta"], ids=str)

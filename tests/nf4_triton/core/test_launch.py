@@ -103,7 +103,7 @@ def test_fake_tensors_get_fake_results(case, layer):
     watched.check(weight, state)
 
 
-@pytest.mark.parametrize("how", ["make_fx", "jit.trace", "compile", "vmap"])
+@pytest.mark.parametrize("how", ["make_fx", "make_fx, early", "jit.trace", "compile", "vmap"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_call_follows_its_weight(case, how):
     """A kept launch, past the tracer, would leave the traced weight's values in the graph."""
@@ -112,8 +112,9 @@ def test_a_traced_call_follows_its_weight(case, how):
     def call(w):
         return watched(w, state)[0]
 
-    if how == "make_fx":
-        graph = make_fx(call)(weight)
+    if how.startswith("make_fx"):  # early: before dispatch
+        graph = make_fx(call, pre_dispatch=how != "make_fx")(weight)
+        assert "nf4_triton" in graph.code
     elif how == "compile":
         graph = torch.compile(call, backend="aot_eager", fullgraph=True)
     elif how == "vmap":

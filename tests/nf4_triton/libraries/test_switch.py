@@ -14,7 +14,7 @@ bnb = pytest.importorskip("bitsandbytes")
 
 from bitsandbytes.nn.parametrize import replace_parameter_4bit  # noqa: E402
 
-from helpers import machine  # noqa: E402
+import processes  # noqa: E402
 from helpers.puzzle.layers import DEVICE  # noqa: E402
 from nf4_triton import autoload, log  # noqa: E402
 from nf4_triton.core import launch, launch_general  # noqa: E402
@@ -362,7 +362,7 @@ def test_unsloths_functions_for_experts_are_replaced():
     names = [one.name for one in unsloth.SITES[:3]]
     modules = ", ".join(name.rpartition(".")[0] for name in names)
     code = f"import unsloth, {modules}\nimport nf4_triton\nprint(nf4_triton.use_nf4_kernel('unsloth'))"
-    out = machine.python(["-c", code]).out
+    out = processes.python(["-c", code]).out
     assert all(f"  {name}: no calls" in out for name in names) and "self-test" not in out, out
 
 
@@ -487,7 +487,7 @@ def test_what_a_process_says_at_its_end(tmp_path):
     script.write_text(ENDS)
 
     def said(**variables):
-        return machine.python([script], variables={"NF4_TRITON": "1", "LOCAL_RANK": None} | variables).err
+        return processes.python([script], variables={"NF4_TRITON": "1", "LOCAL_RANK": None} | variables).err
 
     line = "nf4_triton: NF4_TRITON=1 had no effect: this process made no Linear4bit and no QuantState."
     assert said(LOCAL_RANK="0", USES_GPU="1").startswith(line)
@@ -512,7 +512,7 @@ assert torch.equal(dequantize(*weight), dequantize_4bit(*weight))
 
 
 def test_without_triton_it_says_why_it_is_off():
-    done = machine.python(["-c", WITHOUT_TRITON], variables={"NF4_TRITON": "1"})
+    done = processes.python(["-c", WITHOUT_TRITON], variables={"NF4_TRITON": "1"})
     why = f"Left to the library: {DEQUANTIZE}: Triton is not installed, expected 3.4 or newer"
     assert done.err.count(f"nf4_triton: The NF4 kernel is not used.\n{why}") == 2
 
