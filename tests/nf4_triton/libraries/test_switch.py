@@ -4,7 +4,10 @@ import atexit
 import functools
 import importlib.util
 import logging
+import multiprocessing
 import sys
+import threading
+import time
 import types
 
 import pytest
@@ -168,6 +171,25 @@ def test_an_interrupted_switch_is_undone(fake_module):
     with pytest.raises(KeyboardInterrupt):
         quietly("bitsandbytes")
     assert untouched() and not switch.Switch().on
+
+
+def test_a_child_of_a_process_that_is_about_to_switch():
+    """Another thread tests the kernel at the moment of the fork."""
+    began = threading.Event()
+
+    def tests_itself():
+        with switch._lock:
+            began.set()
+            time.sleep(1)
+
+    thread = threading.Thread(target=tests_itself)
+    thread.start()
+    began.wait()
+    child = multiprocessing.get_context("fork").Process(target=restore, daemon=True)
+    child.start()
+    child.join(20)
+    thread.join()
+    assert child.exitcode == 0
 
 
 def test_strict_changes_nothing_if_one_of_its_libraries_fails(fake_module):
@@ -414,6 +436,7 @@ def variable(monkeypatch):
     for waits_for in (bnb.nn.Linear4bit, bnb.functional.QuantState):
         monkeypatch.setattr(waits_for, "__init__", waits_for.__init__)
     monkeypatch.setenv("NF4_TRITON", "1")
+    monkeypatch.setattr(switch, "was_called", False)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
     yield monkeypatch
     autoload.waiting.clear()
@@ -466,7 +489,7 @@ class Report:
     calls = {"function": collections.Counter()}
     def __str__(self):
         return f"the report: {self.calls['function']['by the kernel']} calls"
-sys.modules["nf4_triton.libraries.switch"] = types.SimpleNamespace(use_nf4_kernel=Report)
+sys.modules["nf4_triton.libraries.switch"] = types.SimpleNamespace(use_nf4_kernel=Report, was_called=False)
 from nf4_triton import autoload
 autoload.load()
 if "MAKES_LAYER" in os.environ:
@@ -476,6 +499,9 @@ if __name__ == "__main__":
         worker = multiprocessing.get_context(start).Process(target=int)
         worker.start()
         worker.join()
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
     Report.calls["function"]["by the kernel"] += 1
 """
 
@@ -503,10 +529,10 @@ sys.modules["triton"] = None
 import torch
 from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from nf4_triton import autoload, dequantize, use_nf4_kernel
-with use_nf4_kernel():
-    pass
 autoload.load()
 weight = quantize_4bit(torch.randn(64, 64), quant_type="nf4")
+with use_nf4_kernel():
+    pass
 assert torch.equal(dequantize(*weight), dequantize_4bit(*weight))
 """
 

@@ -8,13 +8,13 @@ that the kernel does not accept goes to the library's own function, counted.
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
 
-from .. import autoload
 from ..environment import cannot_run
 from ..log import say
 from . import axolotl, bitsandbytes, unsloth
@@ -43,6 +43,9 @@ OWN_KERNELS = (
     "nf4_route.dequant_groups",  # of the package grouped-nf4-gemm
 )
 _lock = threading.RLock()
+# A child forked in another thread's self-test would wait for it forever.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+was_called = False  # use_nf4_kernel() or restore(): NF4_TRITON=1 then switches nothing on
 # Of this time that the kernel is on, or the last. A new time has new dicts, so that older reports stay true.
 _sites: list[Site] = []  # also those left to the library; empty after restore()
 _calls: dict[str, Counter] = {}
@@ -119,12 +122,13 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
     expected) or RuntimeError (no usable GPU, or other bits).
     """
+    global was_called
     _check_names(names)
+    was_called = True
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
     with _lock:
         was_on = Switch().on
         prepared = _prepare(names or imported, strict)
-        autoload.waiting.clear()  # now: importing bitsandbytes begins to wait
         try:
             _switch_on(prepared)
         except BaseException:
@@ -147,8 +151,9 @@ def _check_names(names: tuple[str, ...]) -> None:
 
 def restore() -> None:
     """Put every library's own functions back, whoever switched them."""
+    global was_called
+    was_called = True
     with _lock:
-        autoload.waiting.clear()
         _find_left()
         for site in _sites:
             site.why_not = OFF  # first: a replacement that is not found below then just calls the original
