@@ -16,7 +16,6 @@ import torch
 
 from .log import say
 
-ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no")
 waiting: list = []  # not empty from load() until the first layer or state
 made: list = []  # the switch, once it is made
@@ -24,11 +23,7 @@ made: list = []  # the switch, once it is made
 
 def load() -> None:
     """With NF4_TRITON=1 switch the kernel on when the first Linear4bit or QuantState is created."""
-    value = os.environ.get("NF4_TRITON", "").strip().lower()
-    if value in OFF:
-        return
-    if value not in ON:
-        say(f"NF4_TRITON={value} has no effect, expected one of {ON} or {OFF[1:]}", logging.WARNING)
+    if os.environ.get("NF4_TRITON", "").strip().lower() in OFF:
         return
     try:
         _switch_before(importlib.import_module("bitsandbytes.nn.modules").Linear4bit)
