@@ -15,7 +15,7 @@ from nf4_triton.core import reference
 from nf4_triton.core.settings import settings
 from nf4_triton.core.state import DTYPES, OFFSETS
 
-TABLES = {"nf4": np.float32(reference.NF4_VALUES), "fp4": np.float32(reference.FP4_VALUES)}
+TABLES = {quant_type: np.float32(values) for quant_type, values in reference.VALUES.items()}
 # Of the puzzle's kernel: what only the general one takes as arguments.
 PUZZLES = dict(
     skip=0, SELECT=False, NESTED=True, QUANT_TYPE="nf4", BYTES=False, LOG2_ROW=6, UNIT=64, ALIGNED=True

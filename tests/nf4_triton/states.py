@@ -14,6 +14,12 @@ from nf4_triton.core.state import read_state
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
 SPECIAL += (1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39)
+FP4 = [x / 192 for x in (0, 1, 128, 192, 64, 96, 32, 48)]
+TABLES = {  # the oracle's own
+    "nf4": [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0]
+    + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1],
+    "fp4": [*FP4, *(-x for x in FP4)],
+}
 GUARD = 64
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 
@@ -37,8 +43,7 @@ def oracle(weight, state, flush_subnormal=None):
         absmax2 = absmax2.repeat_interleave(min(blocksize2, blocks))[:blocks]
         scale = multiply(code2[scale.int()], absmax2) + offset
     scale = scale.float().repeat_interleave(min(blocksize, n))[:n]
-    table = reference.FP4_VALUES if quant_type == "fp4" else reference.NF4_VALUES
-    table = torch.tensor(table, dtype=torch.float32, device=weight.device)
+    table = torch.tensor(TABLES[quant_type], dtype=torch.float32, device=weight.device)
     byte = weight.detach().contiguous().view(-1).view(torch.uint8).int()
     code = torch.stack([byte >> 4, byte & 15], dim=1).view(-1)[:n]
     result = multiply(table[code], scale).to(dtype).view(shape)

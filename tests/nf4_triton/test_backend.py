@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers import machine
 from nf4_triton import backend, environment
 from nf4_triton.backend import choose, dequantize
-from nf4_triton.core import launch_general
+from nf4_triton.core import launch, launch_general
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.settings import UnsupportedState
 from states import freed, oracle, random_state, strided
@@ -83,6 +83,10 @@ def test_the_rule(monkeypatch, device):
     for name in ("triton", "torch"):
         monkeypatch.setenv("NF4_BACKEND", name)
         assert choose(torch.device("cpu")) == name
+        dequantize(*random_state((8, 64), torch.float16))
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "relaunch", None)  # a kept launch is not even looked for
+        dequantize(*random_state((8, 64), torch.float16))
     monkeypatch.setenv("NF4_BACKEND", "cuda")
     with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
         choose(torch.device("cpu"))

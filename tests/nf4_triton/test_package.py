@@ -7,14 +7,19 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import nf4_triton as package
 from helpers import machine
 from nf4_triton import __main__ as command_line
 from nf4_triton import environment, speed
+from nf4_triton.core.reference import same_bits
+from states import oracle, random_state
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
+import switching  # noqa: E402
+
 TINY = """
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -116,13 +121,14 @@ def test_a_library_that_cannot_be_imported_is_named(capsys, monkeypatch, tmp_pat
     assert capsys.readouterr().out == "Cannot import unsloth: SystemExit: no GPU\n"
 
 
-@pytest.mark.parametrize("reader", ["| true", ">&-"])  # ends before the doctor prints; closed
-def test_who_does_not_read_ends_the_doctor_quietly(reader):
-    doctor = f"{sys.executable} -m nf4_triton doctor {reader}"
+@pytest.mark.parametrize("output", ["| true", ">&-"])
+def test_the_doctor_without_a_reader(output):
+    """It ends before the doctor prints, or there is no standard output."""
+    doctor = f"{sys.executable} -m nf4_triton doctor {output}"
     done = subprocess.run(
         ["sh", "-c", doctor], cwd=machine.SRC, stderr=subprocess.PIPE, text=True, timeout=120
     )
-    assert "Error" not in done.stderr
+    assert "Traceback" not in done.stderr and "BrokenPipeError" not in done.stderr
 
 
 def test_the_doctor_says_what_is_broken(capsys, monkeypatch):
@@ -158,6 +164,29 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
 def test_the_command_line_needs_no_torch(argument):
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
     assert "nf4_triton" in machine.python(["-c", code, argument]).out
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64, "meta"], ids=str)
+def test_under_another_default_dtype_or_device(monkeypatch, default):
+    """Every public function but the export, as scripts that train and load models set them."""
+    packed, state = switching.quantized((8, 64))
+    saved = {"w": packed} | {f"w.{part}": x for part, x in state.as_dict(packed=True).items()}
+    given, rows, results = random_state((8, 64), torch.float16), [5, 0], []
+    (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
+    try:
+        for backend in ("triton", "torch"):
+            monkeypatch.setenv("NF4_BACKEND", backend)
+            results += [package.dequantize(*given), package.dequantize(*given, rows=rows)]
+        results += [package.dequantize(*package.read_checkpoint(saved, "w"))]
+        switching.forget_self_tests()
+        with package.use_nf4_kernel("bitsandbytes", strict=True, quiet=True):
+            pass
+        package.restore()
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    whole = oracle(*given)
+    assert all(map(same_bits, results, [whole, whole[rows], whole, whole[rows], oracle(packed, state)]))
 
 
 def test_every_public_name_is_there():

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     try:
         status = options.pop("run")(**options)
-        print(end="", flush=True)  # also where stdout is closed, and sys.stdout None
+        print(end="", flush=True)  # nothing where stdout was closed
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

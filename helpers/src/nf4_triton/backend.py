@@ -222,6 +222,7 @@ def why_torch(device: torch.device | None) -> str | None:
     if problem and device is not None and device.type == "cuda":
         say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
     elif not problem and version and version > NEWEST_TRITON:
-        text = "Triton is newer here than the tested ones (up to 3.9). If it fails, set NF4_BACKEND=torch."
+        newest = ".".join(map(str, NEWEST_TRITON))
+        text = f"Triton is newer here than the tested ones (up to {newest}). If it fails: NF4_BACKEND=torch."
         say(text, logging.WARNING)
     return problem

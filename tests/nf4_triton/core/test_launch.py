@@ -79,9 +79,10 @@ def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how
             pytest.skip("this Triton has no chains of hooks")
         call, hook = hook, chain()
         hook.add(call)
+    kept = list(launch.launches.values())
     with monkeypatch.context() as patched:
         patched.setattr(HOOKS, which, hook)
-        assert not watched.check(weight, state)
+        assert not watched.check(weight, state) and kept == list(launch.launches.values())
     assert watched.check(weight, state), "not launched again without the hook"
 
 

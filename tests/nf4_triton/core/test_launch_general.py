@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,12 +86,15 @@ def test_an_out_that_does_not_fit(case, mode):
             with pytest.raises(UnsupportedState, match=text):
                 general(given, state, given_out)
             assert out.isnan().all()
+        with forward_ad.dual_level(), pytest.raises(UnsupportedState, match="tangent"):
+            general(weight, state, forward_ad.make_dual(out, torch.ones_like(out)))
+        assert out.isnan().all()
         general.check(weight, state, out)
     assert torch.equal(inside, weight) and exact(out, weight, state)
 
 
 def test_an_out_of_a_transposed_weight(general, make_layer):
-    """As bitsandbytes' backward pass calls it: one launch is kept and found again, but not by a compiler."""
+    """As Axolotl loads a model for FSDP2: one launch is kept and found again, but not by a compiler."""
     layer = make_layer(64, 320, torch.bfloat16, quant_type="fp4")
     weight, state = layer.weight.data.t(), layer.weight.quant_state
     out = torch.empty(state.shape, dtype=state.dtype, device=weight.device)

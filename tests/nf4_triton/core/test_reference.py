@@ -122,7 +122,7 @@ def test_special_scales(device):
 def test_subnormal_products_and_scales_on_the_gpu():
     """Products within half a subnormal step of 2**-126, where rounding and flushing could be swapped; nested
     scales and offsets that are subnormal."""
-    code = torch.tensor(reference.NF4_VALUES, dtype=torch.float64)
+    code = torch.tensor(reference.VALUES["nf4"], dtype=torch.float64)
     near = (2.0**-126 / code[code != 0]).abs().to(torch.float32)
     scales = torch.cat([near, torch.nextafter(near, near * 0), torch.nextafter(near, near * 2)])
     weight, state = random_state((512, len(scales)), torch.float32, nested=False, blocksize=512)

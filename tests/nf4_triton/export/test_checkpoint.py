@@ -69,28 +69,49 @@ def with_facts(tensors, **changed):
     return tensors | {f"{STATE}nf4": torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)}
 
 
+def changed(tensors, part, change):
+    """Return the tensors with another part of a weight's state."""
+    return tensors | {f"{NAME}.{part}": change(tensors[f"{NAME}.{part}"])}
+
+
+def twice(x):
+    return torch.cat([x, x])
+
+
+AF4 = [-1, -0.694, -0.512, -0.374, -0.256, -0.15, -0.049, 0]  # another format of 16 values
+AF4 += [0.043, 0.129, 0.22, 0.317, 0.426, 0.555, 0.724, 1]
 DAMAGED = {
     "JSONDecodeError": lambda x: x | {f"{STATE}nf4": x[f"{STATE}nf4"][:-9]},
     "range\\(0, 256\\)": lambda x: x | {f"{STATE}nf4": torch.tensor(10**18)},  # not so many bytes
     "RecursionError": lambda x: x | {f"{STATE}nf4": torch.tensor(list(b"[" * 100_000))},
     "OverflowError": lambda x: with_facts(x, nested_offset=10**400),
     "not 'list'": lambda x: with_facts(x, nested_offset=[0.5]),
-    "two states": lambda x: x | {f"{STATE}fp4": x[f"{STATE}nf4"]},
-    "quant_map.*nf4": lambda x: x | {f"{NAME}.quant_map": torch.linspace(-1, 1, 16)},
+    "2 states": lambda x: x | {f"{STATE}fp4": x[f"{STATE}nf4"]},
+    "quant_map.*nf4": lambda x: x | {f"{NAME}.quant_map": torch.tensor(AF4)},
+    "not finite": lambda x: x | {f"{NAME}.nested_quant_map": torch.full((256,), torch.nan)},
+    "absmax.* have .128, 1. elements, expected .64, 1.": lambda x: changed(x, "absmax", twice),
+    "absmax.* have .64, 2. elements, expected .64, 1.": lambda x: changed(x, "nested_absmax", twice),
+    "fewer than 2": lambda x: with_facts(x, shape=[2**62, 2**62]),
+    "shape is .-64, -64": lambda x: with_facts(x, shape=[-64, -64]),
+    "dtype is <module": lambda x: with_facts(x, dtype="nn"),
+    "dtype is <class": lambda x: with_facts(x, dtype="Tensor"),
+    "quant_type is 'af4'": lambda x: with_facts(x, quant_type="af4"),
+    "state2.dtype is torch.float16": lambda x: with_facts(x, nested_dtype="float16"),
+    "state2.blocksize is 1237": lambda x: with_facts(x, nested_blocksize=2**90),
     "tensors is a str.*load_file": lambda x: "model.safetensors",
 }
 
 
 @pytest.mark.parametrize("text", DAMAGED)
 def test_what_is_damaged_is_named(text):
-    with pytest.raises(UnsupportedState, match=f"^{NAME} cannot be read .*{text}"):
+    with pytest.raises(UnsupportedState, match=f"^{NAME}( cannot be read|:) .*{text}"):
         read_checkpoint(DAMAGED[text](saved()[0]), NAME)
 
 
 def test_an_offset_that_is_a_text_is_read_as_bitsandbytes_does(tmp_path):
-    """From an open file, too."""
+    """From an open file, too, and with a table in 16 bits."""
     tensors, _ = saved()
-    tensors = with_facts(tensors, nested_offset="0.5")
+    tensors = changed(with_facts(tensors, nested_offset="0.5"), "quant_map", torch.Tensor.bfloat16)
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:

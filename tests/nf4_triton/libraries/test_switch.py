@@ -127,6 +127,8 @@ def test_references_in_other_modules(fake_module):
         other = fake_module("peft.other", dequantize=ORIGINAL[0])
         quietly("bitsandbytes")  # adds what was imported since
         assert other.dequantize is theirs.dequantize
+        fake_module("notebook", dequantize=ORIGINAL[0])
+    assert on.left.keys() == {*own, "my_script.dequantize", "notebook.dequantize"}  # until the end
     assert theirs.dequantize is other.dequantize is ORIGINAL[0]
 
 

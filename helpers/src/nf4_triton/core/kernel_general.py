@@ -14,6 +14,7 @@ FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
 @triton.jit
 def _values(QUANT_TYPE: tl.constexpr):
     """Return the values of the 16 codes."""
+    tl.static_assert(QUANT_TYPE == "nf4" or QUANT_TYPE == "fp4")
     if QUANT_TYPE == "fp4":  # set the sign bit: tl.where would take -0.0 for 0.0
         sign = (tl.arange(0, 16) & 8) << 28
         values = (_codebook(FP4).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

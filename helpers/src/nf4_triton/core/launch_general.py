@@ -38,6 +38,7 @@ from .state import (
     check,
     check_call,
     from_fields,
+    has_derivative,
     read_state,
     result_shape,
     slice_elements,
@@ -144,7 +145,7 @@ def relaunch_with(tensors, layout, out, selection):
 def can_write(out, tensors):
     """Return whether `out` is aligned and has memory of its own. If so, tell autograd that it changes."""
     start, size = out.data_ptr(), out.nbytes
-    if start % 16 or start == out.storage_offset() * out.itemsize:
+    if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
         return False
     for tensor in tensors:
         address = tensor.data_ptr()

@@ -27,15 +27,19 @@ def dequantize_in_pytorch(layer):
 
 
 # %% tags=["module-only"]
-# bitsandbytes looks codes up in these tables, not in quant_state.code.
-NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-FP4_VALUES: tuple[float, ...] = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
-FP4_VALUES += tuple(-x for x in FP4_VALUES)  # code 8 is -0.0, as in bitsandbytes' CUDA kernels
+# The values of the 16 codes by quant_type. bitsandbytes, too, has them built in and ignores quant_state.code.
+VALUES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": (  # code 8 is -0.0, as in bitsandbytes' CUDA kernels
+        0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25,
+        -0.0, -0.0625 / 12, -8 / 12, -1.0, -4 / 12, -0.5, -2 / 12, -0.25,
+    ),
+}  # fmt: skip
 CHUNK = 1 << 18  # elements that a CPU computes at once, in its caches
 
 
@@ -56,8 +60,7 @@ def exact_weight(tensors, layout, selection=None):
     codes, n = codes_of(tensors[0]), math.prod(shape)
     block = min(blocksize, n or 1)
     scale = scales_of(tensors, layout, torch.arange(-(-n // block), device=codes.device))
-    values = FP4_VALUES if quant_type == "fp4" else NF4_VALUES
-    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    table = torch.tensor(VALUES[quant_type], dtype=torch.float32, device=codes.device)
     pairs = torch.cartesian_prod(table, table)  # the values of each byte's two codes, the high nibble first
     if is_traced(codes):  # not in place: under vmap the codes or the scales alone may be batched
         return products(pairs, codes, scale, block)[:n].to(dtype).view(shape)

@@ -12,8 +12,10 @@ import operator
 import typing
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from .private import has_memory, in_transform, is_compiling, is_fake, is_traced
+from .reference import VALUES
 from .settings import UnsupportedState
 
 MAX_ELEMENTS = 1 << 34  # of one tensor: the kernel counts rows of 8 elements in 31 bits
@@ -86,9 +88,9 @@ def check(tensors, layout, device=None):
     """
     shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     weight, absmax, *second = tensors
-    if not isinstance(quant_type, str) or quant_type not in ("nf4", "fp4"):
+    if not isinstance(quant_type, str) or quant_type not in VALUES:
         raise UnsupportedState(
-            f"quant_type is {quant_type!r}, expected 'nf4' or 'fp4': use the library's own "
+            f"quant_type is {quant_type!r}, expected one of {', '.join(VALUES)}: use the library's own "
             "dequantization for other states"
         )
     if dtype not in DTYPES:
@@ -124,7 +126,7 @@ def check(tensors, layout, device=None):
 
 def log2_of(name, size, least, most):
     """Return log2 of a power of two, capped at `most`, where one block already spans the tensor."""
-    if not isinstance(size, (int, torch.SymInt)) or size < least or size & (size - 1):
+    if not isinstance(size, (int, torch.SymInt)) or not least <= size < 1 << 63 or size & (size - 1):
         raise UnsupportedState(
             f"{name} is {size!r}, expected a power of two from {least} on (bitsandbytes uses 32 to "
             "4096): quantize the layer again"
@@ -237,12 +239,17 @@ def check_out(out, shape, dtype, device):
         raise UnsupportedState(f"out is {type(out).__name__}, expected a tensor, or None for a new one")
     check_plain("out", out)
     expected = (tuple(shape), dtype, device, True, False)
-    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), out.requires_grad)
+    given = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(), has_derivative(out))
     if given != expected:
         raise UnsupportedState(
-            f"out has (shape, dtype, device, contiguous, requires_grad) {given}, expected "
+            f"out has (shape, dtype, device, contiguous, gradient or tangent) {given}, expected "
             f"{expected}: pass such a tensor, or None for a new one"
         )
+
+
+def has_derivative(out):
+    """Return whether autograd follows `out`, backward or forward: a launch would leave its old tangent."""
+    return out.requires_grad or (not is_compiling() and unpack_dual(out).tangent is not None)
 
 
 def result_shape(shape, selection=None):

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..core.reference import FP4_VALUES, NF4_VALUES
-from ..core.state import UnsupportedState
+from ..core.reference import VALUES
+from ..core.state import UnsupportedState, check, read_state
 
 STATE = ".quant_state.bitsandbytes__"  # before nf4 or fp4: JSON in bytes
 # What follows a 4-bit weight's name in the names of the tensors of its state.
@@ -22,11 +22,13 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
     open safetensors.safe_open(file, "pt"). A weight and its scales can be in two shards. Only the tensors of
     this weight are read; they stay on their device.
     name: such as "model.layers.0.mlp.up_proj.weight".
-    Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing, or, on a CPU, if
-    it was quantized with other values than those of its type.
+    Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
+    size, or, on a CPU, if it was quantized with other values than those of its type.
     """
     try:
         return read(tensors, name)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{name}: {error}") from error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedState(
             f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
@@ -48,10 +50,10 @@ def read(tensors, name) -> tuple:
 
     if f"{name}.weight" in names:
         raise ValueError(f"the weight's name is {name}.weight")
-    fp4 = f"{name}{STATE}fp4" in names
-    if fp4 and f"{name}{STATE}nf4" in names:
-        raise ValueError("it has two states, nf4 and fp4")
-    facts = json.loads(bytes(get(f"{name}{STATE}{'fp4' if fp4 else 'nf4'}").flatten().tolist()))
+    states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in names]
+    if len(states) != 1:
+        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
+    facts = json.loads(bytes(get(states[0]).flatten().tolist()))
     state = types.SimpleNamespace(
         absmax=get(f"{name}.absmax"),
         shape=torch.Size(facts["shape"]),
@@ -68,9 +70,31 @@ def read(tensors, name) -> tuple:
             dtype=getattr(torch, facts["nested_dtype"]),
             blocksize=facts["nested_blocksize"],
         )
-    if f"{name}.quant_map" in names and state.absmax.device.type == "cpu":
-        expected = torch.tensor(FP4_VALUES if state.quant_type == "fp4" else NF4_VALUES)
+    packed = get(name)
+    n, *_ = check(*read_state(packed, state))
+    check_sizes(state, n)
+    if state.absmax.device.type == "cpu":
+        check_values(state, get(f"{name}.quant_map") if f"{name}.quant_map" in names else None)
+    return packed, state
+
+
+def check_sizes(state, n) -> None:
+    """Check that there are as many scales as n elements need: a file has no others."""
+    blocks = -(-n // state.blocksize)
+    held, expected = [state.absmax.numel()], [blocks]
+    if state.nested:
+        held.append(state.state2.absmax.numel())
+        expected.append(-(-blocks // state.state2.blocksize))
+    if held != expected:
+        raise ValueError(f"absmax and nested_absmax have {held} elements, expected {expected}")
+
+
+def check_values(state, quant_map) -> None:
+    """Check the tables of values on a CPU. quant_map: None if it was not saved."""
+    if quant_map is not None:
+        expected = torch.tensor(VALUES[state.quant_type], dtype=torch.float32, device="cpu")
         # bitsandbytes may save the values in 16 bits; it dequantizes with those of the type all the same.
-        if not torch.allclose(get(f"{name}.quant_map").float(), expected, atol=0.01):
+        if not torch.allclose(quant_map.float(), expected, atol=0.01):
             raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
-    return get(name), state
+    if state.nested and not state.state2.code.isfinite().all():
+        raise ValueError("its nested_quant_map has values that are not finite")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..core import private
-from ..core.reference import FP4_VALUES, NF4_VALUES, exact_weight, same_bits
+from ..core.reference import VALUES, exact_weight, same_bits
 from ..core.settings import INTERPRETED
 from ..core.state import DTYPES, UnsupportedState, read_rows, read_state
 from ..log import local_rank, say
@@ -227,8 +227,7 @@ def small_layer(device, quant_type, scales, dtype, blocksize) -> tuple:
     if scales == "nested":
         absmax, offset = codes[:blocks], floats[240]
         second = make(floats[200 : 200 - -blocks // 256], code=floats, blocksize=256, dtype=torch.float32)
-    values = FP4_VALUES if quant_type == "fp4" else NF4_VALUES
-    table = torch.tensor(values, dtype=torch.float32, device=device)
+    table = torch.tensor(VALUES[quant_type], dtype=torch.float32, device=device)
     shape, packed = torch.Size((8, 4096)), codes.view(-1, 1)
     quant_state = make(absmax, shape, table, blocksize, quant_type, dtype, offset, second)
     return packed, quant_state, exact_weight(*read_state(packed, quant_state))
