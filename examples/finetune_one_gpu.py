@@ -19,7 +19,7 @@ def main(model, text_file, out, steps):
         set_seed,
     )
 
-    from nf4_triton import NF4KernelCallback
+    from nf4_triton import use_nf4_kernel
 
     set_seed(3407)
     gpu = torch.cuda.is_available()
@@ -36,10 +36,10 @@ def main(model, text_file, out, steps):
     settings = dict(per_device_train_batch_size=4, learning_rate=2e-4, bf16=bf16, fp16=gpu and not bf16)
     settings |= dict(use_cpu=not gpu, save_strategy="no", report_to="none", logging_steps=1)
     settings = TrainingArguments(out, max_steps=steps, **settings)
-    # The callback turns the kernel on during training. If it cannot run, it says why and training continues.
-    callbacks = [NF4KernelCallback()]
-    trainer = Trainer(get_peft_model(base, lora), settings, train_dataset=data, callbacks=callbacks)
-    trainer.train()
+    trainer = Trainer(get_peft_model(base, lora), settings, train_dataset=data)
+    with use_nf4_kernel() as switch:  # if the kernel cannot run, it says why and training continues
+        trainer.train()
+    print(switch)
     trainer.model.save_pretrained(out)
 
 

@@ -14,95 +14,116 @@ from helpers.puzzle.layers import (
     SHORT,
     bnb_Linear4bit,
 )
-from helpers.puzzle.protocol import NEEDS_GPU, allocated, synchronize, wrong_elements
-from nf4_triton.core.kernel import _your_dequantize_nf4_kernel
-from nf4_triton.core.launch import CAN_RELAUNCH, launch_ordinary, launches, prepare, read
+from helpers.puzzle.protocol import (
+    NEEDS_GPU,
+    allocated,
+    load_hook,
+    loaded_kernels,
+    synchronize,
+    wrong_elements,
+)
+from nf4_triton.core.launch import read
 from nf4_triton.core.reference import dequantize_in_pytorch
 from nf4_triton.core.settings import force, has_no_bf16, settings
 
 # %% What the criteria share id="checks-tools" folded=true
+import pathlib
 import re
 
 BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
-KERNEL = "_your_dequantize_nf4_kernel"
+NO_HOOK = "not measured (needs Triton 3.5 or newer, which says what it loads)"
 passed = globals().get("passed", {})  # {criterion: True, False, None}; kept when this cell runs again
 
 
-def gpu_events(function, *arguments, count=3):
-    """Profile `count` calls; return the names of everything they ran on the GPU."""
-    synchronize()
-    with torch.profiler.profile() as profile:
-        for _ in range(count):
-            function(*arguments)
+def profiled(function, layer):
+    """Profile a call. Return the names of all that it ran on the GPU, and its result's wrong elements."""
+    ran = []
+
+    def call(layer):
         synchronize()
-    events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return [event.name for event in events if not event.is_user_annotation]  # ranges that torch.compile marks
+        with torch.profiler.profile() as profile:
+            result = function(layer)
+            synchronize()
+        for event in profile.events():  # without the ranges that torch.compile marks
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+                ran.append(event.name)
+        return result
+
+    return ran, wrong_elements(call, layer)
 
 
-def own_launches(candidate, layer):
-    """Empty the launch cache and call three times. Return what the GPU ran, and the kernels that are kept."""
-    with force(**vars(settings())):  # the same settings; this empties the cache
-        ran = gpu_events(candidate, layer)
-        kernels = [compiled for known in launches.values() for *_, compiled in known]
-    if not CAN_RELAUNCH:  # then every call is an ordinary launch
-        grid, arguments, options = prepare(*read(layer.weight, layer.weight.quant_state), candidate(layer))
-        kernels = [launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)]
-    return ran, kernels
+def loaded(ran):
+    """Return the files of each kernel of these names that Triton loaded under the settings in force.
+
+    Returns [] unless Triton loaded all that ran.
+    """
+    now = settings()
+    found = [(name, files) for name, chosen, files in loaded_kernels if name in ran and chosen == now]
+    return [files for _, files in found] if {*ran} == {name for name, _ in found} else []
 
 
-def only_when_on(candidate, setting, pattern):
-    """Turn a setting on, then off; print what `pattern` finds in the candidate's PTX: nothing when off."""
+def text_of(files, ending):
+    """Return the text of a loaded kernel's file with this ending."""
+    return next(pathlib.Path(path).read_text() for name, path in files.items() if name.endswith(ending))
+
+
+def only_when_on(candidate, setting, find):
+    """Print what find(files) finds in the kernels that the candidate launches with a setting on, then off.
+
+    It must find nothing when off. Another author's kernel has no such setting: nothing is loaded when off.
+    """
+    if not load_hook:
+        return print(NO_HOOK)
     layer, chosen, right = bnb_Linear4bit(1024, 4096, torch.bfloat16), vars(settings()), True
     for on in (True, False):
         with force(**(chosen | {setting: on})):
-            ran, kernels = own_launches(candidate, layer)
-            wrong = wrong_elements(candidate, layer)
-        found = re.findall(pattern, "".join(kernel.asm["ptx"] for kernel in kernels))
-        print(f"{setting}={on}: {wrong} wrong elements, {len(found)} found in the PTX")
-        for form, count in collections.Counter(re.sub(r"%\w+", "%", text) for text in found).items():
+            ran, wrong = profiled(candidate, layer)
+            found = [find(files) for files in loaded(ran)]
+        print(
+            f"{setting}={on}: {wrong} wrong elements; in the PTX of {len(found)} loaded {' and '.join(ran)}:"
+        )
+        for form, count in collections.Counter(re.sub(r"%\w+", "%", text) for text in sum(found, [])).items():
             print(f"    {count} x {form}")
-        right = right and bool(kernels) and {*ran} == {KERNEL} and wrong == 0 and bool(found) == on
+        right = right and wrong == 0 and (not on or len(found) > 0) and all(bool(one) == on for one in found)
     return right
 
 
 # %% id="single-kernel" call="passed['single_kernel'] = attempt(single_kernel, your_dequantize_nf4)"
 def single_kernel(candidate):
-    """Profile the first three calls of a layer: the GPU must run the kernel three times and nothing else."""
+    """Profile a layer's first three calls: each must run one Triton kernel alone, and give the right bits."""
+    if not load_hook:
+        return print(NO_HOOK)
     right = True
     for dtype in SHORT:
-        ran, kernels = own_launches(candidate, bnb_Linear4bit(*LARGE, dtype))
-        kept = [kernel.name for kernel in kernels]
-        print(f"{SHORT[dtype]}: the GPU ran {ran}; the launch cache holds {kept}")
-        right = right and ran == [KERNEL] * 3 and {*kept} == {KERNEL}
+        layer = bnb_Linear4bit(*LARGE, dtype)
+        for call in (1, 2, 3):
+            ran, wrong = profiled(candidate, layer)
+            print(f"{SHORT[dtype]}, call {call}: the GPU ran {ran}, {wrong} wrong elements")
+            right = right and len(ran) == 1 and wrong == 0 and len(loaded(ran)) > 0
     return right
 
 
 # %% id="exact" call="passed['exact'] = attempt(exact, your_dequantize_nf4, gpu=False)"
 def exact(candidate):
     """Count the elements that differ in any bit from bitsandbytes after every tensor was changed in place."""
-    right = True
     print(f"{'elements that differ':28}{'fp16':>12}{'bf16':>12}{'plain PyTorch':>16}{'of':>12}")
+    wrong = []
     # The kernel's last tile is partial with 65 and with 4097 rows.
     for rows, columns in [(65, 64), (4097, 64), *((c.intermediate, c.hidden) for c in CONFIGS)]:
-        counts = []
         for dtype in SHORT:
             layer = bnb_Linear4bit(columns, rows, dtype)
             candidate(layer)
-            for tensor in read(layer.weight.data, layer.weight.quant_state)[0]:
-                if tensor.dtype == torch.uint8:
-                    tensor.random_(256)  # from 4.2M elements on, every byte meets every scale
-                else:
-                    tensor.mul_(1.25)
-            counts.append(wrong_elements(candidate, layer))
+            for tensor in read(layer.weight.data, layer.weight.quant_state)[0]:  # every byte, every scale
+                tensor.random_(256) if tensor.dtype == torch.uint8 else tensor.mul_(1.25)
+            wrong.append(wrong_elements(candidate, layer))
         plain = wrong_elements(dequantize_in_pytorch, layer)
-        print(f"{f'{rows} x {columns}':28}{counts[0]:12,}{counts[1]:12,}{plain:16,}{rows * columns:12,}")
-        right = right and not any(counts)
-    return right
+        print(f"{f'{rows} x {columns}':28}{wrong[-2]:12,}{wrong[-1]:12,}{plain:16,}{rows * columns:12,}")
+    return not any(wrong)
 
 
 # %% id="compile" call="passed['torch_compile'] = attempt(torch_compile, your_dequantize_nf4, gpu=False)"
 def torch_compile(candidate):
-    """Compile for fp16 and bf16; print graphs, wrong elements, and what a compiled call runs."""
+    """Compile for fp16 and bf16. A compiled call must run one kernel, and none that Inductor wrote."""
     right, counters = True, torch._dynamo.utils.counters
     for dtype in SHORT:
         torch._dynamo.reset()
@@ -112,23 +133,29 @@ def torch_compile(candidate):
         fullgraph = dtype == torch.float16 or not has_no_bf16(layer.weight.device)
         function = torch.compile(candidate, fullgraph=fullgraph, backend=BACKEND)
         wrong, graphs = wrong_elements(function, layer), counters["stats"]["unique_graphs"]
-        print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {graphs} graph, {wrong} elements differ", end="; ")
-        ran = gpu_events(function, layer, count=1) if ON_GPU else []
-        print("a call runs", *ran or [f"(not measured, needs {NEEDS_GPU})"])
-        right = right and wrong == 0 and len(ran) == 1 and ran[0].startswith(KERNEL)
+        ran = profiled(function, layer)[0] if ON_GPU else [f"(not measured, needs {NEEDS_GPU})"]
+        print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {graphs} graph, {wrong} elements differ; ran", *ran)
+        right = right and wrong == 0 and len(ran) == 1 and not ran[0].startswith("triton_")
     return right if ON_GPU else None
 
 
 # %% id="custom-asm" call="passed['custom_asm'] = attempt(custom_asm, your_dequantize_nf4)"
 def custom_asm(candidate):
-    """Print our inline assembly in the PTX that the candidate launches; with asm=False none is left."""
-    return only_when_on(candidate, "asm", r"// begin inline asm\n\s*(.*mul\.rn.*)")  # Triton's do not
+    """Find the author's inline assembly in the PTX that the candidate launches; Triton adds its own."""
+
+    def written(files):  # the author's is in Triton's first form (TTIR), with $0 in place of a register
+        texts = re.findall(r'tt\.elementwise_inline_asm "(?:\\0A|\s)*([^"\\]+)', text_of(files, ".ttir"))
+        form = "|".join(re.sub(r"\\\$\d+", r"[^,; ]+", re.escape(text)) for text in {*texts})
+        return re.findall(form, text_of(files, ".ptx")) if form else []
+
+    return only_when_on(candidate, "asm", written)
 
 
 # %% id="cache-eviction" call="passed['cache_eviction'] = attempt(cache_eviction, your_dequantize_nf4)"
 def cache_eviction(candidate):
-    """Print loads and stores with a hint in the PTX that the candidate launches; none with hints=False."""
-    return only_when_on(candidate, "hints", r"\b(?:ld|st)\.global\S*(?:evict_|\.cs)\S*")
+    """Find loads and stores with an eviction hint in the PTX that the candidate launches."""
+    hint = re.compile(r"\b(?:ld|st)\.global\S*(?:evict_|\.cs)\S*")
+    return only_when_on(candidate, "hints", lambda files: hint.findall(text_of(files, ".ptx")))
 
 
 # %% id="memory" call="passed['memory'] = attempt(memory, your_dequantize_nf4)"
@@ -136,14 +163,13 @@ def memory(candidate):
     """Count what eleven calls allocate and keep; torch raises an error if one waits for the GPU."""
     right = True
     for dtype in SHORT:
-        small, large = bnb_Linear4bit(64, 64, dtype), bnb_Linear4bit(*LARGE, dtype)
+        layers = [bnb_Linear4bit(64, 64, dtype)] + 10 * [bnb_Linear4bit(*LARGE, dtype)]
         gc.collect()
         before = allocated()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for layer in [small, *[large] * 10]:
-                size = candidate(layer).nbytes
+            size = [candidate(layer).nbytes for layer in layers][-1]
         finally:
             torch.cuda.set_sync_debug_mode("default")
         peak, kept = allocated("peak") - before, allocated() - before

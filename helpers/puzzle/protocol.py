@@ -9,6 +9,7 @@ import os
 import sys
 
 import torch
+import triton
 
 from helpers.names import LABELS, shown
 from helpers.puzzle.layers import (
@@ -20,6 +21,7 @@ from helpers.puzzle.layers import (
     mlp_forward,
 )
 from nf4_triton.core import operators  # noqa: F401  it registers the operator
+from nf4_triton.core.settings import settings
 
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
 import gc
@@ -30,9 +32,19 @@ import statistics
 from time import perf_counter
 
 NEEDS_GPU = "an NVIDIA GPU"
-ROUNDS = (200 if os.environ.get("NF4_QUICK") else 1000) if ON_GPU else 1
+ROUNDS = (200 if os.environ.get("NF4_QUICK") else 1000) if ON_GPU else 2
 synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
 Baseline = collections.namedtuple("Baseline", "fn reason")  # reason: what is missing if fn is None
+load_hook = getattr(triton.knobs.runtime, "kernel_load_end_hook", None)  # public; none in Triton 3.4
+
+if "loaded_kernels" not in globals():  # when this cell runs again, the hook is there
+    loaded_kernels = []  # (name, our settings at that time, {file name: path}) of all that Triton loads
+
+    def note(module, function, name, files, *more):
+        loaded_kernels.append((name, settings(), files))
+
+    if load_hook:
+        load_hook.add(note)
 
 
 def allocated(what="current"):
@@ -103,7 +115,7 @@ def reference(layer):
 
 
 def attempt(check, candidate, gpu=True):
-    """Return check(candidate); False after an error; None without a package or, if gpu, without a GPU."""
+    """Return check(candidate); False after an error; None without bitsandbytes or, if gpu, without a GPU."""
     needs = NEEDS_GPU if gpu and not ON_GPU else baselines()["bitsandbytes"].reason
     if needs:
         print(f"not measured (needs {needs})")
@@ -112,7 +124,7 @@ def attempt(check, candidate, gpu=True):
         verdict = check(candidate)
     except Exception as error:
         print(f"{type(error).__name__}: {str(error).strip()[:500]}")
-        verdict = None if isinstance(error, ImportError) else False
+        verdict = False
     if verdict in (True, False):
         print("passed" if verdict else "FAILED")
     return verdict
@@ -128,11 +140,10 @@ def wrong_elements(function, layer):
 
 
 # %% id="protocol-test"
-def flip(mlp):
-    """Flip all bits of one byte of each weight, any of its bytes."""
-    for layer in layers_of(mlp):
-        codes = layer.weight.data.view(-1)
-        codes[secrets.randbelow(len(codes))] ^= 255
+def flip(layer):
+    """Flip all bits of one byte of a weight, any of its bytes."""
+    codes = layer.weight.data.view(-1)
+    codes[secrets.randbelow(len(codes))] ^= 255
 
 
 def mlp_dequantize(X, mlp, fx):
@@ -146,20 +157,44 @@ def mlp_dequantize(X, mlp, fx):
     return a, b, c
 
 
+def watch(mlp, fx, change, results):
+    """Run a round with change(layer) before each call and a comparison right after it; add its results.
+
+    Return the seconds of the calls, and the most bytes that were on the GPU before one, without results.
+    """
+    seconds, held = 0, []
+    for layer in layers_of(mlp):
+        held.append(allocated() - sum(x.nbytes for x in results))
+        change(layer)
+        expected = reference(layer).t()
+        torch.full_like(expected, float("nan"))  # freed at once, so the result is likely to get this memory
+        synchronize()
+        start = perf_counter()
+        results.append(fx(layer).t())
+        synchronize()
+        seconds += perf_counter() - start
+        assert_same(results[-1], expected, expected.dtype)
+        del expected
+    return seconds, max(held)
+
+
 def time_rounds(X, mlp, fx, rounds):
-    """Return the seconds of all rounds, the bytes on the GPU before a random one, and that one's results."""
-    chosen = secrets.randbelow(rounds)
+    """Return the seconds of all rounds, and of two watched ones the most bytes held and the results.
+
+    Not in the puzzle: two random rounds are watched. In one of them each weight changes before its call.
+    """
+    changed, unchanged = secrets.SystemRandom().sample(range(rounds), 2)
+    held, results = [], []
     start = perf_counter()
     for i in range(rounds):
-        if i == chosen:  # not in the puzzle, and not on the clock: memory is read, the weights change
+        if i in (changed, unchanged):
             pause = perf_counter()
-            held = allocated()
-            flip(mlp)
-            start += perf_counter() - pause
-            changed = mlp_dequantize(X, mlp, fx)
+            seconds, most = watch(mlp, fx, flip if i == changed else lambda layer: None, results)
+            held.append(most)
+            start += perf_counter() - pause - seconds
         else:
             mlp_dequantize(X, mlp, fx)
-    return perf_counter() - start, held, changed
+    return perf_counter() - start, max(held), results
 
 
 def assert_same(x, y, dtype):
@@ -183,13 +218,11 @@ def check_and_time(config, fx):
         results, expected = (mlp_dequantize(X, mlp, function) for function in (fx, reference))
         for x, y in zip(results, expected, strict=True):
             assert_same(x, y, config.dtype)
-    seconds, held, changed = time_rounds(X, mlp, fx, ROUNDS)
+    seconds, held, watched = time_rounds(X, mlp, fx, ROUNDS)
     kept = held - before - sum(x.nbytes for x in (*results, *expected))
     assert kept <= 0, f"{kept:,} bytes of GPU memory are kept between calls"
-    for x, y in zip(changed, mlp_dequantize(X, mlp, reference), strict=True):
-        assert_same(x, y, config.dtype)
-    addresses = {x.data_ptr() for x in (*results, *changed)}
-    assert len(addresses) == 6, "two results have the same address"
+    addresses = {x.data_ptr() for x in (*results, *watched)}
+    assert len(addresses) == 9, "two results have the same address"
     return seconds
 
 

@@ -7,11 +7,11 @@ from helpers.machine import ROOT, python
 DOCS = ROOT / "docs"
 
 
-def test_the_patch_only_adds_lines_at_the_end_of_the_file():
-    _, _, place, *lines = (DOCS / "for_unsloth.patch").read_text().splitlines()
-    assert place == f"@@ -446,0 +447,{len(lines)} @@"
-    assert all(line.startswith("+") for line in lines)
-    compile("\n".join(line[1:] for line in lines), "for_unsloth.patch", "exec")
+def test_the_patch_only_adds_lines():
+    """Unsloth's lines stand there only so that `patch` finds the place."""
+    lines = (DOCS / "for_unsloth.patch").read_text().splitlines()
+    assert sum(line.startswith(" ") for line in lines) == 5
+    assert all(line.startswith((" ", "+", "@@ ", "--- a/")) for line in lines)
 
 
 @pytest.mark.gpu
@@ -21,5 +21,5 @@ def test_unsloth_with_the_patch_gives_the_same_bits():
     done = python([DOCS / "for_unsloth.py"], timeout=540, check=False)
     if "Not tried" in done.err:
         pytest.skip(done.err.strip())
-    assert "The same bits" in done.out, done.err
+    assert "the same bits" in done.out, done.err
     print(done.out)

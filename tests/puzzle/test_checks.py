@@ -1,17 +1,19 @@
 """The criteria, one cell each: the kernel passes, and wrong implementations fail where they should."""
 
-import types
+import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from helpers.puzzle import checks, layers, protocol
-from nf4_triton.core import settings
+from nf4_triton.core import launch, settings
 from nf4_triton.core.launch import your_dequantize_nf4 as candidate
 
 pytest.importorskip("bitsandbytes")
 FP16 = torch.float16
-KERNEL = checks.KERNEL
+KERNEL = "_your_dequantize_nf4_kernel"
 CRITERIA = ("single_kernel", "exact", "torch_compile", "custom_asm", "cache_eviction", "memory")
 LAUNCH = {"single_kernel", "custom_asm", "cache_eviction"}  # they look at the candidate's launch
 
@@ -60,6 +62,27 @@ def twice(layer):
     return candidate(layer)
 
 
+@triton.jit
+def _your_dequantize_nf4_kernel(out_ptr):
+    tl.store(out_ptr + tl.program_id(0) * 64 + tl.arange(0, 64), 0.0)
+
+
+def zeros(layer):
+    """Launch another kernel under the right name."""
+    state = layer.weight.quant_state
+    weight = torch.empty(state.shape, dtype=state.dtype, device=layers.DEVICE)
+    _your_dequantize_nf4_kernel[(weight.numel() // 64,)](weight)
+    return weight
+
+
+def by_kernel_grid(layer):
+    """Launch this kernel as Triton does by default."""
+    tensors, layout = launch.read(layer.weight.data, layer.weight.quant_state)
+    weight = torch.empty(layout[0], dtype=layout[1], device=layers.DEVICE)
+    launch.launch_ordinary(launch._your_dequantize_nf4_kernel, *launch.prepare(tensors, layout, weight))
+    return weight
+
+
 @pytest.mark.parametrize(
     "wrong, fails",
     [
@@ -70,17 +93,22 @@ def twice(layer):
         (by_bitsandbytes, {"memory", *LAUNCH}),
         (checks.dequantize_in_pytorch, {"memory", *LAUNCH}),
         (large_buffer, {"memory"}),
-        (kept_result, {"exact", "memory", *LAUNCH}),
-        (unwritten, {"exact", "custom_asm", "cache_eviction", "memory"}),
+        (kept_result, {"exact", "memory", "single_kernel"}),
+        (unwritten, {"exact", "memory", *LAUNCH}),
+        pytest.param(zeros, {"exact", *LAUNCH}, marks=pytest.mark.gpu),  # 15 s in the interpreter
+        (by_kernel_grid, set()),
     ],
 )
 def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
     names = {*CRITERIA} - {"torch_compile"} if protocol.ON_GPU else {"exact"} & fails
     if not names:
         pytest.skip("on a CPU it fails in nothing that has a verdict there")
+    known = len(protocol.loaded_kernels)
     for name in names:
         verdict = protocol.attempt(getattr(checks, name), wrong, gpu=name != "exact")
         assert verdict is (name not in fails), name
+    if wrong is zeros:  # later tests launch the real kernel of this name
+        del protocol.loaded_kernels[known:]
 
 
 @pytest.mark.gpu
@@ -90,6 +118,14 @@ def test_the_kernel_passes(name, card):
     """Also with a T4's settings. What is printed without a GPU: test_notebook.py."""
     with settings.force(card=card):
         assert protocol.attempt(getattr(checks, name), candidate) is True
+
+
+@pytest.mark.gpu
+def test_another_authors_kernel_is_read_from_its_own_ptx(capsys):
+    unsloth = protocol.baselines()["unsloth_today"].fn or pytest.skip("needs Unsloth")
+    assert protocol.attempt(checks.single_kernel, unsloth) is True
+    assert protocol.attempt(checks.custom_asm, unsloth) is False, "Unsloth's has no inline assembly"
+    assert "in the PTX of 2 loaded _nf4" in capsys.readouterr().out
 
 
 def test_what_was_read_once_is_no_longer_right():
@@ -136,31 +172,69 @@ SCALE = """	// begin inline asm
 STORE = "	st.global.cs.v4.b32 [ %rd19 + 0 ], { %r114, %r115, %r116, %r117 };\n"
 PLAIN = LOAD.replace(".L1::evict_first.L2::cache_hint", "") + "	mul.rn.ftz.f32 %r84, %r2, %r13;\n"
 ON = LOAD + SCALE + STORE
+TTIR = (
+    """%25 = tt.elementwise_inline_asm "{ .reg .f32 m; mul.rn.ftz.f32 m, $1, $2; add.rn.f32 $0, m, $3; }" {"""
+)
 
 
-@pytest.mark.parametrize("check", [checks.custom_asm, checks.cache_eviction])
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """launched(ran, wrong, on, off): each call runs these names; Triton loaded a kernel with each PTX."""
+
+    def known(ran, wrong=0, on=(), off=(), setting="asm"):
+        found = []
+        for switched, texts in ((True, on), (False, off)):
+            chosen = dataclasses.replace(settings.settings(), **{setting: switched})
+            for text in texts:
+                files = {f"kernel.{kind}": tmp_path / f"{len(found)}.{kind}" for kind in ("ttir", "ptx")}
+                files["kernel.ttir"].write_text(TTIR if SCALE in text else "")
+                files["kernel.ptx"].write_text(text)
+                found.append((KERNEL, chosen, files))
+        monkeypatch.setattr(checks, "loaded_kernels", found)
+        monkeypatch.setattr(checks, "profiled", lambda function, layer: (ran, wrong))
+
+    monkeypatch.setattr(checks, "load_hook", True)
+    with settings.force(asm=True):
+        yield known
+
+
+@pytest.mark.parametrize("check, setting", [(checks.custom_asm, "asm"), (checks.cache_eviction, "hints")])
 @pytest.mark.parametrize(
     "on, off, ran, wrong, passes",
     [
-        (ON, PLAIN, KERNEL, 0, True),
-        (ON, ON, KERNEL, 0, False),
-        (PLAIN, PLAIN, KERNEL, 0, False),
-        (ON, PLAIN, "another", 0, False),
-        (ON, PLAIN, KERNEL, 1, False),
+        ([ON], [PLAIN], [KERNEL], 0, True),
+        ([ON, ON], [], [KERNEL], 0, True),  # another author's
+        ([ON, PLAIN], [], [KERNEL], 0, False),  # beside ours
+        ([ON], [ON], [KERNEL], 0, False),
+        ([PLAIN], [PLAIN], [KERNEL], 0, False),
+        ([], [], [KERNEL], 0, False),
+        ([ON], [PLAIN], [KERNEL, "another"], 0, False),
+        ([ON], [PLAIN], [KERNEL], 1, False),
     ],
 )
-def test_on_and_off(check, on, off, ran, wrong, passes, monkeypatch):
+def test_on_and_off(check, setting, on, off, ran, wrong, passes, launched):
     """What is on must be in the PTX of the kernel, and with right bits. The launches are made up."""
+    launched(ran, wrong, on, off, setting)
+    assert check(candidate) is passes
 
-    def own_launches(function, layer):
-        now = settings.settings()
-        kernel = types.SimpleNamespace(name=KERNEL, asm={"ptx": on if now.asm and now.hints else off})
-        return [KERNEL, ran], [kernel]
 
-    monkeypatch.setattr(checks, "own_launches", own_launches)
-    monkeypatch.setattr(checks, "wrong_elements", lambda function, layer: wrong)
-    with settings.force(asm=True):
-        assert check(candidate) is passes
+@pytest.mark.parametrize(
+    "ran, wrong, passes",
+    [
+        ([KERNEL], 0, True),
+        ([KERNEL] * 2, 0, False),
+        ([KERNEL], 1, False),
+        (["copy"], 0, False),
+        ([], 0, False),
+    ],
+)
+def test_a_call_runs_one_kernel_of_tritons(ran, wrong, passes, launched, monkeypatch, capsys):
+    launched(ran, wrong, [ON])
+    assert checks.single_kernel(candidate) is passes
+    monkeypatch.setattr(checks, "load_hook", None)
+    for check in (checks.single_kernel, checks.custom_asm):
+        assert protocol.attempt(check, candidate, gpu=False) is None
+    assert capsys.readouterr().out.endswith(2 * (checks.NO_HOOK + "\n"))
 
 
 # --- torch.compile, memory ---
@@ -172,6 +246,15 @@ def test_a_graph_break_fails():
         return candidate(layer)
 
     assert protocol.attempt(checks.torch_compile, breaks, gpu=False) is False
+
+
+@pytest.mark.parametrize(
+    "ran, passes", [([KERNEL], True), ([KERNEL, KERNEL], False), (["triton_poi"], False)]
+)
+def test_a_compiled_call_runs_one_kernel_and_none_of_inductors(ran, passes, monkeypatch):
+    monkeypatch.setattr(checks, "profiled", lambda function, layer: (ran, 0))
+    monkeypatch.setattr(checks, "ON_GPU", True)
+    assert protocol.attempt(checks.torch_compile, candidate, gpu=False) is passes
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Short QLoRA runs with the kernel and without, to be compared bit for bit: PEFT, Unsloth, and TRL.
 
-As a file it is a process that makes a list of them, for training.in_new_process: Unsloth must be imported
-first and changes other libraries for good.
+training.in_new_process makes a list of them: Unsloth must be imported first and changes other libraries for
+good.
 """
 
 import os
@@ -30,7 +30,7 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
 def switch_on(way: str, library: str):
     """Switch the kernel on, before the model is loaded. Returns a context manager.
 
-    way: "with", "without", or, with TRL, "callback" or "NF4_TRITON=1".
+    way: "with", "without", or, with TRL, "NF4_TRITON=1".
     """
     if way == "NF4_TRITON=1":
         from nf4_triton import autoload
@@ -76,7 +76,7 @@ def train(
         seed = torch.Generator().manual_seed(3407)
         batches = torch.randint(3, model.config.vocab_size, (steps, rows, length), generator=seed)
         if library == "trl":
-            same["losses"] = by_trl(model, batches, way)
+            same["losses"] = by_trl(model, batches)
         else:
             trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
             results = []
@@ -95,12 +95,10 @@ def train(
     return record
 
 
-def by_trl(model, batches, way: str) -> list:
-    """Return the losses of an SFTTrainer; way "callback": it switches the kernel on."""
+def by_trl(model, batches) -> list:
+    """Return the losses of an SFTTrainer."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
-
-    from nf4_triton import NF4KernelCallback
 
     with tempfile.TemporaryDirectory() as folder:
         settings = SFTConfig(
@@ -113,7 +111,6 @@ def by_trl(model, batches, way: str) -> list:
             settings,
             train_dataset=Dataset.from_dict({"input_ids": batches.flatten(0, 1).tolist()}),
             processing_class=training.tokenizer(),
-            callbacks=[NF4KernelCallback(strict=True)] if way == "callback" else [],
         )
         trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
@@ -134,7 +131,3 @@ def train_all(setups: list[dict]) -> list[dict]:
         os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
         import unsloth  # noqa: F401  it asks to come before transformers and peft
     return [train(**setup) for setup in setups]
-
-
-if __name__ == "__main__":
-    training.answer(train_all)

@@ -10,12 +10,11 @@ Train with it: one call after the imports and before training.
 PEFT and transformers dequantize through bitsandbytes. It is on or off for the whole process. Results stay
 bit-identical: the same losses, the same adapter. Other ways to switch it on:
 
-    with use_nf4_kernel() as switch: ...           # for a while
-    Trainer(..., callbacks=[NF4KernelCallback()])  # while training runs
-    NF4_TRITON=1 python train.py                   # without changing the script
+    with use_nf4_kernel() as switch: ...    # for a while
+    NF4_TRITON=1 python train.py            # without changing the script
 
-    print(switch)                                  # which functions, how many dequantizations, what is left
-    restore()                                      # puts all of the libraries' own functions back
+    print(switch)                           # which functions, how many dequantizations, what is left
+    restore()                               # puts all of the libraries' own functions back
 
 Dequantize by hand:
 
@@ -36,8 +35,8 @@ Environment variables:
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
     TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
 
-`nf4_triton doctor` checks whether the kernel works here, and `nf4_triton bench` how fast it is. It needs
-torch 2.8 or newer, Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
+`nf4_triton doctor` checks whether the kernel works here, and how fast it is. It needs torch 2.8 or newer,
+Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
 """
 
 import importlib
@@ -49,7 +48,6 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from .backend import dequantize as dequantize
-    from .callback import NF4KernelCallback as NF4KernelCallback
     from .core.state import UnsupportedState as UnsupportedState
     from .export.checkpoint import read_checkpoint as read_checkpoint
     from .export.export import export_checkpoint as export_checkpoint
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
     from .libraries.switch import use_nf4_kernel as use_nf4_kernel
 else:
     _HOMES = {
-        "NF4KernelCallback": "callback.NF4KernelCallback",
         "Switch": "libraries.switch.Switch",
         "UnknownInternals": "libraries.site.UnknownInternals",
         "UnsupportedState": "core.state.UnsupportedState",

@@ -1,6 +1,5 @@
 """doctor: check this machine (GPU, versions, correctness, what use_nf4_kernel() takes over, speed) and say
-what to do. bench: time the kernel beside bitsandbytes and Unsloth at several sizes; takes a minute.
-export: write a checkpoint with 4-bit weights in 16 bit, and merge a LoRA adapter into it.
+what to do. export: write a checkpoint with 4-bit weights in 16 bit, and merge a LoRA adapter into it.
 
 The exit status is 0 if the kernel works here, 1 if it does not.
 """
@@ -26,7 +25,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
     commands = parser.add_subparsers(required=True)
     commands.add_parser("doctor").set_defaults(run=doctor)
-    commands.add_parser("bench").set_defaults(run=bench)
     exporting = commands.add_parser("export")
     exporting.set_defaults(run=export)
     exporting.add_argument("out", help="a new folder")
@@ -62,20 +60,6 @@ def import_libraries() -> None:
             failed.setdefault(why, []).append(name)
     for why, names in failed.items():
         print(f"Cannot import {', '.join(names)}: {why}")
-
-
-def bench() -> int:
-    """Time the kernel beside the libraries at several sizes. Return the exit status."""
-    problem = missing("torch", "bitsandbytes") or environment.cannot_run() or environment.no_gpu()
-    if problem:
-        print(f"Nothing to time: {problem}")
-        return 1
-    import_libraries()
-    from . import speed
-
-    print(f"A call and a synchronize on one {environment.describe()['card']}:")
-    print(speed.verdict(speed.compare()))
-    return 0
 
 
 def export(**options) -> int:
@@ -148,7 +132,7 @@ def check() -> str | None:
         from . import speed
 
         # Before the switch replaces what it is compared with.
-        todo = speed.verdict(speed.compare(sizes=[(4096, 4096)], rounds=300))
+        todo = speed.verdict(speed.compare())
 
     from . import use_nf4_kernel
 

@@ -1,10 +1,8 @@
-"""Time the kernel beside the libraries' own functions: all sizes in `bench`, one in `doctor`."""
+"""Time the kernel beside the libraries' own functions, for the doctor."""
 
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 import torch
@@ -13,46 +11,34 @@ from bitsandbytes import functional
 from .core import launch_general
 
 LEAST = 1.03  # speedup; below it the noise of a host decides
-SIZES = ((1024, 1024), (1024, 4096), (4096, 4096), (4096, 14336), (8192, 28672))
+SIZE = 4096, 4096
+ROUNDS = 300
 OURS = "this kernel"
 FAST = "unsloth.kernels.utils"
 
 
-def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
-    """Return the microseconds of a call and a synchronize. Calls take turns; a fifth is warm-up."""
-    seconds: dict = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: 1e6 * statistics.median(times[rounds // 5 :]) for name, times in seconds.items()}
-
-
-def compare(sizes: Iterable[tuple[int, int]] = SIZES, rounds: int = 500) -> dict[str, float]:
-    """Print a line per size and dtype. Return {library: speedup of the kernel, as a geometric mean}.
+def compare() -> dict[str, float]:
+    """Print the microseconds of a call and a synchronize. Return {library: speedup of the kernel}.
 
     It times the functions of the imported libraries as they are: call it before the switch replaces them.
+    Calls take turns; a fifth is warm-up.
     """
     functions = {OURS: launch_general.dequantize_weight, "bitsandbytes": functional.dequantize_4bit}
     if FAST in sys.modules:
         # As its training's forward pass calls it: every result in one buffer.
         functions["Unsloth"] = partial(sys.modules[FAST].fast_dequantize, use_global_buffer=True)
-    ratios = defaultdict(list)
-    for rows, columns in sizes:
-        for dtype in (torch.float16, torch.bfloat16):
-            values = torch.randn(rows, columns, dtype=dtype, device="cuda")
-            weight, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
-            del values
-            calls = {name: partial(function, weight, state) for name, function in functions.items()}
-            us = medians(calls, rounds)
-            texts = [f"{name} {time:.0f} us" for name, time in us.items()]
-            print(f"{rows} x {columns} {str(dtype).removeprefix('torch.')}: {', '.join(texts)}", flush=True)
-            ours = us.pop(OURS)
-            for name, theirs in us.items():
-                ratios[name].append(theirs / ours)
-    return {name: statistics.geometric_mean(found) for name, found in ratios.items()}
+    values = torch.randn(SIZE, dtype=torch.float16, device="cuda")
+    weight, state = functional.quantize_4bit(values, quant_type="nf4", compress_statistics=True)
+    seconds: dict = {name: [] for name in functions}
+    for _ in range(ROUNDS):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function(weight, state)
+            torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - start)
+    us = {name: 1e6 * statistics.median(times[ROUNDS // 5 :]) for name, times in seconds.items()}
+    print(f"{SIZE[0]} x {SIZE[1]} float16:", ", ".join(f"{name} {time:.0f} us" for name, time in us.items()))
+    return {name: theirs / us[OURS] for name, theirs in us.items() if name != OURS}
 
 
 def verdict(speedups: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ import itertools
 import logging
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,10 @@ OFF = "switched off"
 KERNEL = "by the kernel"
 COMPILED = "used in compiled code, where calls cannot be counted"
 ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
+LAYOUTS = [  # what the self-test compares: (quant_type, nested, dtype, blocksize)
+    *itertools.product(("nf4", "fp4"), (True, False), DTYPES, (64,)),
+    *itertools.product(("nf4",), (True, False), (torch.bfloat16,), [32 << k for k in range(8)]),  # to 4096
+]
 
 
 class UnknownInternals(RuntimeError):
@@ -53,21 +57,17 @@ class Site:
 
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
-    calls_of: Callable = dequantized  # calls_of(packed, quant_state, weight): the self-test's calls
+    # calls_of(packed, quant_state, weight): the self-test's calls; none for what the answer always declines
+    calls_of: Callable = dequantized
     relaunches: bool = False  # whether the original launches faster than Triton's ordinary path
     original: Any = None
     replacement: Any = None  # None: no self-test has passed
     why_not: str = OFF  # why it does not answer; empty while it does
-    left: Collection[str] = ()  # names of layouts that stay the library's
     calls: collections.Counter = field(default_factory=collections.Counter)  # {by whom and why: eager calls}
 
     def by_kernel(self, kernel: Callable, *arguments):
         """Return kernel(*arguments), counted, or None if the library has to dequantize."""
         try:
-            if self.left:
-                for layout in layout_of(*arguments):
-                    if layout in self.left:
-                        raise UnsupportedState(layout)
             result = kernel(*arguments)
         except UnsupportedState as error:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
@@ -105,13 +105,13 @@ class Site:
         for site, _ in before:
             site.why_not = "a self-test runs"
         try:
-            left = self_test(Site(self.name, self.answer, self.calls_of, original=original, why_not=""))
+            self_test(Site(self.name, self.answer, self.calls_of, original=original, why_not=""))
         finally:
             for site, why_not in before:
                 site.why_not = why_not
         replacement = self.make_replacement(original)
         ORIGINALS[replacement] = original  # first: restore() must know every replacement
-        self.replacement, self.original, self.left = replacement, original, left
+        self.replacement, self.original = replacement, original
 
     def make_replacement(self, original: Callable) -> Callable:
         """Return a function that answers calls with known arguments and passes on the others."""
@@ -160,67 +160,49 @@ def current(name: str) -> Any:
 # The self-test
 
 
-def self_test(trial: Site) -> set[str]:
-    """Return the layouts in which the original raises or has other bits than PyTorch: of each the first name
-    that no other layout has.
+def self_test(trial: Site) -> None:
+    """Compare the original in LAYOUTS, and the kernel in the first two, with PyTorch, bit for bit.
 
-    Raises RuntimeError if these are all, or if the kernel's nested NF4 is not PyTorch's.
+    Raises RuntimeError for other bits, if the original dequantizes no layout, and if the kernel answers no
+    call. Where the original raises or returns no tensor it declines a layout: there are no bits to compare.
     """
     replacement = trial.make_replacement(trial.original)
     device = self_test_device()
-    # 32 to 4096. On a CPU with AVX512 bitsandbytes compiles code for the last two, which takes seconds.
-    sizes = [32 << k for k in range(8 if device.type == "cuda" else 6)]
-    layouts = [
-        *itertools.product(("nf4", "fp4"), (True, False), DTYPES, (64,)),
-        *itertools.product(("nf4",), (True, False), (torch.bfloat16,), sizes),
-    ]
+    # On a CPU bitsandbytes has other zeros in fp4, and compiles code for long blocks, which takes seconds.
+    layouts = LAYOUTS if device.type == "cuda" else LAYOUTS[:6]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         theirs = list(outcomes(trial, trial.original, layouts, device))
         ours = list(outcomes(trial, replacement, layouts[:2], device))
-    right = {name for names, problem in theirs if not problem for name in names}
-    if not right:
-        raise RuntimeError(f"{trial.name} failed its self-test: {theirs[0][1]}")
-    left = set()
-    for names, problem in theirs:
-        if problem:
-            left.add(next((name for name in names if name not in right), names[-1]))
-    for names, problem in ours:
-        if problem and left.isdisjoint(names):
-            raise RuntimeError(f"the kernel failed the self-test of {trial.name}: {problem}")
-    if trial.why_not or not trial.calls[KERNEL]:
-        raise RuntimeError(trial.why_not or f"the kernel refused the self-test of {trial.name}")
-    return left
+    problems = [different for different, _ in theirs]
+    if all(declined for _, declined in theirs):
+        problems.append(theirs[0][1])
+    for problem in filter(None, problems):
+        raise RuntimeError(f"{trial.name} failed its self-test: {problem}")
+    problems = [trial.why_not, *(different or declined for different, declined in ours)]
+    if not trial.calls[KERNEL]:
+        problems.append("it answered no call")
+    for problem in filter(None, problems):
+        raise RuntimeError(f"the kernel failed the self-test of {trial.name}: {problem}")
 
 
 def outcomes(trial, function, layouts, device):
-    """Yield (names of a layout, what is wrong with the function's result, "" if it is PyTorch's)."""
-    for layout in layouts:
-        layer = small_layer(device, *layout)
+    """Yield two texts for each call: how its bits differ from PyTorch's, and why there are none."""
+    for quant_type, nested, dtype, blocksize in layouts:
+        layer = small_layer(device, quant_type, nested, dtype, blocksize)
         for arguments, named, expected in trial.calls_of(*layer):
+            different = declined = ""
             try:
                 result = function(*arguments, **named)
-                same = same_bits(named.get("out", result), expected)
-                problem = "" if same else f"other bits in {expected.dtype}"
+                filled = named.get("out", result)
+                if not (same_bits(result, expected) and same_bits(filled, expected)):
+                    scales = "nested" if nested else "flat"
+                    layout = [quant_type, scales, str(dtype), f"blocksize {blocksize}", *named]
+                    if not expected.is_contiguous():
+                        layout.append("transposed")
+                    different = f"other bits in {', '.join(layout)}"
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}".split("\n")[0]
-            yield layout_of(arguments[0], layer[1], *named.values()), problem
-
-
-def layout_of(given, *others) -> list[str]:
-    """Return a layout's names, wide ones first. It takes a kernel's arguments: read_state's two tuples, or a
-    weight and its state, or a parameter; `out` is the last."""
-    tensors, layout = given, others[0]
-    if isinstance(given, torch.Tensor):
-        tensors, layout = read_state(given, getattr(given, "quant_state", others[0]))
-    _, dtype, quant_type, blocksize, _, nested = layout
-    scales = "nested" if nested else "flat"
-    size = f"blocksize {int(blocksize)}"  # int: Dynamo makes a symbol of it
-    names = [quant_type, scales, str(dtype), size, f"{quant_type} {scales} {dtype}", f"{scales} {size}"]
-    if isinstance(others[-1], torch.Tensor):
-        names.append("out")
-    if tensors[0].shape[0] == 1:
-        names.append("transposed")
-    return names
+                declined = f"{type(error).__name__}: {error}".split("\n")[0]
+            yield different, declined
 
 
 def self_test_device() -> torch.device:

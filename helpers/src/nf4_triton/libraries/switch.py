@@ -119,7 +119,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
     expected) or RuntimeError (no usable GPU, or other bits).
     """
-    check_names(names)
+    _check_names(names)
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
     with _lock:
         was_on = Switch().on
@@ -136,7 +136,7 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     return switch
 
 
-def check_names(names: tuple[str, ...]) -> None:
+def _check_names(names: tuple[str, ...]) -> None:
     """Raise ValueError for a library that use_nf4_kernel does not know."""
     accepted = [*LIBRARIES, *THROUGH]
     for name in names:
@@ -238,8 +238,5 @@ def _find_left() -> None:
             name = contents(module).get("__name__", name)  # the script has two: __main__ and __mp_main__
             _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
-        if site.left:
-            layouts = ", ".join(sorted(site.left))
-            _left[f"{site.name} with {layouts}"] = "it raises there, or has bits of its own"
         if not site.calls and current(site.name) is not site.replacement:
             _left[site.name] = "another library wrapped or replaced it since, and no call came through"
