@@ -9,7 +9,19 @@ from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, UnsupportedState, read_state, to_fields
-from states import CHANGES, exact, moved, odd_states, oracle, random_state, replace, right, strided
+from states import (
+    CHANGES,
+    SECOND,
+    exact,
+    moved,
+    noise,
+    odd_states,
+    oracle,
+    random_state,
+    replace,
+    right,
+    strided,
+)
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 inductor = pytest.importorskip("torch._inductor.config")
@@ -67,7 +79,7 @@ def test_what_changes_between_two_calls(layer, options):
     compiled = torch.compile(call, **options)
     weight, state = layer.weight, layer.weight.quant_state
     assert exact(compiled(weight, state), weight, state)
-    for name, change in CHANGES:
+    for name, change in [(name, noise) for name in ("weight", *SECOND)] + CHANGES:
         replace(layer, name, change)
         for _ in range(2):
             assert exact(compiled(weight, state), weight, state), name
