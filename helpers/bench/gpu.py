@@ -45,7 +45,7 @@ CHANGES = {  # arguments of settings.force; one of them may be the default
     "hints=False": {"hints": False},
     **{f"rows={rows}": {"rows": rows} for rows in (16, 32, 64, 128)},
     **{f"num_warps={warps}": {"num_warps": warps} for warps in (1, 2, 4)},
-    "T4 settings": {"card": "t4"},
+    "T4 settings": settings.T4,
 }
 CHANGED = (  # elements
     (2**20, "bf16"),

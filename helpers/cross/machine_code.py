@@ -46,8 +46,9 @@ def settings_of(arch: int):
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_properties", lambda index: card),
         mock.patch.object(settings, "INTERPRETED", False),
+        settings.force(),
     ):
-        return settings.default_settings.__wrapped__(0)
+        return settings.settings()
 
 
 def prepared(tensors, layout, out, general: bool) -> tuple:

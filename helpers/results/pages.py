@@ -144,9 +144,9 @@ def claim(stored: dict) -> str:
     if not select(stored.get("tesla-t4", ()), "score"):  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
         points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
-        likely = one(rows, "t4_prediction", "likely points, Triton 3.6", "unsloth_today")
-        second = one(rows, "t4_prediction", "next likely points, Triton 3.6", "unsloth_today")
-        score = f"{cell(likely)} or {cell(second)} ({cell(points)})"
+        today = [row for row in select(rows, "t4_prediction") if row.contender == "unsloth_today"]
+        likely = " or ".join(cell(row) for row in today if "likely points" in row.case)
+        score = f"{likely} ({cell(points)})"
         speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in executed.UNSLOTH]
         lines.append(["Tesla T4, predicted", score, *speedups, "-"])
     return tabulate(lines, COLUMNS, tablefmt="pipe", disable_numparse=True)

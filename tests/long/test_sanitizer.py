@@ -22,7 +22,7 @@ from states import oracle, random_state
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Ends inside a byte, a word, a block, a tile (2048 elements; 4096 on a T4; 8192 of rows=128), and behind.
 SIZES = (1, 7, 8, 9, 63, 64, 65, 2047, 2048, 2055, 4095, 4097, 8191, 8193)
-WAYS = ({}, {"asm": False}, {"card": "t4"}, {"rows": 128}, {"rows": 128, "int_bf16": True})
+WAYS = ({}, {"asm": False}, settings.T4, {"rows": 128}, {"rows": 128, "int_bf16": True})
 LAYOUTS = (
     dict(dtype=torch.bfloat16),
     dict(dtype=torch.float32, quant_type="fp4"),

@@ -58,7 +58,6 @@ def watch(device, monkeypatch, gpu):
 
     def forget():
         launch.launches.clear()
-        launch_general.launches_with.clear()
 
     def start(module):
         if device == "cuda" and not launch.CAN_RELAUNCH:

@@ -113,16 +113,13 @@ def test_all_that_is_missing_is_named_at_once(capsys, monkeypatch):
     assert re.search(pattern, capsys.readouterr().out)
 
 
-def test_what_cannot_be_imported_is_named_once(capsys, monkeypatch, tmp_path):
+def test_a_library_that_cannot_be_imported_is_named(capsys, monkeypatch, tmp_path):
     for name in command_line.LIBRARIES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-        text = "raise SystemExit('no GPU')" if name == "unsloth" else "import no_such_package"
-        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('no GPU')" if name == "unsloth" else "")
     monkeypatch.syspath_prepend(tmp_path)
     command_line.import_libraries()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "Cannot import unsloth: SystemExit: no GPU"
-    assert second.endswith("peft: no_such_package is not installed: pip install no_such_package")
+    assert capsys.readouterr().out == "Cannot import unsloth: SystemExit: no GPU\n"
 
 
 @pytest.mark.parametrize("output", ["| true", ">&-"])

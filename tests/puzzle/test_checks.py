@@ -112,11 +112,11 @@ def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("card", [None, "t4"])
+@pytest.mark.parametrize("forced", [{}, settings.T4], ids=["own", "t4"])
 @pytest.mark.parametrize("name", CRITERIA)
-def test_the_kernel_passes(name, card):
+def test_the_kernel_passes(name, forced):
     """Also with a T4's settings. What is printed without a GPU: test_notebook.py."""
-    with settings.force(card=card):
+    with settings.force(**forced):
         assert protocol.attempt(getattr(checks, name), candidate) is True
 
 

@@ -33,7 +33,7 @@ SEED = int(os.environ.get("NF4_FUZZ_SEED", 3407))
 STEPS = int(os.environ.get("NF4_FUZZ_STEPS", 20_000))  # of the long test
 WAYS = {  # arguments of settings.force
     "own": {},
-    "t4": {"card": "t4"},
+    "t4": settings.T4,
     "portable": {"asm": False},
     "integer bf16": {"int_bf16": True},
     "large tile": {"rows": 128, "num_warps": 4},

@@ -16,10 +16,10 @@ from states import oracle, random_state
 VARIANTS = {
     "puzzle": ({}, {"asm": False}),
     "puzzle, asm": ({}, {"asm": True}),
-    "puzzle, T4": ({"dtype": torch.bfloat16}, {"card": "t4", "asm": True}),
+    "puzzle, T4": ({"dtype": torch.bfloat16}, {**settings.T4, "asm": True}),
     "flat": ({"nested": False}, {"asm": False}),
     "bytes": ({"shape": (65, 1)}, {"asm": True}),
-    "T4": ({"quant_type": "fp4"}, {"card": "t4", "asm": True}),
+    "T4": ({"quant_type": "fp4"}, {**settings.T4, "asm": True}),
     "ids": ({}, {"asm": True}),
     "range": ({}, {"asm": False}),
 }

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 
+from helpers import machine
 from helpers.puzzle import protocol
 from nf4_triton.core import kernel, kernel_general, launch_general, settings
 from nf4_triton.core.reference import VALUES, same_bits
@@ -35,7 +36,7 @@ def on_gpu(**forced):
     return pytest.param(forced, id=",".join(f"{k}={v}" for k, v in forced.items()), marks=pytest.mark.gpu)
 
 
-OWN, T4 = pytest.param({"rows": 32}, id="own"), on_gpu(card="t4")
+OWN, T4 = pytest.param({"rows": 32}, id="own"), on_gpu(**settings.T4)
 WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(rows=64, num_warps=4), T4]
 FIELDS = ("asm", "int_bf16", "hints")
 SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.product((True, False), repeat=3)]
@@ -114,10 +115,10 @@ def test_the_tables_of_the_kernels():
 
 
 def test_what_is_forced_is_checked():
-    with pytest.raises(ValueError, match="the only card that can be forced"):
-        settings.force(card="t5")
-    with pytest.raises(TypeError):
-        settings.force(no_such_setting=1)
+    said = machine.python(["-c", "import nf4_triton.core.settings"], check=False, variables={"NF4_FORCE": "t5"})
+    assert "NF4_FORCE is 't5', expected t4, or nothing" in said.err
+    with settings.force(no_such_setting=1), pytest.raises(TypeError):
+        settings.settings()
 
 
 @pytest.mark.gpu

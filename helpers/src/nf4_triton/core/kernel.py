@@ -74,9 +74,6 @@ def _your_dequantize_nf4_kernel(
 from triton.language.extra import libdevice
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-if TRITON < OLDEST_TRITON:
-    raise ImportError(f"Triton {triton.__version__} cannot compile tl.gather for this kernel, "
-                      "expected 3.4 or newer: update torch to 2.8 or newer, which brings it")
 INTERPRETED = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: no GPU in use
 LIBDEVICE = tl.constexpr(not INTERPRETED)
 
@@ -137,3 +134,9 @@ def _product(value, scale, out_ptr, ASM: tl.constexpr, SM75: tl.constexpr):
         bits = tl.where(value != value, 0x7FFF0000, bits + 0x7FFF + ((bits >> 16) & 1))
         result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return result
+
+
+# %% tags=["module-only"]
+if TRITON < OLDEST_TRITON:
+    raise ImportError(f"Triton {triton.__version__} cannot compile tl.gather for this kernel, "
+                      "expected 3.4 or newer: update torch to 2.8 or newer, which brings it")

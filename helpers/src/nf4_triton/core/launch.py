@@ -13,10 +13,10 @@ import triton
 from .kernel import TRITON, _your_dequantize_nf4_kernel
 from .private import (
     GUARDED, TensorGuards, current_device, current_stream, dispatch_modes, dynamo_callback, empty_cuda,
-    address_of, has_memory, is_compiling, is_traced, launcher, plain_tensors,
+    is_compiling, is_traced, launcher, plain_tensors,
 )
 from .settings import (
-    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, of_card, settings, when_forced,
+    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, launches, of_card, settings,
 )
 from .supported import NEWEST_TRITON
 
@@ -78,8 +78,6 @@ BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 CAN_RELAUNCH = (GUARDED and current_device is not None and not INTERPRETED
                 and TRITON <= NEWEST_TRITON and torch.version.hip is None)
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
-launches: dict = {}  # {layout: what keep() made for it}
-when_forced.append(launches.clear)
 
 
 def read(weight, quant_state):
@@ -87,10 +85,8 @@ def read(weight, quant_state):
     quantized, too."""
     try:
         q, q2 = quant_state, quant_state.state2
-        if q2.dtype is torch.float32:
-            return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
-                q.shape, q.dtype, q.quant_type, q.blocksize, q2.blocksize, q.nested)
-        problem = f"state2.dtype is {q2.dtype}"
+        return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
+            q.shape, q.dtype, q.quant_type, q.blocksize, q2.blocksize, q.nested and q2.dtype is torch.float32)
     except AttributeError as error:
         problem = str(error)
     raise not_the_puzzles(problem)
@@ -103,17 +99,14 @@ def not_the_puzzles(problem="this weight or its state has another layout"):
         "uint8, n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
 
 
-def fits(tensors, layout, memory=True):
-    """Return whether the puzzle's kernel can dequantize these. memory: the tensors should have some."""
+def fits(tensors, layout):
+    """Return whether the puzzle's kernel can dequantize these, at an address that is a multiple of 16."""
     shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     if not (nested and quant_type == "nf4" and dtype in (torch.float16, torch.bfloat16)
             and blocksize in BLOCKSIZES and blocksize2 in BLOCKSIZES and isinstance(shape, tuple)):
         return False
-    for size in shape:
-        if not isinstance(size, (int, torch.SymInt)) or size < 1:
-            return False
     n = math.prod(shape)
-    if n % 64 or n >= 1 << 34:
+    if not isinstance(n, (int, torch.SymInt)) or n % 64 or min(shape) < 1 or n >= 1 << 34:
         return False
     blocks = -(-n // blocksize)
     needed = (n // 2, blocks, 256, -(-blocks // blocksize2), 1)
@@ -121,13 +114,10 @@ def fits(tensors, layout, memory=True):
     for tensor, kind, least in zip(tensors, kinds, needed, strict=True):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or tensor.numel() < least:
             return False
-        if memory and (tensor.is_neg() or not has_memory(tensor)):
-            return False
         if tensor.device != tensors[0].device or not tensor.is_contiguous():
             return False
     weight, *_, offset = tensors
-    return (weight.shape == (n // 2, 1) and weight.device.type == KERNEL_DEVICE and offset.numel() == 1
-            and not (memory and address_of(weight) % 16))
+    return weight.shape == (n // 2, 1) and weight.device.type == KERNEL_DEVICE and offset.numel() == 1
 
 
 def prepare(tensors, layout, result):
@@ -150,10 +140,11 @@ def launch_ordinary(kernel, grid, arguments, options):
 
 def check_and_launch(tensors, layout):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    if is_traced(tensors[0]):
+    weight = tensors[0]
+    if is_traced(weight):
         return call_operator(tensors, layout)
     with plain_tensors():
-        if not fits(tensors, layout):
+        if not fits(tensors, layout) or weight.data_ptr() % 16 or not weight.untyped_storage().nbytes():
             raise not_the_puzzles()
         return launch_and_keep(tensors, layout)
 
@@ -164,7 +155,7 @@ def launch_and_keep(tensors, layout):
     result = torch.empty(shape, dtype=dtype, device=tensors[0].device)
     grid, arguments, options = prepare(tensors, layout, result)
     compiled = launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)
-    keep(launches, layout, tensors, compiled, result, grid, arguments[6:], True)
+    keep(layout, tensors, compiled, result, grid, arguments[6:], True)
     return result
 
 
@@ -172,7 +163,7 @@ def call_operator(tensors, layout):
     """Dequantize by the operator, which tracers record as one call."""
     weight, *scales = tensors
     shape, dtype, _, blocksize, blocksize2, _ = layout
-    if not fits(tensors, layout, memory=False):
+    if not fits(tensors, layout):
         raise not_the_puzzles()
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
         return run_eagerly(check_and_launch, tensors, layout)
@@ -186,28 +177,21 @@ def run_eagerly(function, *arguments):
     return function(*arguments)
 
 
-def keep(table, key, tensors, compiled, result, *launch, fixed=5):
-    """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else the loop
-    over `table` needs. All tensors but the first `fixed` may have another first dimension."""
+def keep(key, tensors, compiled, result, *launch, **guarded):
+    """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else is needed to
+    launch again. guarded: options of TensorGuards."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    for numbers in (*sizes[fixed:], *strides[fixed:]):
-        numbers[0] = None
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    if not guards.check(*tensors):  # one tensor given twice
-        return
-    if len(table) >= 1024:  # a model has few layouts, a test may have many
-        table.clear()
     kept = (
-        guards.check,  # compares type, dtype, device, sizes, and strides in one call into torch
+        # Compares type, dtype, device, sizes, and strides in one call into torch.
+        TensorGuards(*tensors, **guarded).check,
         result.get_device(),
         *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
         *launch,  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
         compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
-    table[key] = [kept, *table.get(key, ())][:32]
+    launches[key] = [kept, *launches.get(key, ())][:32]
 
 
 def has_hooks():

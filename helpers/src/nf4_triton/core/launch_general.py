@@ -32,11 +32,11 @@ from .settings import (
     has_no_bf16,
     of_card,
     settings,
-    when_forced,
 )
 from .state import (
     check,
     check_call,
+    check_memory,
     from_fields,
     has_derivative,
     read_state,
@@ -79,10 +79,6 @@ def run_kernel(tensors, layout, out=None, selection=None):
 # --- kept launches with `out=` or selected rows ---
 
 
-launches_with: dict = {}  # {(layout, which of them are given): what keep_with() made for it}
-when_forced.append(launches_with.clear)
-
-
 def key_and_given(tensors, layout, out, selection):
     """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
     ids, given = None, tensors
@@ -101,7 +97,7 @@ def relaunch_with(tensors, layout, out, selection):
         return None  # torch.compile must see the operator
     key, given = key_and_given(tensors, layout, out, selection)
     try:
-        known = launches_with.get(key, ())
+        known = launch.launches.get(key, ())
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
@@ -155,6 +151,14 @@ def can_write(out, tensors):
     return True
 
 
+def open_from(fixed, tensors):
+    """Return the options of guards that leave the first sizes open, and their strides, after `fixed` tensors."""
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    for numbers in (*sizes[fixed:], *strides[fixed:]):
+        numbers[0] = None
+    return dict(dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
 def extent(elements, tile, selection):
     """Return the kernel's n and skip, and how many programs of `tile` elements it needs.
 
@@ -174,8 +178,12 @@ def extent(elements, tile, selection):
 def launch_first(tensors, layout, out=None, selection=None):
     """Check everything, launch the ordinary way, and keep the launch for later calls."""
     with plain_tensors():
+        if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
+            launch.launches.clear()
         if out is None and selection is None and launch.fits(tensors, layout):
-            return launch.launch_and_keep(tensors, layout)
+            check_memory(tensors)
+            if tensors[0].data_ptr() % 16 == 0:
+                return launch.launch_and_keep(tensors, layout)
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
         if out is None:
@@ -194,13 +202,13 @@ def launch_first(tensors, layout, out=None, selection=None):
             result = transposed(result, weight)
         if out is None and selection is None:
             after = *unread, 0, n, skip, *after
-            keep(launch.launches, layout, tensors, compiled, result, grid, after, aligned)
+            keep(layout, tensors, compiled, result, grid, after, aligned)
         elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
             fixed, elements = len(given), n
             if selection is not None:
                 fixed, elements = len(tensors), slice_elements(shape)
             more = elements, 64 * settings(weight.device).rows, unread, after, aligned
-            keep(launches_with, key, given, compiled, result, *more, fixed=fixed)
+            keep(key, given, compiled, result, *more, **open_from(fixed, given))
         return result
 
 
@@ -238,7 +246,7 @@ def call_general_operator(tensors, layout, out=None, selection=None):
         return run_eagerly(run_kernel, tensors, layout, out, selection)
     # Scales have gradients if bitsandbytes quantized a parameter.
     tensors = tuple(tensor.detach() for tensor in tensors)
-    if selection is None and launch.fits(tensors, layout, memory=False):
+    if selection is None and launch.fits(tensors, layout):
         result = launch.call_operator(tensors, layout)
     else:
         result = general_operator(*to_fields(tensors, layout, selection), cache_key())

@@ -32,7 +32,7 @@ def _dequantize(
         weight = weight.clone()
     tensors = weight, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
-    if not fits(tensors, layout, memory=not is_fake(weight)):
+    if not fits(tensors, layout):
         raise not_the_puzzles()
     result = torch.empty(shape, dtype=dtype, device=weight.device)
     if not is_fake(weight):

@@ -64,6 +64,7 @@ def address_of(tensor):
     return tensor.storage_offset() * tensor.itemsize if is_fake(tensor) else tensor.data_ptr()
 
 
+# %% tags=["module-only"]
 def has_memory(tensor):
     """Return whether a tensor has its storage. FSDP frees a gathered weight by resizing its storage to 0:
     its address is then its offset in bytes."""

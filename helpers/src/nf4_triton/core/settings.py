@@ -13,7 +13,6 @@ INTERPRETED = interpreted()
 import contextlib
 import dataclasses
 import functools
-import logging
 
 KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
 
@@ -34,29 +33,23 @@ class Settings:
     num_warps: int
 
 
-when_forced: list = []  # functions that force() calls: launches that were kept have other settings
+T4 = dict(int_bf16=True, rows=TILES[7, 5][0], num_warps=TILES[7, 5][1])
+launches: dict = {}  # {layout: what keep() made for it}, under the settings of now
 _forced: dict = {}
 _cache_key = ""
 
 
 @functools.cache
-def default_settings(index):
-    """Return the Settings of a GPU by its index, ignoring force()."""
+def settings(device=0):
+    """Return the Settings of a GPU, or of Triton's interpreter, with what force() overrides."""
     if INTERPRETED or not torch.cuda.is_available():
         # Few large programs: the interpreter's time depends on their number, not on their size.
-        return Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
-    card = torch.cuda.get_device_properties(index)
-    rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
-    return Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps)
-
-
-def settings(device=None):
-    """Return the Settings of a CUDA device: an index, a torch.device, or None for the current."""
-    index = getattr(device, "index", device)
-    if index is None:
-        index = torch.cuda.current_device() if torch.cuda.is_available() and not INTERPRETED else 0
-    chosen = default_settings(index)
-    return dataclasses.replace(chosen, **_forced) if _forced else chosen
+        own = Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
+    else:
+        card = torch.cuda.get_device_properties(device)
+        rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
+        own = Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps)
+    return dataclasses.replace(own, **_forced)
 
 
 def cache_key():
@@ -74,37 +67,19 @@ def has_no_bf16(device):
         return not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _apply(fields):
-    """Override these fields of Settings, and forget the launches that were kept under others."""
+def force(**fields):
+    """Override fields of Settings from now on, or inside `with force(...)`, and forget the kept launches.
+    force(**T4) takes the settings of a T4, force() returns to the GPU's own."""
     global _forced, _cache_key
-    _forced, _cache_key = fields, f"{VERSION} {TILES}, forced: {sorted(fields.items())}"
-    for forget in when_forced:
-        forget()
-
-
-def force(card=None, **overrides):
-    """Override fields of Settings from now on, or inside `with force(...)`.
-
-    force(card="t4") takes every T4 setting; force() returns to the GPU's own. Launches that were
-    kept are forgotten. Raises ValueError for another card, TypeError for an unknown field.
-    """
-    if card not in (None, "t4"):
-        raise ValueError(f"card is {card!r}, expected 't4', the only card that can be forced")
-    rows, num_warps = TILES[7, 5]
-    t4 = dict(int_bf16=True, rows=rows, num_warps=num_warps)
-    dataclasses.replace(Settings(asm=True, hints=True, **t4), **overrides)  # TypeError: an unknown field
     restore = contextlib.ExitStack()
-    restore.callback(_apply, _forced)
-    _apply(t4 | overrides if card else overrides)
+    restore.callback(force, **_forced)
+    _forced, _cache_key = fields, f"{VERSION} {TILES}, forced: {sorted(fields.items())}"
+    settings.cache_clear()
+    launches.clear()
     return restore
 
 
-force()
-if forced := os.environ.get("NF4_FORCE", "").strip().lower():
-    try:
-        force(card=forced)
-    except ValueError as error:
-        logging.getLogger("nf4_triton").warning("nf4_triton: NF4_FORCE has no effect: %s", error)
+force(**(T4 if os.environ.get("NF4_FORCE", "").strip().lower() == "t4" else {}))
 
 
 def of_card(s):
@@ -112,3 +87,8 @@ def of_card(s):
     Triton's launch options. No fp fusion: an FMA changes bits."""
     hints = ("evict_first", ".cs") if s.hints else ("", "")
     return (s.rows, s.asm, s.int_bf16, *hints), dict(num_warps=s.num_warps, enable_fp_fusion=False)
+
+
+# %% tags=["module-only"]
+if os.environ.get("NF4_FORCE", "").strip().lower() not in ("", "t4"):
+    raise ValueError(f"NF4_FORCE is {os.environ['NF4_FORCE']!r}, expected t4, or nothing")

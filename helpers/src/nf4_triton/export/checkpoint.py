@@ -23,7 +23,7 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
     this weight are read; they stay on their device.
     name: such as "model.layers.0.mlp.up_proj.weight".
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
-    size, or, on a CPU, if it was quantized with other values than those of its type.
+    size, or if it was quantized with other values than those of its type.
     """
     try:
         return read(tensors, name)
@@ -39,8 +39,6 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
 
 def read(tensors, name) -> tuple:
     """Return what read_checkpoint returns, or raise what Python raises."""
-    if not hasattr(tensors, "keys"):
-        raise TypeError(f"tensors is a {type(tensors).__name__}")
     names = tensors.keys()
 
     def get(key):
@@ -71,30 +69,15 @@ def read(tensors, name) -> tuple:
             blocksize=facts["nested_blocksize"],
         )
     packed = get(name)
-    n, *_ = check(*read_state(packed, state))
-    check_sizes(state, n)
-    if state.absmax.device.type == "cpu":
-        check_values(state, get(f"{name}.quant_map") if f"{name}.quant_map" in names else None)
-    return packed, state
-
-
-def check_sizes(state, n) -> None:
-    """Check that there are as many scales as n elements need: a file has no others."""
-    blocks = -(-n // state.blocksize)
-    held, expected = [state.absmax.numel()], [blocks]
-    if state.nested:
-        held.append(state.state2.absmax.numel())
-        expected.append(-(-blocks // state.state2.blocksize))
-    if held != expected:
-        raise ValueError(f"absmax and nested_absmax have {held} elements, expected {expected}")
-
-
-def check_values(state, quant_map) -> None:
-    """Check the tables of values on a CPU. quant_map: None if it was not saved."""
-    if quant_map is not None:
-        expected = torch.tensor(VALUES[state.quant_type], dtype=torch.float32, device="cpu")
-        # bitsandbytes may save the values in 16 bits; it dequantizes with those of the type all the same.
-        if not torch.allclose(quant_map.float(), expected, atol=0.01):
-            raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
+    count, *_ = check(*read_state(packed, state))
+    for level in (state, state.state2) if state.nested else (state,):
+        count = -(-count // level.blocksize)
+        if level.absmax.numel() != count:  # a file has no others
+            raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
     if state.nested and not state.state2.code.isfinite().all():
         raise ValueError("its nested_quant_map has values that are not finite")
+    if f"{name}.quant_map" in names:
+        values = get(f"{name}.quant_map").float()  # saved in 16 bits under such a default dtype
+        if not torch.allclose(values, values.new_tensor(VALUES[state.quant_type]), atol=0.01):
+            raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
+    return packed, state
