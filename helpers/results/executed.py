@@ -1,7 +1,7 @@
 """Read what an executed copy of the notebook measured: the JSON that its cell `rows` shows.
 
-Anyone can send such a file: its code must be ours, and nothing may be missing. What is
-wrong raises some error, which `python -m helpers draw` prints. Read the numbers before you commit them.
+Anyone can send such a file: its code must be ours, and nothing may be missing. What is wrong raises some
+error, which `python -m helpers draw` prints. Read the numbers before you commit them.
 """
 
 import json
@@ -35,7 +35,7 @@ def check_code(path: Path) -> None:
         if theirs != ours:
             raise ValueError(
                 f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
-                f"expected the code of {NOTEBOOK.name} here; if it is of another version, check that out first"
+                f"expected the code of {NOTEBOOK.name} here; of another version, check that out first"
             )
 
 
