@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.puzzle.checks import gpu_events
+from helpers.puzzle.checks import profiled
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
@@ -49,10 +49,10 @@ def layer(make_layer):
 def test_one_kernel_per_dequantization(make_layer):
     """No copy, no cast, no second kernel. For the puzzle's layers: checks.torch_compile."""
     layer = make_layer(64, 320, torch.float16, nested=False)
-    compiled = torch.compile(lambda: call(layer.weight, layer.weight.quant_state), fullgraph=True)
-    assert right(compiled(), layer)
-    [name] = gpu_events(compiled, count=1)
-    assert "dequantize_general" in name
+    compiled = torch.compile(lambda x: call(x.weight, x.weight.quant_state), fullgraph=True)
+    assert right(compiled(layer), layer)
+    [name], wrong = profiled(compiled, layer)
+    assert "dequantize_general" in name and wrong == 0
 
 
 @ON_GPU
@@ -258,7 +258,6 @@ class Layer(torch.nn.Module):
 def test_a_second_process_with_other_settings_shares_the_cache(tmp_path):
     code = """
 import torch
-from helpers.puzzle.checks import gpu_events
 from nf4_triton.core import launch, operators
 import sys; sys.path.append("tests/nf4_triton")
 import states

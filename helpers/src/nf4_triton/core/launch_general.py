@@ -152,11 +152,11 @@ def can_write(out, tensors):
 
 
 def open_from(fixed, tensors):
-    """Return the options of guards that leave the first sizes open, and their strides, after `fixed` tensors."""
+    """Return sizes and strides to compare, with the first ones open after `fixed` tensors."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     for numbers in (*sizes[fixed:], *strides[fixed:]):
         numbers[0] = None
-    return dict(dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return dict(sizes=sizes, strides=strides)
 
 
 def extent(elements, tile, selection):
