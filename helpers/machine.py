@@ -1,14 +1,9 @@
-"""What a checkout adds to nf4_triton.environment: its files, child processes, setting a process up."""
+"""What a checkout adds to nf4_triton.environment: its files, setting a process up."""
 
 import contextlib
 import importlib.util
 import os
-import signal
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from helpers import SRC  # noqa: F401
 from nf4_triton.environment import no_gpu  # noqa: F401
@@ -68,52 +63,3 @@ def write_whole(path: Path | str, content: str | bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink()
-
-
-class Done(NamedTuple):
-    """What a process printed."""
-
-    out: str
-    err: str
-
-
-def python(
-    arguments: Sequence[str],
-    *,
-    variables: Mapping[str, str | None] | None = None,
-    folder: Path | str = ROOT,
-    timeout: float = 300,
-    check: bool = True,
-) -> Done:
-    """Run this Python with `arguments` ("-m", "helpers.x", ... or "-c", code) in `folder`.
-
-    It can import what this process can, wherever it runs. After `timeout` seconds it is ended with all
-    processes it started. variables: added to the environment; None removes one. check: raise RuntimeError
-    unless its status is 0.
-    """
-    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-    environment = {**os.environ, "PYTHONPATH": path, **(variables or {})}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env={name: value for name, value in environment.items() if value is not None},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-        how = f"ended with {process.returncode}" if process.returncode else ""
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it started: they share a session
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        out, err = process.communicate()
-        how = f"did not end within {timeout:g} s"
-    if check and how:
-        text = f"{out.strip()[-2000:]}\n{err.strip()[-6000:]}".strip()
-        raise RuntimeError(f"python {' '.join(map(str, arguments))[:300]} {how}:\n{text}")
-    return Done(out, err)

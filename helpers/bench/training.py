@@ -256,9 +256,20 @@ def check(library: str, results) -> str:
 # --- what a step takes ---
 
 
-def sums(events: list) -> dict[str, float]:
-    """Return {unit: sum} of what the profiler saw on the GPU. Kernels that dequantize are known by name."""
-    ran = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+def gpu_events(step: Callable) -> list:
+    """Return what the profiler saw on the GPU in a step, without ranges that torch.compile marks."""
+    activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        step()
+        synchronize()
+    events = profiled.events()
+    return [
+        event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]
+
+
+def sums(ran: list) -> dict[str, float]:
+    """Return {unit: sum} of a step's events on the GPU. Kernels that dequantize are known by their names."""
     dequantizing = [event for event in ran if "dequant" in event.name.lower()]
     return {
         "GPU ms": sum(event.time_range.elapsed_us() for event in ran) / 1e3,
@@ -274,11 +285,7 @@ def measure(step: Callable) -> dict[str, float]:
     step()
     synchronize()
     wall = 1e3 * (time.perf_counter() - start)
-    activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiled:
-        step()
-        synchronize()
-    return {**sums(profiled.events()), "wall ms": wall}
+    return {**sums(gpu_events(step)), "wall ms": wall}
 
 
 def compare(library: str, trainer: Trainer, ids) -> list[tuple]:

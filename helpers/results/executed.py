@@ -1,6 +1,6 @@
 """Read what an executed copy of the notebook measured: the JSON that its cell `rows` shows.
 
-Anyone can send such a file: its code must be that of a version here, and nothing may be missing. What is
+Anyone can send such a file: its code must be ours, and nothing may be missing. What is
 wrong raises some error, which `python -m helpers draw` prints. Read the numbers before you commit them.
 """
 
@@ -35,7 +35,7 @@ def check_code(path: Path) -> None:
         if theirs != ours:
             raise ValueError(
                 f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
-                f"expected the code of {NOTEBOOK.name} here; name the version with --commit if it is another"
+                f"expected the code of {NOTEBOOK.name} here; if it is of another version, check that out first"
             )
 
 
@@ -54,10 +54,9 @@ def check_card(environment: dict) -> None:
         raise ValueError(f"{found}, expected {card.capability} of {card.name}")
 
 
-def read(path: Path, commit: str | None = None) -> Record:
-    """Return what an executed notebook printed. commit: of its code, if that is not this checkout's."""
-    if not commit:
-        check_code(path)
+def read(path: Path) -> Record:
+    """Return what an executed notebook printed. Its code must be this checkout's."""
+    check_code(path)
     cells = nbformat.read(path, as_version=4).cells
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     pages = "\n".join(data.get("text/html", "") for data in outputs)
@@ -69,6 +68,4 @@ def read(path: Path, commit: str | None = None) -> Record:
     record = Record(sent["environment"], [Row(*fields) for fields in sent["rows"]])
     check_card(record.environment)
     check_rows(record.rows)
-    if commit:
-        record.environment["commit"] = commit
     return record

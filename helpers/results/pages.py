@@ -124,9 +124,8 @@ def step_table(rows: list[Row], section: str) -> str:
 
 
 def speedup(ratios) -> str:
-    """Return the median of ratios and, in parentheses, the lowest and highest, rounded down to a decimal."""
-    values = statistics.median(ratios), min(ratios), max(ratios)
-    median, low, high = (f"{math.floor(10 * value) / 10:.1f}x" for value in values)
+    """Return the median of ratios and, in parentheses, the lowest and highest, rounded down."""
+    median, low, high = map(shown, (statistics.median(ratios), min(ratios), max(ratios)))
     return f"{median} ({low} to {high})"
 
 
@@ -145,9 +144,9 @@ def claim(stored: dict) -> str:
     if not select(stored.get("tesla-t4", ()), "score"):  # bitsandbytes was not simulated
         rows = stored[SIMULATED]
         points = one(rows, "t4_prediction", "points, Triton 3.6", "unsloth_today")
-        likely = one(rows, "t4_prediction", "likely points, Triton 3.6", "unsloth_today")
-        second = one(rows, "t4_prediction", "next likely points, Triton 3.6", "unsloth_today")
-        score = f"{cell(likely)} or {cell(second)} ({cell(points)})"
+        today = [row for row in select(rows, "t4_prediction") if row.contender == "unsloth_today"]
+        likely = " or ".join(cell(row) for row in today if "likely points" in row.case)
+        score = f"{likely} ({cell(points)})"
         speedups = [cell(one(rows, "t4_prediction", "speedup, Triton 3.6", who)) for who in executed.UNSLOTH]
         lines.append(["Tesla T4, predicted", score, *speedups, "-"])
     return tabulate(lines, COLUMNS, tablefmt="pipe", disable_numparse=True)
@@ -195,12 +194,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Fill the tables and pictures of README, docs and notebook.")
     help = "store the rows of this executed notebook first"
     parser.add_argument("notebook", nargs="?", type=Path, help=help)
-    parser.add_argument("--commit", help="the version of that notebook, if its code is not this checkout's")
     options = parser.parse_args(argv)
     stored = {card: store.rows(card) for card in store.cards()}
     try:
         if options.notebook:
-            sent = executed.read(options.notebook, options.commit)
+            sent = executed.read(options.notebook)
             card = store.slug(sent.environment)
             records = store.records(card) | {"notebook": sent}
             stored[card] = [row for record in records.values() for row in record.rows]

@@ -53,15 +53,14 @@ def launch_shares(card, measured, plain):
         yield pandas.Series(overhead) / overhead[PLAIN]
 
 
-def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=None, unsloth=1, ours=1):
+def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=None, unsloth=1, repeated=1):
     """Return the seconds of kernels and of launches by contender, a row for each combination.
 
     plain: rushilbhat's kernel over its simulation. bandwidths: of published kernels, GB/s. ratios: see
-    simulated(). unsloth, ours: what a newer Triton makes of Unsloth's kernel and of our launches.
+    simulated(). unsloth, repeated: what a newer Triton makes of Unsloth's kernel, and what repeating a launch
+    makes of its launch overhead.
     """
-    shares = [pandas.Series(known) for known in FACTS["launch_shares"]]
-    for source in FACTS["stored_shares"]:
-        shares += launch_shares(**source)
+    shares = [share for source in FACTS["stored_shares"] for share in launch_shares(**source)]
     kernels, launches = [], []
     for calibration, bandwidth in product(calibrations, bandwidths or FACTS["published_bandwidth"]):
         alone = simulated(calibration, ratios)
@@ -72,7 +71,7 @@ def combine(plain=1, calibrations=("burst", "turn"), bandwidths=None, ratios=Non
             launches.append(share * (FACTS["plain"] - published))
     kernels, launches = pandas.DataFrame(kernels), pandas.DataFrame(launches)
     kernels["unsloth_today"] *= unsloth
-    launches["ours"] *= ours
+    launches["unsloth_today"] *= repeated
     copy = simulated("burst")["copy_kernel"]  # classic was simulated with bursts alone
     kernels["unsloth_classic"] = FACTS["classic_kernels"] * kernels["copy_kernel"] / copy
     return kernels, launches

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import processes
 from helpers import machine
 from helpers.puzzle.layers import DEVICE
 
@@ -37,7 +38,7 @@ def run(folder, who, report):
     command = ["-m", "pytest", "-p", Path(__file__).stem, "-n", "auto", "-q", "--junitxml", report]
     command += ["-o", "addopts=", "-W", "ignore", "-p", "no:cacheprovider", "-k", SELECTION]
     command += [folder / "tests" / name for name in FILES]
-    done = machine.python(command, variables=variables, folder=folder, timeout=6 * 3600, check=False)
+    done = processes.python(command, variables=variables, folder=folder, timeout=6 * 3600, check=False)
     assert report.exists(), done.out[-6000:] + done.err[-2000:]
     passed, failed = 0, set()
     for test in ElementTree.parse(report).iter("testcase"):

@@ -5,6 +5,7 @@ import re
 import nbformat
 import pytest
 
+import processes
 from helpers import __main__ as commands
 from helpers import machine
 
@@ -17,7 +18,7 @@ IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cac
     ids=["lint", "format", "types", "imports go down"],
 )
 def test_what_pyproject_asks_for(arguments):
-    machine.python(arguments)
+    processes.python(arguments)
 
 
 def test_a_release_has_one_version_and_date():
@@ -30,13 +31,18 @@ def test_a_release_has_one_version_and_date():
     assert f"\nversion: {version}\n" in citation and f"date-released: {date}\n" in citation
 
 
+@pytest.mark.long
+def test_a_release_says_where_it_comes_from():
+    assert "OWNER/REPOSITORY" not in (machine.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     """Functions, classes and imports that neither helpers, examples nor the notebook use."""
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     file = tmp_path / "notebook.py"
     file.write_text("\n".join(code), encoding="utf-8")
-    done = machine.python(["-m", "vulture", "helpers", "examples", file], check=False)
+    done = processes.python(["-m", "vulture", "helpers", "examples", file], check=False)
     dead = [line for line in done.out.splitlines() if not re.search("unused (variable|attribute)", line)]
     assert not dead and not done.err
 

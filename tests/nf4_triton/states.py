@@ -9,7 +9,7 @@ import torch
 
 from helpers.puzzle.layers import DEVICE
 from nf4_triton.core import reference
-from nf4_triton.core.state import read_state
+from nf4_triton.core.state import OFFSETS, read_state
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
@@ -103,20 +103,20 @@ def replace(layer, name, change):
         setattr(layer.weight.quant_state, name, new)
 
 
-# What changes between two calls, one field after the other.
+# What changes between two calls, besides the contents.
 CHANGES = [
-    ("weight", noise),
-    *((name, noise) for name in SECOND),
-    ("absmax", lambda x: torch.cat([noise(x), x])),
-    ("offset", lambda x: (x + 1).bfloat16()),
-    ("offset", lambda x: x.view(1) + 1),
-    ("dtype", lambda x: torch.float32),
+    ("absmax", lambda x: torch.cat([x, x])),
+    ("state2.absmax", lambda x: torch.cat([x, x])),
+    ("offset", lambda x: x.reshape(()).to(OFFSETS[OFFSETS.index(x.dtype) - 1])),
+    ("offset", lambda x: x.float().reshape(1)),
+    ("dtype", lambda x: DTYPES[DTYPES.index(x) - 1]),
     ("quant_type", lambda x: "fp4" if x == "nf4" else "nf4"),
-    ("blocksize", lambda x: 128),
-    ("blocksize", lambda x: 256),  # Dynamo then makes a symbol of it
-    ("state2.blocksize", lambda x: 512),
-    ("shape", lambda x: x[::-1]),
-    ("shape", lambda x: (20479,)),
+    ("state2.blocksize", lambda x: 2 * x),
+    ("blocksize", lambda x: 2 * x),
+    ("blocksize", lambda x: 2 * x),  # Dynamo then makes a symbol of it
+    ("shape", list),
+    ("shape", lambda x: torch.Size(x[::-1])),
+    ("shape", lambda x: torch.Size((1, math.prod(x)))),
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers import machine
+import processes
 from nf4_triton import backend, environment
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.core import launch, launch_general
@@ -46,13 +46,13 @@ def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_ids_of_any_number_of_dimensions(monkeypatch, name, device):
-    """As an embedding is looked up."""
+    """As an embedding is looked up; also strided ids that are on the CPU."""
     nn = pytest.importorskip("bitsandbytes.nn")
     monkeypatch.setenv("NF4_BACKEND", name)
     embedding = nn.EmbeddingNF4(50, 64, dtype=torch.float16).to(device)
     whole = dequantize(embedding)
     drawn = torch.randint(50, (4, 3), device=device)
-    for ids in (drawn[0, 0], drawn.t(), drawn[:0]):
+    for ids in (drawn[0, 0], drawn.t(), drawn[:, 0].cpu(), drawn[:0]):
         out = torch.full((*ids.shape, 64), torch.nan, dtype=torch.float16, device=device)
         assert same_bits(dequantize(embedding, rows=ids), whole[ids])
         assert dequantize(embedding, out=out, rows=ids) is out and same_bits(out, whole[ids])
@@ -110,24 +110,27 @@ def call(w):
     return dequantize(w, state).float()
 print(torch.equal(torch.compile(call, backend="{compiler}", fullgraph=True)(weight), call(weight)))
 """
-    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
+    said = processes.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
     assert said.endswith("True\n"), said
 
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", BOTH)
-def test_scales_with_gradients(monkeypatch, name, nested):
-    """bitsandbytes makes such, where it quantizes a parameter."""
+@pytest.mark.filterwarnings("error:.*autograd")
+def test_what_requires_grad(monkeypatch, name, nested):
+    """Scales where bitsandbytes quantizes a parameter; codes stored in a float dtype."""
     monkeypatch.setenv("NF4_BACKEND", name)
     weight, state = random_state((64, 64), torch.float16, nested=nested)
     expected = oracle(weight, state)
-    for tensor in (state.state2.absmax, state.offset) if nested else (state.absmax,):
+    weight = weight if nested else weight.view(-1).view(torch.bfloat16)
+    for tensor in (state.state2.absmax, state.offset) if nested else (state.absmax, weight):
         tensor.requires_grad_()
     x = torch.ones(64, dtype=torch.float16, device=weight.device, requires_grad=True)
-    for call in (dequantize, torch.compile(dequantize, backend="aot_eager")):
+    for call in (dequantize, torch.compile(dequantize, backend="aot_eager", fullgraph=True)):
         result = call(weight, state)
         assert same_bits(result, expected) and not result.requires_grad
         (call(weight, state) @ x).sum().backward()
+        assert weight.grad is None
         assert same_bits(dequantize(weight, state, rows=[1, 0]), expected[[1, 0]])
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nf4_triton as package
+import processes
 from helpers import machine
 from nf4_triton import __main__ as command_line
 from nf4_triton import environment, speed
@@ -50,7 +51,7 @@ def alone(tmp_path_factory):
     its path, and it starts in a folder with copies of the examples, a text and a model."""
     folder = tmp_path_factory.mktemp("alone")
     install = "-m pip install -q --no-deps --no-index --no-build-isolation --target".split()
-    machine.python([*install, folder / "site", machine.ROOT])
+    processes.python([*install, folder / "site", machine.ROOT])
     for example in machine.ROOT.joinpath("examples").glob("*.py"):
         shutil.copy(example, folder)
     (folder / "text.txt").write_text("What is 4 plus 4?")
@@ -58,7 +59,7 @@ def alone(tmp_path_factory):
     def run(*commands, code="", **variables):
         variables = {"PYTHONPATH": str(folder / "site"), "NF4_TRITON": None} | variables
         code += SCRIPT.format(commands=list(commands))
-        done = machine.python(["-c", code], variables=variables, folder=folder, timeout=280)
+        done = processes.python(["-c", code], variables=variables, folder=folder, timeout=280)
         return done.out + done.err
 
     run.folder = folder
@@ -112,16 +113,13 @@ def test_all_that_is_missing_is_named_at_once(capsys, monkeypatch):
     assert re.search(pattern, capsys.readouterr().out)
 
 
-def test_what_cannot_be_imported_is_named_once(capsys, monkeypatch, tmp_path):
+def test_a_library_that_cannot_be_imported_is_named(capsys, monkeypatch, tmp_path):
     for name in command_line.LIBRARIES:
         monkeypatch.delitem(sys.modules, name, raising=False)
-        text = "raise SystemExit('no GPU')" if name == "unsloth" else "import no_such_package"
-        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('no GPU')" if name == "unsloth" else "")
     monkeypatch.syspath_prepend(tmp_path)
     command_line.import_libraries()
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "Cannot import unsloth: SystemExit: no GPU"
-    assert second.endswith("peft: no_such_package is not installed: pip install no_such_package")
+    assert capsys.readouterr().out == "Cannot import unsloth: SystemExit: no GPU\n"
 
 
 @pytest.mark.parametrize("output", ["| true", ">&-"])
@@ -166,7 +164,7 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
 def test_the_command_line_needs_no_torch(argument):
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
-    assert "nf4_triton" in machine.python(["-c", code, argument]).out
+    assert "nf4_triton" in processes.python(["-c", code, argument]).out
 
 
 @pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64, "meta"], ids=str)

@@ -11,6 +11,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import processes
 from helpers import __main__ as commands
 from helpers import machine
 from helpers.puzzle import notebook as book
@@ -153,7 +154,7 @@ def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
     options = small({"a": START, "b": KILL.format(ending)})
     small.executed.write_text("of an earlier run")
     code = RUN.format(ending, str(machine.NOTEBOOK), options)
-    done = machine.python(["-c", code], check=False, timeout=60)
+    done = processes.python(["-c", code], check=False, timeout=60)
     assert f"{small.executed} is of " in done.out and "until this run replaces it" in done.out
     assert done.err == f"stopped: interrupted in cell b; what ran is in {small.executed}\n"
     process = Path("/proc", printed(nbformat.read(small.executed, 4), "a").strip(), "cmdline")

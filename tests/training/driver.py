@@ -4,6 +4,7 @@ training.in_new_process makes a list of them: Unsloth must be imported first and
 good.
 """
 
+import functools
 import os
 import tempfile
 
@@ -13,7 +14,6 @@ import torch._inductor.config
 from helpers import machine
 from helpers.bench import training
 from helpers.bench.training import digest
-from helpers.puzzle.checks import gpu_events
 
 SIZES = dict(
     model_type="llama", hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
@@ -118,7 +118,7 @@ def by_trl(model, batches) -> list:
 
 def launches(trainer, ids) -> dict[str, int]:
     """Return how many dequantizing kernels a step launches, by library."""
-    names = gpu_events(trainer.backward, ids, count=1)
+    names = [event.name for event in training.gpu_events(functools.partial(trainer.backward, ids))]
     return {
         who: sum(kernel in name for name in names for kernel in kernels) for who, kernels in KERNELS.items()
     }

@@ -47,19 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def import_libraries() -> None:
-    """Import what is installed of LIBRARIES, and say what cannot be imported, once for each reason."""
-    failed: dict[str, list[str]] = {}
+    """Import what is installed of LIBRARIES, and say what cannot be imported."""
     for name in LIBRARIES:
         try:
             if importlib.util.find_spec(name):
                 importlib.import_module(name)
         except (Exception, SystemExit) as error:  # the others can still be switched
-            why = f"{type(error).__name__}: {error}"
-            if isinstance(error, ModuleNotFoundError) and error.name:
-                why = f"{error.name} is not installed: pip install {error.name}"
-            failed.setdefault(why, []).append(name)
-    for why, names in failed.items():
-        print(f"Cannot import {', '.join(names)}: {why}")
+            print(f"Cannot import {name}: {type(error).__name__}: {error}")
 
 
 def export(**options) -> int:

@@ -16,25 +16,21 @@ import torch
 
 from .log import say
 
-ON = ("1", "true", "on", "yes")
 OFF = ("", "0", "false", "off", "no")
-waiting: list = []  # not empty until the switch is made; use_nf4_kernel and restore clear it
+waiting: list = []  # not empty from load() until the first layer or state
+made: list = []  # the switch, once it is made
 
 
 def load() -> None:
     """With NF4_TRITON=1 switch the kernel on when the first Linear4bit or QuantState is created."""
-    value = os.environ.get("NF4_TRITON", "").strip().lower()
-    if value in OFF:
-        return
-    if value not in ON:
-        say(f"NF4_TRITON={value} has no effect, expected one of {ON} or {OFF[1:]}", logging.WARNING)
+    if os.environ.get("NF4_TRITON", "").strip().lower() in OFF:
         return
     try:
         _switch_before(importlib.import_module("bitsandbytes.nn.modules").Linear4bit)
         # Without a layer: replace_parameter_4bit, functional calls, vLLM, SGLang, Axolotl with FSDP2.
         _switch_before(importlib.import_module("bitsandbytes.functional").QuantState)
         waiting.append(True)
-        atexit.register(_say_unused)
+        atexit.register(_report, os.getpid())
     except Exception as error:
         say(f"NF4_TRITON=1 has no effect: {type(error).__name__}: {error}", logging.WARNING)
 
@@ -55,21 +51,25 @@ def _switch_before(waits_for) -> None:
 def _switch_on() -> None:
     waiting.clear()
     try:
-        switch = importlib.import_module(f"{__package__}.libraries.switch").use_nf4_kernel()
-        atexit.register(_report, switch)
+        from .libraries import switch
+
+        if not switch.was_called:  # else the program decides
+            made.append(switch.use_nf4_kernel())
     except Exception as error:
         say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
 
 
-def _report(switch) -> None:
-    """At the end of a process, but not of a data loader's worker, log what was dequantized, and by whom."""
-    if switch.calls and multiprocessing.parent_process() is None:
-        say(str(switch))
+def _report(process: int) -> None:
+    """At the end of this process log what was dequantized, and by whom, or that no 4-bit weight was made.
 
-
-def _say_unused() -> None:
-    """At the end of a process that used a GPU, say that no 4-bit weight was made. A launcher uses none."""
-    if waiting and torch.cuda.is_initialized() and multiprocessing.parent_process() is None:
+    Not of one that it forked, nor of a data loader's worker, nor of a launcher, which uses no GPU.
+    """
+    if os.getpid() != process or multiprocessing.parent_process():
+        return
+    for switch in made:
+        if switch.calls:
+            say(str(switch))
+    if waiting and torch.cuda.is_initialized():
         say(
             "NF4_TRITON=1 had no effect: this process made no Linear4bit and no QuantState. After torch.load"
             " of a whole model, call use_nf4_kernel().",

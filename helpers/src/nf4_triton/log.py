@@ -22,5 +22,6 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 def local_rank() -> int:
     """Return LOCAL_RANK, the number of this process on its host; 0 if it is missing or no such number."""
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) if rank.isdecimal() and len(rank) < 10 else 0  # int() refuses 5,000 digits
+    with contextlib.suppress(ValueError):
+        return int(os.environ.get("LOCAL_RANK", "0"))
+    return 0

@@ -3,7 +3,7 @@
 Triton's interpreter reads and writes at real addresses, in a process of its own.
 """
 
-from helpers import machine
+import processes
 
 CODE = """
 import ctypes, mmap, sys
@@ -51,5 +51,5 @@ print("nothing out of bounds")
 
 def test_nothing_is_read_or_written_out_of_bounds():
     """A broken mask ends the process by SIGSEGV."""
-    done = machine.python(["-c", CODE], variables={"TRITON_INTERPRET": "1"})
+    done = processes.python(["-c", CODE], variables={"TRITON_INTERPRET": "1"})
     assert done.out.endswith("nothing out of bounds\n")

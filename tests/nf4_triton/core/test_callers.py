@@ -6,7 +6,7 @@ import textwrap
 import pytest
 import torch
 
-from helpers import machine
+import processes
 from nf4_triton.core import launch, launch_general
 from states import right
 
@@ -41,7 +41,7 @@ def run(code, **variables):
         call = launch_general.dequantize_weight
         def same(): return all(states.exact(call(*case), *case) for case in 2 * cases())
     """
-    done = machine.python(["-c", textwrap.dedent(head) + textwrap.dedent(code)], variables=variables)
+    done = processes.python(["-c", textwrap.dedent(head) + textwrap.dedent(code)], variables=variables)
     return done.out + done.err
 
 

@@ -22,10 +22,10 @@ from helpers.puzzle.layers import DEVICE
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, reference, settings
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import OFFSETS, STORAGES, Selection, UnsupportedState, read_state
+from nf4_triton.core.state import STORAGES, Selection, UnsupportedState, read_state
 from nf4_triton.libraries import bitsandbytes
 from nf4_triton.libraries.site import Site
-from states import DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
+from states import CHANGES, DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
 
 Params4bit = pytest.importorskip("bitsandbytes").nn.Params4bit
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN
@@ -86,22 +86,8 @@ def elsewhere(x):
     return moved(x, random.choice([1, 4, 8, 16])) if x.numel() else x
 
 
-# What changes between two calls
 TENSORS = "weight", *SECOND
-CHANGES = [(name, how) for name in TENSORS for how in (fill, lambda x: fill(x.clone()), elsewhere)]
-CHANGES += [
-    ("absmax", lambda x: torch.cat([x, x])),
-    ("state2.absmax", lambda x: torch.cat([x, x])),
-    ("offset", lambda x: x.reshape(()).to(random.choice(OFFSETS))),
-    ("offset", lambda x: x.float().reshape(1)),
-    ("dtype", lambda x: random.choice(DTYPES)),
-    ("quant_type", lambda x: random.choice(["nf4", "fp4"])),
-    ("blocksize", lambda x: 2 * x),
-    ("state2.blocksize", lambda x: 2 * x),
-    ("shape", list),
-    ("shape", lambda x: torch.Size(x[::-1])),
-    ("shape", lambda x: torch.Size((1, math.prod(x)))),
-]
+CONTENTS = [(name, how) for name in TENSORS for how in (fill, lambda x: fill(x.clone()), elsewhere)]
 BROKEN = [
     ("weight", freed),
     ("absmax", strided),
@@ -116,17 +102,7 @@ HOOK = triton.knobs.runtime, "launch_enter_hook", bool
 MODES += [lambda: torch.device("meta"), lambda: mock.patch.object(*HOOK)]
 MODES += [lambda: mock.patch.dict(os.environ, NF4_BACKEND="torch")]
 SITE = Site("of no library", None)
-DOORS = "package", "bitsandbytes", "product", "puzzle", "rows", "rows", "selection", "selection"
-
-
-def product(weight, q):
-    """Call the answer that multiplies, without the product."""
-    x = torch.empty(0, dtype=q.dtype, device=weight.device)
-    absmax, nested = q.absmax, ()
-    if q.nested:
-        absmax, nested = q.state2.absmax, (absmax, q.state2.code, q.offset)
-    parts = x, weight, q.shape, absmax, q.blocksize, q.quant_type, None, *nested
-    return bitsandbytes.dequant_linear_fallback(SITE, *parts)
+DOORS = "package", *2 * ("bitsandbytes", "rows", "selection"), "puzzle"
 
 
 def random_rows(slices, device):
@@ -158,20 +134,19 @@ def through(door, layer, out, dtype, rows, selection):
         "rows": lambda: dequantize(layer, None, out, dtype, rows),
         "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
         "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
-        "product": lambda: product(weight, state),
         "puzzle": lambda: launch.your_dequantize_nf4(layer),
     }
     return doors[door]()
 
 
-def should_be(weight, state, dtype, rows, transposed):
+def should_be(weight, state, dtype, rows):
     """Return the result of a call by the oracle. Rows are never transposed."""
     state = copy.copy(state)
     state.dtype = dtype
     result = oracle(weight, state)
-    if weight.shape[0] == 1 and (transposed or rows is not None):
-        result = result.t()
-    return result if rows is None else result[rows].clone()
+    if rows is None:
+        return result
+    return (result.t() if weight.shape[0] == 1 else result)[rows].clone()
 
 
 class Sequence:
@@ -198,7 +173,7 @@ class Sequence:
         elif what < 0.37 and launch.CAN_RELAUNCH:  # the interpreter is not made for threads
             self.in_threads()
         else:
-            name, how = random.choice(CHANGES)
+            name, how = random.choice(CONTENTS + CHANGES)
             if layer.weight.quant_state.nested or not name.startswith(("state2", "offset")):
                 with torch.inference_mode(layer.weight.is_inference()):
                     replace(layer, name, how)
@@ -243,8 +218,6 @@ class Sequence:
         """Compare a call with the oracle, or fail unless it is refused."""
         weight, state, out, selection, rows = layer.weight, layer.weight.quant_state, None, None, None
         shape, dtype, inner = tuple(state.shape), state.dtype, math.prod(state.shape[1:])
-        if door == "product" and (len(shape) != 2 or state.nested and state.state2.blocksize != 256):
-            door = "bitsandbytes"
         if door in ("package", "rows"):
             dtype = random.choice([dtype, *DTYPES])
         if door in ("rows", "selection") and inner:
@@ -253,7 +226,7 @@ class Sequence:
             shape = selection.number, *shape[1:]
             if door == "selection" and selection.ids is not None:
                 fits = fits and selection.ids.is_contiguous()
-        if door not in ("puzzle", "product") and random.random() < 0.4:
+        if door != "puzzle" and random.random() < 0.4:
             with torch.inference_mode(random.random() < 0.1):
                 memory, out = random_out(shape, dtype, weight.device)
             fits = fits and out.is_contiguous() and out.shape == shape
@@ -269,7 +242,7 @@ class Sequence:
             assert door == "puzzle" or not fits
             assert out is None or memory.isnan().all(), "written"
             return
-        expected = should_be(weight, state, dtype, rows, door == "product")
+        expected = should_be(weight, state, dtype, rows)
         if door == "selection" and selection and selection.ids is not None:
             expected[selection.ids != rows] = math.nan
         assert fits and same_bits(result, expected)
@@ -288,7 +261,6 @@ class Sequence:
 @pytest.fixture
 def run(gpu, monkeypatch):
     """run(seed, kinds, largest, steps): of layers of so many kinds, of at most so many elements."""
-    monkeypatch.setattr(bitsandbytes, "linear", lambda x, weight, bias: weight)
     monkeypatch.setattr(reference, "CHUNK", 256)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

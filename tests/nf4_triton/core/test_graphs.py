@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from helpers import machine
+import processes
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, check, read_state
@@ -66,7 +66,7 @@ def main():
 
 def test_only_the_result_is_written():
     """torch.compile would copy an input that it takes to be written."""
-    done = machine.python([__file__], variables={"TRITON_INTERPRET": None})
+    done = processes.python([__file__], variables={"TRITON_INTERPRET": None})
     assert json.loads(done.out.splitlines()[-1]) == dict.fromkeys(VARIANTS, ["out_ptr"]), done.err
 
 

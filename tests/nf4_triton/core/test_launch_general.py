@@ -5,12 +5,11 @@ import contextlib
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from nf4_triton.core import launch, launch_general
+from nf4_triton.core import launch
 from nf4_triton.core.settings import UnsupportedState
-from states import exact, freed, noise, odd_states, random_state, strided
+from states import exact, freed, odd_states, strided
 
 pytest.importorskip("bitsandbytes")
 
@@ -19,20 +18,6 @@ pytest.importorskip("bitsandbytes")
 def watched(general):
     """What the fixture `case` calls."""
     return general
-
-
-@pytest.mark.parametrize("options", [{}, {"nested": False}], ids=["nested", "flat"])
-@pytest.mark.parametrize("warm", [False, True])
-def test_make_fx_before_dispatch(general, options, warm):
-    """A launch would leave in the graph only the memory that it writes to."""
-    weight, state = random_state((64, 64), torch.bfloat16, **options)
-    if warm:
-        general.check(weight, state)
-        assert general.check(weight, state)
-    graph = make_fx(lambda weight: general(weight, state)[0], pre_dispatch=True)(weight)
-    assert [str(node.target) for node in graph.graph.nodes if "nf4_triton" in str(node.target)]
-    other = noise(weight)
-    assert exact(graph(other), other, state)
 
 
 PUZZLES_KERNEL = "_your_dequantize_nf4_kernel"

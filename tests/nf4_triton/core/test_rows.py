@@ -12,13 +12,6 @@ from states import oracle, part, random_state
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 
 
-@pytest.fixture(params=["triton", "torch"])
-def backend(request, monkeypatch):
-    """The kernel, and PyTorch in small chunks."""
-    monkeypatch.setenv("NF4_BACKEND", request.param)
-    monkeypatch.setattr(reference, "CHUNK", 8)
-
-
 @pytest.fixture
 def packed():
     return read_state(*random_state((16, 64), torch.bfloat16))
@@ -75,15 +68,10 @@ BAD = [
 ]
 
 
-def test_ids_on_a_cpu_that_are_not_contiguous(backend):
-    """Copied anyhow, where the weight is on a GPU."""
-    weight, state = random_state((8, 320), torch.float16)
-    ids = torch.arange(8)[::3]
-    assert same_bits(dequantize(weight, state, rows=ids), dequantize(weight, state, rows=[0, 3, 6]))
-
-
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("rows, text", BAD, ids=str)
-def test_what_is_refused(backend, device, rows, text):
+def test_what_is_refused(monkeypatch, device, backend, rows, text):
+    monkeypatch.setenv("NF4_BACKEND", backend)
     if isinstance(rows, torch.Tensor) and rows.device.type == "cpu":
         rows = rows.to(device)
     with pytest.raises(UnsupportedState, match=text):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from helpers import machine
+import processes
 
 pytest.importorskip("bitsandbytes")
 START = """
@@ -79,7 +79,7 @@ for (room, (call, options)), (name, code) in itertools.product(ROOMS.items(), TR
 def printed():
     """What each process printed."""
     without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # torch's other check starts CUDA: no fork then
-    return machine.python(["-c", f"TRACERS = {TRACERS!r}\n{START}\n{FORK}"], variables=without_cuda).out
+    return processes.python(["-c", f"TRACERS = {TRACERS!r}\n{START}\n{FORK}"], variables=without_cuda).out
 
 
 @pytest.mark.parametrize("name", TRACERS)

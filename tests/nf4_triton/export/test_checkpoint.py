@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from helpers import machine
+import processes
 from nf4_triton import UnsupportedState, dequantize, read_checkpoint
 from nf4_triton.core.reference import same_bits
 from states import oracle
@@ -132,5 +132,5 @@ tensors, expected = torch.load("saved.pt")
 weight = read_checkpoint(tensors, {NAME!r})
 print(torch.equal(dequantize(*weight), expected), torch.equal(dequantize(*weight, rows=[1]), expected[[1]]))
 """
-    said = machine.python(["-c", code], variables={"TRITON_INTERPRET": None}, folder=tmp_path)
+    said = processes.python(["-c", code], variables={"TRITON_INTERPRET": None}, folder=tmp_path)
     assert said.out == "True True\n"

@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+import processes
 from helpers import machine
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import __main__ as command_line
@@ -456,7 +457,7 @@ watching.join()
 print(peak[0] - before)
 """
     variables = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}  # CUDA takes memory of its own
-    said = machine.python(["-c", code], variables=variables, folder=tmp_path).out
+    said = processes.python(["-c", code], variables=variables, folder=tmp_path).out
     assert len(list(tmp_path.glob("out/model-*.safetensors"))) == 6
     assert 8 < float(said) < 50
 

@@ -36,7 +36,6 @@ from .settings import (
 from .state import (
     check,
     check_call,
-    check_memory,
     from_fields,
     has_derivative,
     read_state,
@@ -180,12 +179,10 @@ def launch_first(tensors, layout, out=None, selection=None):
     with plain_tensors():
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
-        if out is None and selection is None and launch.fits(tensors, layout):
-            check_memory(tensors)
-            if tensors[0].data_ptr() % 16 == 0:
-                return launch.launch_and_keep(tensors, layout)
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
+        if out is None and selection is None and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
+            return launch.launch_and_keep(tensors, layout)
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:

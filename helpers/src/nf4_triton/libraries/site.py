@@ -30,9 +30,10 @@ OFF = "switched off"
 KERNEL = "by the kernel"
 COMPILED = "used in compiled code, where calls cannot be counted"
 ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
-LAYOUTS = [  # what the self-test compares: (quant_type, nested, dtype, blocksize)
-    *itertools.product(("nf4", "fp4"), (True, False), DTYPES, (64,)),
-    *itertools.product(("nf4",), (True, False), (torch.bfloat16,), [32 << k for k in range(8)]),  # to 4096
+SCALES = "nested", "flat"
+LAYOUTS = [  # what the self-test compares: (quant_type, scales, dtype, blocksize)
+    *itertools.product(("nf4", "fp4"), SCALES, DTYPES, (64,)),
+    *itertools.product(("nf4",), SCALES, (torch.bfloat16,), [32 << k for k in range(8)]),  # to 4096
 ]
 
 
@@ -187,19 +188,15 @@ def self_test(trial: Site) -> None:
 
 def outcomes(trial, function, layouts, device):
     """Yield two texts for each call: how its bits differ from PyTorch's, and why there are none."""
-    for quant_type, nested, dtype, blocksize in layouts:
-        layer = small_layer(device, quant_type, nested, dtype, blocksize)
-        for arguments, named, expected in trial.calls_of(*layer):
+    for layout in layouts:
+        for arguments, named, expected in trial.calls_of(*small_layer(device, *layout)):
             different = declined = ""
             try:
                 result = function(*arguments, **named)
                 filled = named.get("out", result)
                 if not (same_bits(result, expected) and same_bits(filled, expected)):
-                    scales = "nested" if nested else "flat"
-                    layout = [quant_type, scales, str(dtype), f"blocksize {blocksize}", *named]
-                    if not expected.is_contiguous():
-                        layout.append("transposed")
-                    different = f"other bits in {', '.join(layout)}"
+                    how = [*named, *([] if expected.is_contiguous() else ["transposed"])]
+                    different = ", ".join(["other bits in {}, {}, {}, blocksize {}".format(*layout), *how])
             except Exception as error:
                 declined = f"{type(error).__name__}: {error}".split("\n")[0]
             yield different, declined
@@ -215,7 +212,7 @@ def self_test_device() -> torch.device:
     return torch.device("cuda", chosen or (rank if rank < torch.cuda.device_count() else 0))
 
 
-def small_layer(device, quant_type, nested, dtype, blocksize) -> tuple:
+def small_layer(device, quant_type, scales, dtype, blocksize) -> tuple:
     """Return (packed, quant_state, PyTorch's weight) of 8 x 4096, with every byte. No block spans two rows,
     where bitsandbytes is wrong on a CPU.
 
@@ -227,7 +224,7 @@ def small_layer(device, quant_type, nested, dtype, blocksize) -> tuple:
     make = importlib.import_module("bitsandbytes.functional").QuantState
     blocks = 8 * 4096 // blocksize
     absmax, offset, second = floats.repeat(4)[:blocks], None, None
-    if nested:
+    if scales == "nested":
         absmax, offset = codes[:blocks], floats[240]
         second = make(floats[200 : 200 - -blocks // 256], code=floats, blocksize=256, dtype=torch.float32)
     table = torch.tensor(VALUES[quant_type], dtype=torch.float32, device=device)

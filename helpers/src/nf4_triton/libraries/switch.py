@@ -8,13 +8,13 @@ that the kernel does not accept goes to the library's own function, counted.
 import contextlib
 import importlib
 import logging
+import os
 import sys
 import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
 
-from .. import autoload
 from ..environment import cannot_run
 from ..log import say
 from . import axolotl, bitsandbytes, unsloth
@@ -43,6 +43,9 @@ OWN_KERNELS = (
     "nf4_route.dequant_groups",  # of the package grouped-nf4-gemm
 )
 _lock = threading.RLock()
+# A child forked in another thread's self-test would wait for it forever.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+was_called = False  # use_nf4_kernel() or restore(): NF4_TRITON=1 then switches nothing on
 # Of this time that the kernel is on, or the last. A new time has new dicts, so that older reports stay true.
 _sites: list[Site] = []  # also those left to the library; empty after restore()
 _calls: dict[str, Counter] = {}
@@ -119,36 +122,28 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
     for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
     expected) or RuntimeError (no usable GPU, or other bits).
     """
-    _check_names(names)
+    global was_called
+    for name in names:
+        if name not in (*LIBRARIES, *THROUGH):
+            known = ", ".join([*LIBRARIES, *THROUGH])
+            raise ValueError(f"{name!r:.60} is an unknown library, expected {known}, or no name")
+    was_called = True
     imported = [name for name in LIBRARIES if name == "bitsandbytes" or sys.modules.get(name)]
     with _lock:
         was_on = Switch().on
         prepared = _prepare(names or imported, strict)
-        autoload.waiting.clear()  # now: importing bitsandbytes begins to wait
-        try:
-            _switch_on(prepared)
-        except BaseException:
-            restore()
-            raise
+        _switch_on(prepared)
         switch = Switch(was_on)
     if not quiet:
         say(str(switch), logging.WARNING if any(prepared.values()) else logging.INFO)
     return switch
 
 
-def _check_names(names: tuple[str, ...]) -> None:
-    """Raise ValueError for a library that use_nf4_kernel does not know."""
-    accepted = [*LIBRARIES, *THROUGH]
-    for name in names:
-        if name not in accepted:
-            given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"  # such as the model
-            raise ValueError(f"{given} is an unknown library, expected {', '.join(accepted)}, or no name")
-
-
 def restore() -> None:
     """Put every library's own functions back, whoever switched them."""
+    global was_called
+    was_called = True
     with _lock:
-        autoload.waiting.clear()
         _find_left()
         for site in _sites:
             site.why_not = OFF  # first: a replacement that is not found below then just calls the original
@@ -174,8 +169,6 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
             if strict:
                 raise
             prepared[main] = str(error) or type(error).__name__
-            if isinstance(error, ModuleNotFoundError):
-                prepared[main] += f": pip install {error.name}"
             continue
         for site in others:
             if site.name.rsplit(".", 2)[0] not in sys.modules:
@@ -208,19 +201,19 @@ def _switch_on(prepared: dict[Site, str]) -> None:
 
 
 def _replace(others: dict, packages: tuple[str, ...]) -> None:
-    for _, module, attribute, value in _references(packages):
+    for name, attribute, value in _references(packages):
         if value in others:
             with contextlib.suppress(Exception):  # a module that cannot be written keeps what it has
-                setattr(module, attribute, others[value])
+                setattr(sys.modules[name], attribute, others[value])
 
 
 def _references(packages: tuple[str, ...] = ("",)) -> Iterator[tuple]:
-    """Yield (its name, module, attribute, value) for every function in imported modules of these packages."""
+    """Yield (module's name, attribute, value) for every function in imported modules of these packages."""
     for name, module in list(sys.modules.items()):
-        if isinstance(name, str) and name.lower().startswith(packages):
+        if str(name).lower().startswith(packages):
             for attribute, value in list(contents(module).items()):
                 if type(value) is types.FunctionType:
-                    yield name, module, attribute, value
+                    yield name, attribute, value
 
 
 def _find_left() -> None:
@@ -233,9 +226,8 @@ def _find_left() -> None:
     for name in OWN_KERNELS:
         if originals and current(name):
             _left[name] = "it has a kernel of its own"
-    for name, module, attribute, value in _references():
+    for name, attribute, value in _references():
         if value in originals:
-            name = contents(module).get("__name__", name)  # the script has two: __main__ and __mp_main__
             _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
     for site in originals.values():
         if not site.calls and current(site.name) is not site.replacement:
