@@ -26,11 +26,10 @@ SECTIONS = {
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "compiled": host.time_compiled,
     "experts": experts.time_experts,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes
-SECTIONS |= {name: functools.partial(training.time_training, name) for name in training.RUNS}
+SECTIONS |= {name: functools.partial(training.time_section, name) for name in training.RUNS}
 INTERRUPTED = "interrupted"
 
 

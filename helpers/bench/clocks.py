@@ -10,7 +10,6 @@ Two such loops are elsewhere, because their files must run without this one: tha
 import contextlib
 import functools
 import gc
-import math
 import time
 from collections.abc import Callable, Hashable
 
@@ -22,20 +21,14 @@ ROUNDS = 20
 INNER = 100  # calls a round of host times; far below the launch queue's depth
 
 
-def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int, seconds: float = math.inf) -> dict:
-    """Return {name: what its timer returned in each round}. Another one goes first every round.
-
-    seconds: after them no other round begins.
-    """
+def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int) -> dict:
+    """Return {name: what its timer returned in each round}. Another one goes first every round."""
     found = {name: [] for name in timers}
     order = list(timers)
-    end = time.perf_counter() + seconds
     for _ in range(rounds):
         for name in order:
             found[name].append(timers[name]())
         order = order[1:] + order[:1]
-        if time.perf_counter() > end:
-            break
     return found
 
 
@@ -49,30 +42,24 @@ def collector_off():
         gc.enable()
 
 
-def host_timer(
-    call: Callable, count: int, wait: int = 0, inside=contextlib.nullcontext, warm: bool = True
-) -> Callable:
-    """Return a function that times `count` calls and returns the microseconds of one.
+def host_timer(call: Callable, count: int, wait: bool = False) -> Callable:
+    """Return a function that times `count` calls, after an untimed one, and returns the microseconds of one.
 
-    wait: wait for the GPU, on the clock, after every `wait` calls. 0: only until the calls return; `count`
-    must then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
-    inside: returns the context manager in which all of it runs. warm: an untimed call comes first and fills
-    caches.
+    wait: wait for the GPU, on the clock, after each call. Otherwise only until the calls return; `count` must
+    then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
     """
 
     def us():
-        with inside():
-            if warm:
+        call()
+        synchronize()
+        with collector_off():
+            start = time.perf_counter()
+            for _ in range(count):
                 call()
-            synchronize()
-            with collector_off():
-                start = time.perf_counter()
-                for number in range(1, count + 1):
-                    call()
-                    if wait and number % wait == 0:
-                        synchronize()
-                elapsed = time.perf_counter() - start
-            synchronize()
+                if wait:
+                    synchronize()
+            elapsed = time.perf_counter() - start
+        synchronize()
         return 1e6 * elapsed / count
 
     return us

@@ -38,8 +38,8 @@ def exact_weight(layer) -> torch.Tensor:
 def check(call: Callable, expected: torch.Tensor, out=None) -> None:
     """Raise AssertionError unless call() returns `expected` bit for bit, or writes it into `out`.
 
-    A list of tensors counts as their stack. NaN goes first into `out`, else into the memory that a new result
-    is likely to get, so that elements left unwritten show.
+    NaN goes first into `out`, else into the memory that a new result is likely to get, so that elements left
+    unwritten show.
     """
     poison = torch.empty_like(expected) if out is None else out
     poison.view(torch.uint8).fill_(255)
@@ -48,10 +48,7 @@ def check(call: Callable, expected: torch.Tensor, out=None) -> None:
     protocol.synchronize()
     if out is not None:
         result = out
-    elif isinstance(result, list):
-        result = torch.stack(result)
-    same = same_bits if expected.is_floating_point() else torch.equal  # move_bytes writes integers
-    if not same(result, expected):
+    if not same_bits(result, expected):
         raise AssertionError("not bit-identical to the reference: not timed")
 
 

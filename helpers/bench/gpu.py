@@ -7,7 +7,6 @@ their shape.
 
 import functools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -16,7 +15,6 @@ import torch
 
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import check, why
-from helpers.bench.copy import move_bytes
 from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import dequantize
 from nf4_triton.core import settings
@@ -39,15 +37,6 @@ SIZES = (
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 440_000_000  # elements that a graph dequantizes: 1.1 GB read and written
 MOST_LAYERS = 2048  # of a graph
-# Tiles in 32-bit words, and warps, of the kernel that only moves the bytes: the best at a size counts.
-COPIES = (
-    (256, 2),
-    (512, 4),
-    (1024, 8),
-    (512, 2),
-    (1024, 4),
-    (2048, 8),
-)
 # Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
 B200 = (1024, 2, True, True, 2)
 CHANGES = {  # arguments of settings.force; one of them may be the default
@@ -111,10 +100,12 @@ def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Te
 # --- gpu_time ---
 
 
-def moved(layer) -> torch.Tensor:
-    """Return what `move_bytes` must write, in plain PyTorch. It depends on every byte that it reads."""
-    words = layer.weight.data.view(-1).view(torch.int32)
-    return (words ^ layer.weight.quant_state.absmax.int().repeat_interleave(8)).repeat_interleave(4)
+def sources_of(layers: list, weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return a tensor for each layer; copying it moves as many bytes as dequantizing the layer."""
+    packed = layers[0].weight
+    moved = packed.nbytes + packed.quant_state.absmax.nbytes + weight.nbytes
+    numel = moved // 2 // weight.itemsize  # a copy reads one half and writes the other
+    return [torch.randn(numel, dtype=weight.dtype, device=weight.device) for _ in layers]
 
 
 def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
@@ -124,7 +115,7 @@ def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
 
 
 def time_sizes(problems: list[str]) -> Iterator[tuple]:
-    """Yield GPU time by size: every kernel, and the best of the copies as the memory-bound reference.
+    """Yield GPU time by size: every kernel, and torch's copy of as many bytes as the reference.
 
     Weights are nested, or flat where the contender's name says so.
     """
@@ -133,22 +124,17 @@ def time_sizes(problems: list[str]) -> Iterator[tuple]:
     of_flat = {"dequantize, flat": dequantize, "bitsandbytes, flat": functions["bitsandbytes"]}
     if unsloth_today := functions.get("unsloth_today"):
         functions["unsloth_b200"] = functools.partial(as_on_b200, unsloth_today)
-    copies = {}
-    for tile, warps in COPIES:
-        copies[f"copy {tile}/{warps}"] = functools.partial(move_bytes, tile=tile, num_warps=warps)
     for numel in SIZES:
         for dtype in DTYPES:
             case = f"{numel} {dtype}"
             layers = layers_of(numel, dtype)
-            works = works_of(functions, layers, contenders.exact_weight(layers[-1]))
-            works |= works_of(copies, layers, moved(layers[-1]))
+            expected = contenders.exact_weight(layers[-1])
+            works = works_of(functions, layers, expected)
+            sources = sources_of(layers, expected)
+            works |= works_of({"torch's copy": torch.clone}, sources, sources[-1])
             flat = layers_of(numel, dtype, nested=False)
             works |= works_of(of_flat, flat, contenders.exact_weight(flat[-1]))
-            us = gpu_us(works, problems, case)
-            tried = [us.pop(name) for name in copies if name in us]
-            if tried:
-                us["copy_kernel"] = min(tried, key=statistics.median)
-            yield case, "us", us
+            yield case, "us", gpu_us(works, problems, case)
 
 
 # --- settings ---

@@ -1,26 +1,30 @@
-"""QLoRA steps with the kernel and without: real libraries on random models, in processes of their own.
+"""GPU time of QLoRA steps with the kernel and without: real libraries on random models, in new processes.
 
-Sections of `python -m helpers bench`, named in RUNS. Losses and gradients must be bit-identical with and
-without the kernel, or nothing is timed. Rounds of both are paired: the speedup is the median of their ratios
-with its 95% bootstrap interval. Unsloth changes the other libraries for good and asks to be imported first,
-so each section gets a new process. PEFT trains two models, nested and flat, whose steps take turns.
+Sections of `python -m helpers bench`, named in RUNS. A step's GPU time is the sum of its kernels' durations,
+which repeats within 1%, also on a busy host; its wall clock does not. Loss and gradients must have the same
+bits with and without the kernel, or nothing is measured. Unsloth changes the other libraries for good, and
+asks to be imported first, so each section gets a process of its own.
 """
 
 import contextlib
 import functools
 import hashlib
-import json
+import multiprocessing
 import os
-import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from unittest import mock
 
-import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from helpers import machine
-from helpers.bench import clocks
-from helpers.puzzle.layers import DEVICE
+from helpers.bench.contenders import why
+from helpers.puzzle.layers import DEVICE, ON_GPU
+from helpers.puzzle.protocol import synchronize
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
@@ -58,40 +62,34 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-MOST_ROUNDS = 100
-COUNT = 2  # steps a round: in a short one the host changes little
+ROUNDS = 3
+SECONDS = 200  # of a section: after them, nothing else is measured
 TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
-CORES = 2  # the backward pass has a thread of its own
-RUNS = {  # section: library, sizes of a model, tokens, seconds for each model and its tokens, cores
-    "training": ("peft", LLAMA3_8B, TOKENS, 23, CORES),
-    "training_unsloth": ("unsloth", LLAMA3_8B, TOKENS, 23, CORES),
-    "training_moe": ("unsloth", QWEN3_30B_A3B, MOE_TOKENS, 23, CORES),
-    "whole_model": ("peft", WHOLE_LLAMA3_8B, TOKENS[1:3], 30, os.cpu_count()),
+RUNS = {  # section: library, sizes of a model, tokens
+    "step_gpu_time": ("peft", WHOLE_LLAMA3_8B, TOKENS),
+    "step_gpu_time_unsloth": ("unsloth", LLAMA3_8B, TOKENS),
+    "step_gpu_time_moe": ("unsloth", QWEN3_30B_A3B, MOE_TOKENS),
 }
 
 
 # --- processes ---
 
 
-def in_new_process(*command, timeout: float, **options):
-    """Run Python with `command`, which calls `answer`. Return what its function returns for the options;
-    print what it printed.
-
-    Raises RuntimeError with what the process printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:  # Unsloth writes modules to its working directory
-        command = [*command, json.dumps(options)]
-        done = machine.python(command, folder=folder, variables=VARIABLES, timeout=timeout)
-    *printed, result = done.out.splitlines()
-    print(*printed, sep="\n")
-    return json.loads(result)
+def in_new_process(function: Callable, *arguments):
+    """Return function(*arguments) of a new process, in a folder of its own: Unsloth writes modules there."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, VARIABLES),
+        ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), set_up, (folder,)) as pool,
+    ):
+        return pool.submit(function, *arguments).result()
 
 
-def answer(function) -> None:
-    """In such a process: call a function with the options, and print what it returns."""
+def set_up(folder: str) -> None:
+    """Set such a process up, before its function imports a library."""
+    os.chdir(folder)
     machine.prepare()
-    print("\n" + json.dumps(function(**json.loads(sys.argv[-1]))))
 
 
 # --- models ---
@@ -247,64 +245,91 @@ def check(library: str, results) -> str:
     Raises AssertionError if it is not, or if the kernel dequantized nothing.
     """
     expected = results()
-    if results() != expected:
-        raise AssertionError("results differ from run to run without the kernel: not timed")
     with variant(library, "with") as switch:
         if results() != expected:
-            raise AssertionError("results differ with the kernel, expected the same bits: not timed")
+            raise AssertionError("loss or gradients differ with the kernel: not measured")
         if not handled(switch):
-            raise AssertionError("the kernel dequantized nothing: not timed")
+            raise AssertionError("the kernel dequantized nothing: not measured")
         return str(switch)
 
 
-def speedup(times: dict[str, list[float]]) -> list[float]:
-    """Return (low, median, high) of the rounds' ratios of times without the kernel to times with it.
-
-    low, high: the 95% bootstrap interval of the median.
-    """
-    ratios = np.divide(times["without"], times["with"])
-    resampled = np.random.default_rng(3407).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(resampled, axis=1), (0.025, 0.975))
-    return [low, float(np.median(ratios)), high]
+# --- what a step takes ---
 
 
-def time_steps(library: str, sizes: dict, tokens, seconds: float) -> list:
-    """Compare and time training steps of one library, which is not imported yet. The first error ends it.
+def sums(events: list) -> dict[str, float]:
+    """Return {unit: sum} of what the profiler saw on the GPU. Kernels that dequantize are known by name."""
+    ran = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    dequantizing = [event for event in ran if "dequant" in event.name.lower()]
+    return {
+        "GPU ms": sum(event.time_range.elapsed_us() for event in ran) / 1e3,
+        "GPU ms dequantizing": sum(event.time_range.elapsed_us() for event in dequantizing) / 1e3,
+        "launches": len(ran),
+    }
 
-    Returns (case, unit, {name: values}) of each; prints what dequantized in one step.
-    """
+
+def measure(step: Callable) -> dict[str, float]:
+    """Return {unit: value} of two steps: the first by the wall clock, the second by the profiler."""
+    synchronize()
+    start = time.perf_counter()
+    step()
+    synchronize()
+    wall = 1e3 * (time.perf_counter() - start)
+    activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        step()
+        synchronize()
+    return {**sums(profiled.events()), "wall ms": wall}
+
+
+def compare(library: str, trainer: Trainer, ids) -> list[tuple]:
+    """Return (unit, {variant: values}) of each unit; with the kernel and without take turns."""
+    step, found = functools.partial(trainer.step, ids), {}
+    for _ in range(ROUNDS):
+        for name in VARIANTS:
+            with variant(library, name):
+                for unit, value in measure(step).items():
+                    found.setdefault(unit, {}).setdefault(name, []).append(value)
+    return list(found.items())
+
+
+def trainers_of(library: str, sizes: dict) -> Iterator[tuple[str, Trainer]]:
+    """Yield what to train and how it is called, one model after the other."""
     if library == "unsloth":  # adapters in fp32, under autocast
-        trainers = {"Unsloth": Trainer(unsloth_model(sizes), torch.bfloat16)}
-    else:
-        kinds = {"PEFT nested": NF4, "PEFT flat": FLAT}
-        trainers = {label: Trainer(peft_model(sizes, nf4=nf4)) for label, nf4 in kinds.items()}
-    cases = []
-    for shape in tokens:
-        ids = torch.randint(sizes["vocab_size"], shape).to(DEVICE)
-        case = f"{ids.numel()} tokens"
-        timers = {}
-        for label, trainer in trainers.items():
-            print(f"{label}, {case}: {check(library, functools.partial(trainer.results, ids))}")
-            step = functools.partial(trainer.step, ids)
-            step()
-            for name in VARIANTS:
-                inside = functools.partial(variant, library, name)
-                timers[label, name] = clocks.host_timer(step, COUNT, COUNT, inside, warm=False)
-        times = clocks.in_turns(timers, MOST_ROUNDS, seconds * len(trainers))
-        for label in trainers:
-            ms = {name: [us / 1e3 for us in times[label, name]] for name in VARIANTS}
-            cases.append((f"{label}, {case}", "ms", ms))
-            cases.append((f"{label}, {case}", "x", {"speedup": speedup(ms)}))
-    return cases
+        yield "Unsloth", Trainer(unsloth_model(sizes), torch.bfloat16)
+        return
+    for label, nf4 in (("PEFT nested", NF4), ("PEFT flat", FLAT)):
+        trainer = Trainer(peft_model(sizes, nf4=nf4))
+        yield label, trainer
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        yield f"{label}, checkpointing", trainer
 
 
-def time_training(section: str, problems: list[str]) -> Iterator[tuple]:
-    """Yield training steps with and without the kernel."""
-    library, sizes, tokens, seconds, cores = RUNS[section]
-    options = dict(library=library, sizes=sizes, tokens=tokens, seconds=seconds)
-    yield from in_new_process("-m", __name__, cores, timeout=500, **options)
+def time_steps(library: str, sizes: dict, tokens) -> tuple[list[tuple], list[str]]:
+    """Return (case, unit, {variant: values}) of all steps, and what went wrong. Print what dequantized.
+
+    library: not imported yet.
+    """
+    end = time.monotonic() + SECONDS
+    found, problems = [], []
+    for label, trainer in trainers_of(library, sizes):
+        for shape in tokens:
+            ids = torch.randint(sizes["vocab_size"], shape).to(DEVICE)
+            case = f"{label}, {ids.numel()} tokens"
+            if time.monotonic() > end:
+                problems.append(f"{case}, and what comes after it: not measured, {SECONDS} s are over")
+                return found, problems
+            try:
+                report = check(library, functools.partial(trainer.results, ids))
+                print(f"{case}: {report}", flush=True)
+                found += [(case, *values) for values in compare(library, trainer, ids)]
+            except (AssertionError, torch.OutOfMemoryError) as error:
+                problems.append(f"{case}: {why(error)}")
+            torch.cuda.empty_cache()
+    return found, problems
 
 
-if __name__ == "__main__":
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
-    answer(time_steps)
+def time_section(section: str, problems: list[str]) -> Iterator[tuple]:
+    """Yield what training steps take with the kernel and without."""
+    found, wrong = in_new_process(time_steps, *RUNS[section])
+    problems += wrong
+    yield from found

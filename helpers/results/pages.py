@@ -25,7 +25,7 @@ from helpers.results.store import CARDS, ROOT, Row, one, select
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-FOLDERS = (CARD, "nvidia-h200", SIMULATED, "cross-compiled")  # a block shows the first that has its section
+FOLDERS = (CARD, "nvidia-h200", SIMULATED)  # a block shows the first that has its section
 COLUMNS = (  # of the claim
     "card",
     "score (of 14)",
@@ -37,6 +37,7 @@ SHOWN = {  # cases or contenders of a section's table; the stored rows have more
     "gpu_time": SHAPES,  # speed_by_size shows all sizes
     "experts": ("4 of 128x1536x2048", "128 of 128x1536x2048", "4 of 256x1024x2048", "256 of 256x1024x2048"),
 }
+STEP_UNITS = ("GPU ms", "GPU ms dequantizing", "launches", "wall ms")
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     "copy_kernel": "a copy, best of several",
@@ -62,7 +63,7 @@ def number(value: float, unit: str, median: float = 1) -> str:
     if unit == "x":
         return shown(value)
     decimals = 0
-    if unit not in ("points", "registers", "combinations"):
+    if unit not in ("points", "combinations", "launches"):
         decimals = max(0, 2 - math.floor(math.log10(median)))
     return f"{value:,.{decimals}f}"
 
@@ -84,8 +85,10 @@ def cell(row: Row) -> str:
 
 def table(rows: list[Row], section: str) -> str:
     """Return a section's rows as a Markdown table: cases by contenders, the longer side down."""
-    found = []
-    for row in select(rows, section):
+    found, rows = [], select(rows, section)
+    if rows and section.startswith("step_gpu_time"):
+        return step_table(rows, section)
+    for row in rows:
         if section in SHOWN and row.case not in SHOWN[section] and row.contender not in SHOWN[section]:
             continue
         case, contender = title(row.case), title(row.contender)
@@ -93,8 +96,6 @@ def table(rows: list[Row], section: str) -> str:
             contender = FUNCTIONS.get(row.contender, contender)
         if section == "gpu_time":
             case = SHAPES[row.case]
-        if section == "machine_code":
-            contender += f" {row.unit}"
         found.append((case, contender, row.unit, cell(row)))
     if not found:
         return "Not measured yet."
@@ -104,6 +105,22 @@ def table(rows: list[Row], section: str) -> str:
         wide = wide.T
     units = ", ".join(frame["unit"].unique())
     return wide.rename_axis(units).to_markdown(disable_numparse=True)
+
+
+def step_table(rows: list[Row], section: str) -> str:
+    """Return what training steps take as a Markdown table: medians without the kernel, then with it."""
+    lines = []
+    for case in dict.fromkeys(row.case for row in rows):
+        line = [case]
+        for unit in STEP_UNITS:
+            both = [one(rows, section, case, variant, unit) for variant in ("without", "with")]
+            line.append(", ".join(number(row.median, unit, row.median) for row in both))
+            if unit == "GPU ms":
+                line[-1] += f" ({both[1].median / both[0].median - 1:+.0%})"
+            if unit == "wall ms":
+                line[-1] = ", ".join(map(cell, both))
+        lines.append(line)
+    return tabulate(lines, ("without, with", *STEP_UNITS), tablefmt="pipe", disable_numparse=True)
 
 
 def speedup(ratios) -> str:

@@ -48,6 +48,22 @@ def test_a_ratio_whose_range_touches_1_is_within_noise(values, text):
     assert pages.cell(Row("training", "PEFT", "speedup", "x", values)) == text
 
 
+def test_a_step_is_shown_without_the_kernel_and_with_it():
+    rows = []
+    for variant, *values in (("without", 49.6, 17.5, 7849, 412), ("with", 43.1, 12.2, 6959, 398)):
+        for unit, value in zip(pages.STEP_UNITS, values, strict=True):
+            times = [value, value, value + 9] if unit == "wall ms" else [value]
+            rows.append(Row("step_gpu_time", "PEFT nested, 128 tokens", variant, unit, times))
+    [*_, line] = pages.table(rows, "step_gpu_time").splitlines()
+    assert [text.strip() for text in line.strip("|").split("|")] == [
+        "PEFT nested, 128 tokens",
+        "49.6, 43.1 (-13%)",
+        "17.5, 12.2",
+        "7,849, 6,959",
+        "412 (412 to 421), 398 (398 to 407)",
+    ]
+
+
 @pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
 def test_what_a_page_names_exists(path):
     text = path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Short QLoRA runs with the kernel and without, to be compared bit for bit: PEFT, Unsloth, and TRL.
 
-As a file it is a process that makes a list of them, for training.in_new_process: Unsloth must be imported
-first and changes other libraries for good.
+training.in_new_process makes a list of them: Unsloth must be imported first and changes other libraries for
+good.
 """
 
 import os
@@ -134,7 +134,3 @@ def train_all(setups: list[dict]) -> list[dict]:
         os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
         import unsloth  # noqa: F401  it asks to come before transformers and peft
     return [train(**setup) for setup in setups]
-
-
-if __name__ == "__main__":
-    training.answer(train_all)

@@ -19,7 +19,7 @@ def compare(fsdp: int, steps=4) -> None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=fsdp) if fsdp else None
-    accelerator = Accelerator(fsdp_plugin=plugin, cpu=not machine.has_gpu())
+    accelerator = Accelerator(fsdp_plugin=plugin)
     losses = {}
     for name in training.VARIANTS:
         with training.deterministic(), training.variant("peft", name) as switch:

@@ -1,10 +1,13 @@
-"""The section `training` of the benchmark, and losses on several GPUs."""
+"""GPU time of training steps, and losses on several GPUs."""
 
-import numpy as np
+import types
+
 import pytest
 import several  # beside this file
 import torch
 from driver import SMALLEST
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from helpers import machine
 from helpers.bench import training
@@ -14,39 +17,42 @@ pytest.importorskip("bitsandbytes")
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
-def test_nested_and_flat_are_compared_and_timed(monkeypatch, capsys):
-    models, trainer = [], training.Trainer
-    monkeypatch.setattr(training, "Trainer", lambda model: models.append(model) or trainer(model))
-    found = training.time_steps("peft", SMALLEST, tokens=[(1, 16)], seconds=0)
-    shown = capsys.readouterr().out
-    nested = [model.config.quantization_config.bnb_4bit_use_double_quant for model in models]
-    assert nested == [True, False]
-    for case in ("PEFT nested, 16 tokens", "PEFT flat, 16 tokens"):
-        assert f"{case}: The kernel dequantized " in shown
-        times, ratios = (values for of, _, values in found if of == case)
-        assert [len(ms) for ms in times.values()] == [1, 1] and len(ratios["speedup"]) == 3
+def test_nested_and_flat_are_compared_and_measured(monkeypatch, capsys):
+    """With gradient checkpointing, the backward pass dequantizes for the forward pass, too."""
+    monkeypatch.setattr(training, "ROUNDS", 2)
+    found, problems = training.time_steps("peft", SMALLEST, [(1, 16)])
+    reports = capsys.readouterr().out
+    assert not problems and {unit for _, unit, _ in found} == {*training.sums([]), "wall ms"}
+    assert all([len(values) for values in times.values()] == [2, 2] for _, _, times in found)
+    for label in ("PEFT nested", "PEFT flat"):
+        for more, dequantized in (("", 4), (", checkpointing", 7)):
+            assert f"{label}{more}, 16 tokens: The kernel dequantized {dequantized} of " in reports
+            assert f"{label}{more}, 16 tokens" in {case for case, *_ in found}
 
 
-def test_other_results_are_not_timed():
-    with pytest.raises(AssertionError, match="results differ with the kernel"):
-        training.check("peft", iter("aab").__next__)
-    with pytest.raises(AssertionError, match="from run to run without the kernel"):
-        training.check("peft", iter("ab").__next__)
-    with pytest.raises(AssertionError, match="dequantized nothing"):
-        training.check("peft", lambda: "a")
+def test_the_sums_of_what_the_gpu_ran():
+    def event(name, us, device=DeviceType.CUDA, marked=False):
+        one = FunctionEvent(0, name, 0, 0, us, device_type=device)
+        one.is_user_annotation = marked
+        return one
+
+    ran = [event("gemm", 500), event("kDequantizeBlockwise<__half>", 30), event("_nf4_dequant_kernel", 70)]
+    not_a_kernel = [event("cudaLaunchKernel", 9, DeviceType.CPU), event("## Call", 600, marked=True)]
+    assert training.sums(ran + not_a_kernel) == {"GPU ms": 0.6, "GPU ms dequantizing": 0.1, "launches": 3}
 
 
-def test_the_interval_pairs_rounds():
-    drifting = np.geomspace(10, 40, 30)  # the clock drifts more than the kernel gains
-    slower = drifting * np.linspace(1.05, 1.15, 30)
-    low, median, high = training.speedup({"without": slower, "with": drifting})
-    assert 1.05 < low < median < high < 1.15 and median == pytest.approx(1.1)
-
-
-@pytest.mark.skipif(machine.has_gpu(), reason="accelerate takes the GPUs: see below")
-def test_losses_of_one_process_on_the_cpu():
-    pytest.importorskip("accelerate")
-    several.compare(0)
+def test_other_results_are_not_measured(monkeypatch):
+    results = iter(["1.5", "1.25", "2", "2"])
+    trainer = types.SimpleNamespace(results=lambda ids: next(results))
+    monkeypatch.setattr(training, "trainers_of", lambda *_: [("A", trainer)])
+    found, problems = training.time_steps("peft", {"vocab_size": 320}, [(1, 16), (1, 32)])
+    assert not found and [problem.split(": ", 2)[::2] for problem in problems] == [
+        ["A, 16 tokens", "loss or gradients differ with the kernel: not measured"],
+        ["A, 32 tokens", "the kernel dequantized nothing: not measured"],
+    ]
+    monkeypatch.setattr(training, "SECONDS", -1)
+    _, [late] = training.time_steps("peft", {"vocab_size": 320}, [(1, 16), (1, 32)])
+    assert late.startswith("A, 16 tokens, and what comes after it: not measured")
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ def records(library):
     if importlib.util.find_spec(library) is None:  # not imported here: Unsloth would change this process
         pytest.skip(f"{library} is not installed")
     setups = [dict(library=library, way=way) | run for run in RUNS[library].values() for way in WAYS]
-    done = iter(training.in_new_process(driver.__file__, timeout=900, setups=setups))
+    done = iter(training.in_new_process(driver.train_all, setups))
     return {name: (next(done), next(done)) for name in RUNS[library]}
 
 
@@ -79,7 +79,7 @@ def test_trl_is_the_same_in_every_way(monkeypatch):
     same = set()
     for way in (*WAYS, "callback", "NF4_TRITON=1"):  # each in a process of its own
         setups = [dict(library="trl", way=way, steps=4)]
-        [record] = training.in_new_process(driver.__file__, timeout=900, setups=setups)
+        [record] = training.in_new_process(driver.train_all, setups)
         same.add(str(record["same"]))
         kernel = sum(tally.get("by the kernel", 0) for tally in record["counts"].values())
         assert (kernel > 50) == (way != "without"), way
@@ -89,6 +89,7 @@ def test_trl_is_the_same_in_every_way(monkeypatch):
 @pytest.mark.skipif(machine.has_gpu(), reason="the GPU test above does more")
 def test_smallest_form_in_the_interpreter():
     """PEFT + bitsandbytes on the CPU. Unsloth needs a GPU; 50 steps would take minutes in the interpreter."""
-    on, off = (driver.train(way, rows=2, length=16, steps=2) for way in WAYS)
+    setups = [dict(library="peft", way=way, rows=2, length=16, steps=2) for way in WAYS]
+    on, off = training.in_new_process(driver.train_all, setups)
     check(on, off)
     assert sum(tally.get("by the kernel", 0) for tally in on["counts"].values()) > 0

@@ -6,7 +6,7 @@ kernel_general.py has every other layout.
 # %% tags=["module-only"]
 from .supported import OLDEST_TRITON
 
-# %% id="kernel" tags=["kernel"]
+# %% id="kernel"
 import triton
 import triton.language as tl
 
@@ -70,7 +70,7 @@ def _your_dequantize_nf4_kernel(
              cache_modifier=STORE_HINT)
 
 
-# %% Codebook and rounding id="kernel-parts" folded=true tags=["kernel"]
+# %% Codebook and rounding id="kernel-parts" folded=true
 from triton.language.extra import libdevice
 
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])

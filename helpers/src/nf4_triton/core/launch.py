@@ -20,7 +20,7 @@ from .settings import (
 )
 from .supported import NEWEST_TRITON
 
-# %% id="launch-path" tags=["launch"]
+# %% id="launch-path"
 def your_dequantize_nf4(layer):
     """Return the weight of a bitsandbytes Linear4bit, of its quant_state's shape and dtype."""
     try:
@@ -70,7 +70,7 @@ def relaunch(tensors, layout):
             return result
 
 
-# %% Read, check, launch for the first time, keep id="launch-first" folded=true tags=["launch"]
+# %% Read, check, launch for the first time, keep id="launch-first" folded=true
 import math
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)

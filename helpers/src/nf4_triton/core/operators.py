@@ -10,7 +10,7 @@ from .launch import fits, launch_ordinary, not_the_puzzles, prepare
 from .private import address_of, is_fake
 from .settings import INTERPRETED
 
-# %% The operator for torch.compile, export, and torch.func id="operator" folded=true tags=["launch"]
+# %% The operator for torch.compile, export, and torch.func id="operator" folded=true
 import typing
 
 

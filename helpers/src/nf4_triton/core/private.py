@@ -4,7 +4,7 @@ launch.py."""
 # %% tags=["module-only"]
 import torch
 
-# %% Private names of torch and Triton id="private" folded=true tags=["launch"]
+# %% Private names of torch and Triton id="private" folded=true
 try:
     # Compares several tensors with others in one C++ call; allocates without the dispatcher's Python part.
     from torch._C._dynamo.guards import TensorGuards, _empty_strided_cuda as empty_cuda

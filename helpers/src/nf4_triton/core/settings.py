@@ -9,7 +9,7 @@ from .supported import TILES, VERSION, interpreted
 
 INTERPRETED = interpreted()
 
-# %% Settings for each GPU id="settings" folded=true tags=["kernel"]
+# %% Settings for each GPU id="settings" folded=true
 import contextlib
 import dataclasses
 import functools

@@ -7,7 +7,7 @@
 # %% tags=["module-only"]
 import os
 
-# %% Versions, cards, and tiles id="supported" folded=true tags=["supported"]
+# %% Versions, cards, and tiles id="supported" folded=true
 VERSION = "1.4.0"  # of the package
 OLDEST_TRITON = (3, 4)  # 3.3 cannot compile the kernel's tl.gather
 NEWEST_TRITON = (3, 9)  # the newest that the tests ran with; newer ones launch the ordinary way
