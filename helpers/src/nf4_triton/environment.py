@@ -1,6 +1,6 @@
 """Describe the machine: GPU, driver, versions, and why the kernel cannot run here.
 
-Importing it imports neither torch nor Triton. The notebook's cell `rows` makes the same description.
+Importing it imports neither torch nor Triton. The notebook's cell `rows` prints most of it, too.
 """
 
 import datetime
