@@ -1,0 +1,159 @@
+"""The model and its names: built on meta, so that nothing of it takes memory. No code of a checkpoint is run."""
+
+import contextlib
+import copy
+import json
+import re
+import threading
+
+import torch
+
+from ..core.state import UnsupportedState
+from .sources import refuse
+
+LOCK = threading.RLock()  # around what transformers and PEFT do: their lazy imports race
+
+
+@contextlib.contextmanager
+def library(problem):
+    """Hold the lock, and raise what a library raises as an UnsupportedState."""
+    with LOCK:
+        try:
+            yield
+        except UnsupportedState:
+            raise
+        except Exception as error:
+            raise UnsupportedState(f"{problem} ({type(error).__name__}: {error})") from error
+
+
+def build(config):
+    """Return a model of transformers or diffusers on meta."""
+    problem = "no library builds the model of config.json: update transformers, or pass --unchecked"
+    if "auto_map" in config:
+        problem = f"config.json names code that comes with the checkpoint, which is not run; {problem}"
+    with library(problem), torch.device("meta"):
+        if "_class_name" in config:
+            import diffusers
+
+            return getattr(diffusers, config["_class_name"]).from_config(config)
+        import transformers
+
+        kind = getattr(transformers, config["architectures"][0])
+        settings = kind.config_class.from_dict(copy.deepcopy(config))
+        settings._attn_implementation = "eager"  # others can be code from the hub
+        return kind(settings)
+
+
+def names_in(model, names) -> dict:
+    """Return {name in a file: (its name in a model, pattern of the converter that makes that, or None)}."""
+    if not hasattr(model, "base_model_prefix"):  # of diffusers
+        return {name: (name, None) for name in names}
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, converters = conversions(model)
+    own, found = model.state_dict(), {}
+    for name in names:
+        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if target not in own and name in own:
+            target, converter = name, None
+        found[name] = target, converter
+    return found
+
+
+def conversions(model) -> tuple:
+    """Return transformers' (renamings, converters) from a file's tensors to a model's."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    steps = get_model_conversion_mapping(model)
+    return tuple(
+        [step for step in steps if isinstance(step, kind)] for kind in (WeightRenaming, WeightConverter)
+    )
+
+
+def fuse(model, target, tensors) -> dict:
+    """Return {name in the model: tensor} of the tensors of a file that become one.
+
+    tensors: {name in the file: (pattern of the converter, tensor)}
+    """
+    from transformers.core_model_loading import dot_natural_key
+
+    _, converters = conversions(model)
+    step = None
+    for name in sorted(tensors, key=dot_natural_key):
+        pattern, tensor = tensors[name]
+        step = step or copy.deepcopy(next(one for one in converters if pattern in one.source_patterns))
+        step.add_tensor(target, name, pattern, tensor)
+    made = step.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def split(model, tensors) -> dict:
+    """Return {name in the file: tensor} of tensors of the model: what fuse() made of them, undone."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def compare(model, likes):
+    """Check that a model can load tensors: none is missing, surplus, or of another shape."""
+    with library("the model cannot load the tensors: download them again, or pass --unchecked"):
+        if not hasattr(model, "base_model_prefix"):  # of diffusers
+            model.load_state_dict(likes, assign=True)
+            return
+        _, found = model.from_pretrained(
+            None,
+            config=model.config,
+            state_dict=likes,
+            device_map={"": "meta"},
+            dtype=torch.get_default_dtype(),  # with another one, transformers would set it for all threads
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    problems = [f"{kind.partition('_')[0]} {name}" for kind in found for name in found[kind]]
+    refuse("the model expects other tensors", problems, "download them again, or pass --unchecked")
+
+
+def tied_names(model) -> list:
+    """Return the names of each parameter: several, if it is tied."""
+    groups: dict = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [*groups.values()]
+
+
+def quantized_layers(model, how) -> set:
+    """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig."""
+    from bitsandbytes.nn import Linear4bit
+    from transformers.quantizers import AutoHfQuantizer
+
+    copied = copy.deepcopy(model)
+    AutoHfQuantizer.from_config(how, pre_quantized=False).preprocess_model(copied, device_map=None)
+    return {f"{path}.weight" for path, module in copied.named_modules() if isinstance(module, Linear4bit)}
+
+
+def kept_in_float32(model, dtype):
+    """Return a pattern of the parameters that transformers loads in float32 where others get a dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(dtype)
+    return build_glob_alternation(list(plan))[0] if plan else re.compile("(?!)")
+
+
+def changed(config, keys, value) -> dict:
+    """Return a config with another value where it has one of the keys, at any depth, and not quantized."""
+
+    def change(part):
+        part.pop("quantization_config", None)
+        return {key: value if key in keys else old for key, old in part.items()}
+
+    return json.loads(json.dumps(config), object_hook=change)
+
+
+def untied(config, model) -> dict:
+    """Return the config of a model whose embeddings are no longer tied."""
+    key, scales = "tie_word_embeddings", "scale_decoder_outputs"
+    config = changed(config | {key: False}, [key], False)
+    if hasattr(model.config, scales):  # T5 would read it from the key
+        config[scales] = model.config.scale_decoder_outputs
+    return config
