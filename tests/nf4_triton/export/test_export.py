@@ -140,7 +140,7 @@ def make(own_bitsandbytes, tmp_path_factory):
         (model / "templates").mkdir()
         for name in SMALL:
             (model / name).write_text("{}")
-        export_checkpoint(folder / "out", model, shard_size="60KB" if family == "Llama" else "5GB")
+        export_checkpoint(model, folder / "out", shard_size="60KB" if family == "Llama" else "5GB")
         return model, folder / "out"
 
     return make
@@ -200,7 +200,7 @@ def test_a_merge_is_that_of_peft(make, tmp_path, family, name):
     """On weights in 4 bits and in 16 (o_proj). Llama's embeddings are tied, until a copy of one is saved."""
     expected = add_adapter(family, make, tmp_path / "adapter", ADAPTERS[name])
     *_, merged = export_checkpoint(
-        tmp_path / "out", make(family)[0], tmp_path / "adapter", shard_size="100KB"
+        tmp_path / "adapter", tmp_path / "out", base=make(family)[0], shard_size="100KB"
     )
     got = load(family, tmp_path / "out").state_dict()
     untied = '"tie_word_embeddings": false' in (tmp_path / "out" / "config.json").read_text()
@@ -217,7 +217,7 @@ def test_t5_untied_scales_its_output_as_before(make, tmp_path):
     del config["tie_word_embeddings"], config["scale_decoder_outputs"]
     file.write_text(json.dumps(config))
     add_adapter("T5", make, tmp_path / "adapter", {"modules_to_save": ["lm_head"]})
-    export_checkpoint(tmp_path / "out", model, tmp_path / "adapter")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=model)
     assert load("T5", tmp_path / "out").config.scale_decoder_outputs
 
 
@@ -251,7 +251,7 @@ def test_equal_tensors_stay_tied(make, given):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
     files.save_file(tensors, file)
     expected = add_adapter("GPT-2", make, given / "adapter", {"target_modules": ["lm_head"]})
-    export_checkpoint(given / "out", given / "model", given / "adapter")
+    export_checkpoint(given / "adapter", given / "out", base=given / "model")
     got = load("GPT-2", given / "out").state_dict()
     assert all(same_bits(got[key], expected[key]) for key in expected)
 

@@ -110,7 +110,7 @@ class Plan:
             names = [name for name in names if name not in apart]
             copied = [name for name in names if name in self.adapter.saved]
             kept = [name for name in names if name not in copied]
-            if copied and kept:
+            if copied and len(names) > 1:
                 self.untied = True
                 there += [name for name in names if name not in there]
             for name in there:
@@ -132,9 +132,8 @@ class Plan:
                 groups.setdefault(target, {})[name] = converter
         used: set = set()
         for target, names in groups.items():
-            found = changes & fuse(
-                self.model, target, {name: (names[name], self.made[name].like) for name in names}
-            )
+            likes = {name: (converter, self.made[name].like) for name, converter in names.items()}
+            found = changes & fuse(self.model, target, likes).keys()
             if found:
                 used |= found
                 for name in names:
