@@ -78,7 +78,7 @@ def export_checkpoint(
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
     built, training = None, None
     if adapter or trained_in or not unchecked:
-        built = build(model.config)
+        built = build(model.folder, model.config)
     if trained_in:
         training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     elif load_dtype or skip_modules:

@@ -26,8 +26,8 @@ def library(problem):
             raise UnsupportedState(f"{problem} ({type(error).__name__}: {error})") from error
 
 
-def build(config):
-    """Return a model of transformers or diffusers on meta."""
+def build(folder, config):
+    """Return the model of a folder's config.json on meta, of transformers or diffusers."""
     problem = "no library builds the model of config.json: update transformers, or pass --unchecked"
     if "auto_map" in config:
         problem = f"config.json names code that comes with the checkpoint, which is not run; {problem}"
@@ -39,8 +39,10 @@ def build(config):
         import transformers
 
         kind = getattr(transformers, config["architectures"][0])
-        settings = kind.config_class.from_dict(copy.deepcopy(config))
+        settings = kind.config_class.from_pretrained(folder)
         settings._attn_implementation = "eager"  # others can be code from the hub
+        if hasattr(settings, "quantization_config"):
+            del settings.quantization_config
         return kind(settings)
 
 
