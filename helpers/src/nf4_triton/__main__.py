@@ -21,7 +21,7 @@ SHOWN = (*environment.PACKAGES, "unsloth_zoo", "accelerate", "trl", "axolotl")
 VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 EXPORT = {  # option: help
-    "--base": "what an adapter is merged into, such as a/b or a/b@REVISION (default: as adapter_config.json says)",
+    "--base": "what an adapter is merged into: a folder, a/b, a/b@REVISION (default: what it was trained on)",
     "--trained-in": "nf4, nf4+double, fp4, or fp4+double, if training quantized a 16-bit base on loading",
     "--load-dtype": "the dtype in which that training loaded the base (default: its config's)",
     "--skip-modules": "that training's llm_int8_skip_modules, such as lm_head,o_proj",
@@ -108,7 +108,7 @@ def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
         if adapter or (os.path.exists(out) and not os.path.exists(source)):  # as 1.4.0 had it
             model, out = (source, out) if os.path.exists(source) else (out, source)
             raise ValueError(
-                f"SOURCE comes first. Type: nf4_triton export "
+                "SOURCE comes first. Type: nf4_triton export "
                 + shlex.join([adapter, out, "--base", model] if adapter else [model, out])
             )
         from . import export_checkpoint

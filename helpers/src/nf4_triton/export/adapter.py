@@ -13,9 +13,9 @@ from .sources import refuse
 PREFIX = "base_model.model."  # of an adapter's names
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
 # change the base when PEFT injects the adapter.
-KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config exclude_modules
-fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
-modules_to_save peft_type peft_version r rank_pattern revision runtime_config target_modules target_parameters
+KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config
+exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha
+lora_dropout modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters
 task_type use_dora use_rslora""".split()
 STARTS = [True, False, "gaussian", "eva", "orthogonal"]  # others change the base
 
@@ -56,7 +56,7 @@ class Adapter:
         for path, module in tuned.named_modules():
             if isinstance(module, BaseTunerLayer):
                 parameter = f"{plain(path)}.{getattr(module, 'parameter_name', 'weight')}"
-                own_values = {key: values.pop(key) for key in list(values) if is_part(key, path)}
+                own_values = {key: values.pop(key) for key in list(values) if key.startswith(f"{path}.lora_")}
                 self.layers[parameter] = module, {key[len(path) + 1 :]: own_values[key] for key in own_values}
         self.saved = {plain(key) for key in values if ".modules_to_save." in key}
         # {parameter of the model: the tensor that takes its place}
@@ -82,7 +82,7 @@ def lora_config(peft, fields):
     """Return PEFT's config. Refuse what changes the base itself."""
     if fields.get("peft_type") != "LORA":
         raise UnsupportedState(f"peft_type={fields.get('peft_type')}, expected LORA: merge it with PEFT")
-    known = {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig)} - {"runtime_config"}
     config = peft.LoraConfig(**{key: value for key, value in fields.items() if key in known})
     default = peft.LoraConfig()
     problems = [
@@ -92,12 +92,6 @@ def lora_config(peft, fields):
     ]
     if config.init_lora_weights not in STARTS:
         problems.append(f"init_lora_weights={config.init_lora_weights}")
-    if (
-        not config.r
-        or not isinstance(config.lora_alpha, (int, float))
-        or config.lora_alpha != config.lora_alpha
-    ):
-        problems.append(f"r={config.r}, lora_alpha={config.lora_alpha}")
     refuse("the adapter's config cannot be merged here", problems, "check it, or merge it with PEFT")
     config.init_lora_weights = False  # nothing is trained here
     config.base_model_name_or_path = None
@@ -107,8 +101,3 @@ def lora_config(peft, fields):
 def plain(key) -> str:
     """Return the name that a module or tensor has in the model without PEFT."""
     return re.sub(r"\.(base_layer|original_module|modules_to_save\.default)\b", "", key.removeprefix(PREFIX))
-
-
-def is_part(key, path) -> bool:
-    """Return whether a tensor is LoRA's, of the layer at this path."""
-    return key.startswith(f"{path}.lora_")

@@ -14,23 +14,19 @@ from .adapter import Adapter
 from .checkpoint import PART
 from .model import build, changed, compare, kept_in_float32, library, quantized_layers, untied
 from .plan import Plan, Training
-from .sources import find, small_files, stat
+from .sources import find, small_files
 from .write import write
 
-DTYPES = {
-    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("float32", "fp32", "float"), torch.float32),
-}
-TYPES = ("nf4", "nf4+double", "fp4", "fp4+double")
+SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+KINDS = ("nf4", "nf4+double", "fp4", "fp4+double")
 
 
 class Counts(NamedTuple):
-    """How many tensors of the new checkpoint were written, and how many of them came to be how."""
+    """How many tensors the new checkpoint has."""
 
     written: int
-    dequantized: int  # from 4 bits, stored or as training saw them
-    merged: int  # changed by the adapter
+    dequantized: int  # of these: from 4 bits, stored or as training saw them
+    merged: int  # of these: changed by the adapter
 
 
 def export_checkpoint(
@@ -56,9 +52,9 @@ def export_checkpoint(
     a 16-bit base on loading. The result then has the weights that training saw.
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
-    dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, and that of what is copied.
+    dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
     shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
-    device: on which to quantize, dequantize, and merge. Default: the GPU, if there is one.
+    device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
     by name. A merge is that of merge_and_unload() on the dequantized model, on the same device.
@@ -67,87 +63,67 @@ def export_checkpoint(
     out = Path(out).expanduser()
     if os.path.lexists(out) or not out.parent.is_dir():
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
-    size, dtype, load_dtype = (
-        to_bytes(shard_size),
-        to_dtype("dtype", dtype),
-        to_dtype("load_dtype", load_dtype),
-    )
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    size, dtype, load_dtype = to_bytes(shard_size), to_dtype(dtype), to_dtype(load_dtype)
+    device = to_device(device)
     model, adapter = find(source, base)
     if out.resolve().is_relative_to(model.folder.resolve()):
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
-    built, training = None, None
+    built = merging = None
     if adapter or trained_in or not unchecked:
         built = build(model.folder, model.config)
-    if trained_in:
-        training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
-    elif load_dtype or skip_modules:
-        raise UnsupportedState("load_dtype and skip_modules belong to trained_in: pass it, too")
-    merging = None
+    training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     if adapter:
         tensors = {name: file.get_tensor(name) for name, file in adapter.tensors.items()}
         merging = Adapter(adapter.name, adapter.config, tensors, built)
     plan = Plan(model.tensors, built, merging, dtype, training, device)
-    made = plan.made.values()
-    quantized = sum(one.packed or one.quantized for one in made)
-    if not quantized and not adapter:
-        raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
-    if not quantized:
-        say(
-            "The base is merged in 16 bit, as it is. If training loaded it in 4 bit, pass --trained-in nf4+double."
-        )
     if built:
-        compare(built, {name: one.like for name, one in plan.made.items()})
+        compare(built, {name: made.like for name, made in plan.made.items()})
+    dequantized = sum(made.packed or made.quantized for made in plan.made.values())
+    if not dequantized and not adapter:
+        raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
+    if not dequantized:
+        say("The base is merged in 16 bit. If training loaded it in 4 bit, pass --trained-in nf4+double.")
     new = dtype or (training and training.dtype)
     config = changed(model.config, ["dtype", "torch_dtype"] if new else [], str(new).removeprefix("torch."))
     if plan.untied:
         config = untied(config, built)
-
-    def unchanged():
-        for one in filter(None, (model, adapter)):
-            if stat(one.stats) != one.stats:
-                raise UnsupportedState(f"{one.name} changed during the export: export it again")
-
     small = small_files(model.folder, adapter and adapter.folder)
-    write(out, config, plan, size, small, unchanged)
-    return Counts(len(made), quantized, sum(bool(one.given or one.layers or one.fused) for one in made))
+    write(out, config, plan, size, small, [model, adapter] if adapter else [model])
+    return Counts(len(plan.made), dequantized, sum(plan.changed(name) for name in plan.made))
 
 
 def how_trained(kind, load_dtype, skip_modules, model, built, device):
-    """Return the Training of a 16-bit base; None for a 4-bit base, which holds what training saw."""
-    if kind not in TYPES:
-        raise UnsupportedState(f"trained_in is {kind}, expected one of {', '.join(TYPES)}")
+    """Return the Training of a 16-bit base; None for a base that is used as it is."""
+    if not kind and not load_dtype and not skip_modules:
+        return None
+    if kind not in KINDS:
+        raise UnsupportedState(
+            f"trained_in is {kind}, expected one of {', '.join(KINDS)}; load_dtype and skip_modules need it"
+        )
     if any(PART.fullmatch(key) for key in model.tensors):
         how = model.config.get("quantization_config") or {}
-        stored = how.get("bnb_4bit_quant_type", "fp4") + "+double" * bool(
-            how.get("bnb_4bit_use_double_quant")
-        )
+        double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
+        stored = how.get("bnb_4bit_quant_type", "fp4") + double
         if kind != stored or load_dtype or skip_modules:
-            raise UnsupportedState(
-                f"{model.name} is in 4 bit ({stored}) and is used as it is: omit trained_in"
-            )
+            raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None
     if problem := missing("bitsandbytes", "accelerate"):
         raise UnsupportedState(f"trained_in needs bitsandbytes. {problem}")
     with library(f"transformers cannot quantize {type(built).__name__}"):
-        import bitsandbytes
+        from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig
 
-        quant_type, _, double = kind.partition("+")
-        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
-        layers = quantized_layers(built, how)
+        layers = quantized_layers(
+            built, BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
+        )
         if not load_dtype:
             load_dtype = built.config.dtype or torch.float32
-            say(
-                f"Loaded as {load_dtype}, as the base's config says. If training loaded another dtype, pass it."
-            )
+            say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
         float32 = kept_in_float32(built, load_dtype)
-    say(
-        f"{len(layers)} layers are quantized to {kind} on {device} by bitsandbytes {bitsandbytes.__version__}."
-    )
-    return Training(
-        load_dtype, float32, layers, {"quant_type": quant_type, "compress_statistics": bool(double)}
-    )
+    say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
+    quant_type, _, double = kind.partition("+")
+    how = {"quant_type": quant_type, "compress_statistics": bool(double)}
+    return Training(load_dtype, float32, layers, how)
 
 
 def to_bytes(size) -> int:
@@ -161,9 +137,20 @@ def to_bytes(size) -> int:
     return int(number)
 
 
-def to_dtype(name, dtype):
+def to_dtype(dtype):
     """Return a torch dtype of a name as people write it."""
     text = str(dtype).removeprefix("torch.")
-    if dtype and text not in DTYPES:
-        raise UnsupportedState(f"{name} is {dtype}, expected float16, bfloat16, or float32")
-    return DTYPES.get(text)
+    text = SHORT.get(text, text)
+    if dtype and text not in SHORT.values():
+        raise UnsupportedState(f"dtype is {dtype}, expected float16, bfloat16, or float32")
+    return getattr(torch, text) if dtype else None
+
+
+def to_device(device) -> torch.device:
+    """Return a device that is here."""
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, dtype=torch.uint8, device=device)
+        return device
+    except (AssertionError, RuntimeError) as error:
+        raise UnsupportedState(f"device is {device}, expected one that is here, such as cpu") from error

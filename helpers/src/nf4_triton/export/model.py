@@ -1,8 +1,9 @@
-"""The model and its names: built on meta, so that nothing of it takes memory. No code of a checkpoint is run."""
+"""The model and its names: built on meta, without memory. Code that comes with a checkpoint is not run."""
 
 import contextlib
 import copy
 import json
+import logging
 import re
 import threading
 
@@ -16,14 +17,22 @@ LOCK = threading.RLock()  # around what transformers and PEFT do: their lazy imp
 
 @contextlib.contextmanager
 def library(problem):
-    """Hold the lock, and raise what a library raises as an UnsupportedState."""
+    """Hold the lock, and raise what a library raises as an UnsupportedState, without its table of names."""
+    thread, report = threading.get_ident(), logging.getLogger("transformers.modeling_utils")
+
+    def of_others(record):
+        return record.thread != thread
+
     with LOCK:
+        report.addFilter(of_others)
         try:
             yield
         except UnsupportedState:
             raise
         except Exception as error:
             raise UnsupportedState(f"{problem} ({type(error).__name__}: {error})") from error
+        finally:
+            report.removeFilter(of_others)
 
 
 def build(folder, config):
@@ -47,44 +56,35 @@ def build(folder, config):
 
 
 def names_in(model, names) -> dict:
-    """Return {name in a file: (its name in a model, pattern of the converter that makes that, or None)}."""
+    """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}."""
     if not hasattr(model, "base_model_prefix"):  # of diffusers
         return {name: (name, None) for name in names}
-    from transformers.core_model_loading import rename_source_key
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    renamings, converters = conversions(model)
-    own, found = model.state_dict(), {}
+    steps, own, found = get_model_conversion_mapping(model), model.state_dict(), {}
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
     for name in names:
-        target, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if target not in own and name in own:
-            target, converter = name, None
-        found[name] = target, converter
+            target, pattern = name, None
+        found[name] = target, by_pattern.get(pattern)
     return found
 
 
-def conversions(model) -> tuple:
-    """Return transformers' (renamings, converters) from a file's tensors to a model's."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    steps = get_model_conversion_mapping(model)
-    return tuple(
-        [step for step in steps if isinstance(step, kind)] for kind in (WeightRenaming, WeightConverter)
-    )
-
-
-def fuse(model, target, tensors) -> dict:
+def fuse(model, target, parts) -> dict:
     """Return {name in the model: tensor} of the tensors of a file that become one.
 
-    tensors: {name in the file: (pattern of the converter, tensor)}
+    parts: {name in the file: (what names_in() returns, tensor)}
     """
     from transformers.core_model_loading import dot_natural_key
 
-    _, converters = conversions(model)
-    step = None
-    for name in sorted(tensors, key=dot_natural_key):
-        pattern, tensor = tensors[name]
-        step = step or copy.deepcopy(next(one for one in converters if pattern in one.source_patterns))
+    names = sorted(parts, key=dot_natural_key)
+    step = copy.deepcopy(parts[names[0]][0][0])
+    for name in names:
+        (_, pattern), tensor = parts[name]
         step.add_tensor(target, name, pattern, tensor)
     made = step.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -10,8 +10,7 @@ from .checkpoint import PART, read_checkpoint
 from .model import fuse, names_in, split, tied_names
 from .sources import refuse
 
-FLOATS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64"}
-TYPES = FLOATS | {torch.bool: "BOOL", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclasses.dataclass
@@ -30,14 +29,14 @@ class Made:
 
     source: str  # its name in the old one
     like: torch.Tensor  # on meta: its shape and dtype
-    target: str = ""  # its name in the model; empty without a model
     packed: bool = False  # in 4 bits in the old one
     loaded: torch.dtype | None = None  # what training loaded it in, if that is to be repeated
     quantized: bool = False  # training quantized it
     transposed: bool = False  # Conv1D holds the transposed weight, in 16 bits alone
-    given: list = dataclasses.field(default_factory=list)  # the adapter's tensors that take its place
-    layers: list = dataclasses.field(default_factory=list)  # parameters whose adapter is merged into it
-    fused: tuple = ()  # (target, {name: converter}) of all that become one tensor which the adapter changes
+    names: list = dataclasses.field(default_factory=list)  # the parameters of the model that it stands for
+    fused: list = dataclasses.field(
+        default_factory=list
+    )  # all that become one tensor that the adapter changes
 
 
 class Plan:
@@ -51,13 +50,17 @@ class Plan:
         for key in tensors:
             part = PART.fullmatch(key)
             self.keys.setdefault(part[1] if part else key, []).append(key)
+        # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys) if model else {}
         own = model.state_dict() if model else {}
         self.made = {name: self.without_adapter(name, own) for name in self.keys}
+        self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
         self.ready: dict = {}  # tensors that were made together, until each is asked for
         self.untied = False
         if adapter:
-            self.connect()
+            used = self.connect_fused() | self.connect()
+            unused = sorted(self.changes - used)
+            refuse("the adapter changes what is not in the checkpoint", unused, "pass its base")
 
     def read(self, name, device="cpu") -> tuple:
         """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
@@ -73,101 +76,94 @@ class Plan:
     def without_adapter(self, name, own) -> Made:
         """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
         tensor, state = self.read(name)
-        old = state or tensor
+        dtype, shape = (state or tensor).dtype, (state or tensor).shape
         target, converter = self.targets.get(name, ("", None))
-        known = own.get(target) if not converter else None
-        if old.dtype not in (FLOATS if known is None or known.is_floating_point() else TYPES):
+        known = None if converter else own.get(target)
+        if dtype not in FLOATS and (known is None or known.is_floating_point()):
             raise UnsupportedState(
-                f"{name} is {old.dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
+                f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        made = Made(name, torch.empty(old.shape, dtype=old.dtype, device="meta"), target, bool(state))
+        made = Made(name, torch.empty(shape, dtype=dtype, device="meta"), bool(state))
         if known is not None:
-            conv1d = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
             made.quantized = self.training is not None and target in self.training.layers
-            made.transposed = conv1d and (bool(state) or made.quantized)
+            conv1d = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
+            made.transposed = conv1d and (made.packed or made.quantized)
         if made.transposed and state:
             made.like = made.like.t()
-        if old.dtype in FLOATS:
+        if dtype in FLOATS:
             if self.training:
                 kept = self.training.float32.search(target)
                 made.loaded = torch.float32 if kept else self.training.dtype
-            made.like = made.like.to(self.dtype or made.loaded or old.dtype)
+            made.like = made.like.to(self.dtype or made.loaded or dtype)
         return made
 
-    def connect(self):
-        """Note what the adapter changes. Add the tensors that a saved copy unties."""
-        changes = self.adapter.layers.keys() | self.adapter.given.keys()
-        used = self.connect_fused(changes)
-        stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
-        for names in tied_names(self.model):
-            there = [name for name in names if name in stored]
-            if not there or changes.isdisjoint(names):
-                continue
-            first = self.base(stored[there[0]]) if len(there) > 1 else None
-            # transformers ties what is stored if it is equal.
-            apart = [name for name in there[1:] if not first.equal(self.base(stored[name]).to(first))]
-            names = [name for name in names if name not in apart]
-            copied = [name for name in names if name in self.adapter.saved]
-            kept = [name for name in names if name not in copied]
-            if copied and len(names) > 1:
-                self.untied = True
-                there += [name for name in names if name not in there]
-            for name in there:
-                own = kept if name in kept else [name]
-                model = self.made[stored.get(name, stored[there[0]])]
-                given = [self.adapter.given[other] for other in own if other in self.adapter.given]
-                layers = [other for other in own if other in self.adapter.layers]
-                self.made[stored.get(name, name)] = dataclasses.replace(
-                    model, target=name, given=given, layers=layers
-                )
-                used |= {*own}
-        refuse("the adapter changes what is not in the checkpoint", sorted(changes - used), "pass its base")
-
-    def connect_fused(self, changes) -> set:
-        """Note which tensors are fused before the adapter changes them, such as experts. Return its changes."""
+    def connect_fused(self) -> set:
+        """Note which tensors become one, such as experts, that the adapter changes. Return these changes."""
         groups: dict = {}
         for name, (target, converter) in self.targets.items():
             if converter:
-                groups.setdefault(target, {})[name] = converter
+                groups.setdefault(target, {})[name] = converter, self.made[name].like
         used: set = set()
-        for target, names in groups.items():
-            likes = {name: (converter, self.made[name].like) for name, converter in names.items()}
-            found = changes & fuse(self.model, target, likes).keys()
-            if found:
-                used |= found
-                for name in names:
-                    self.made[name].fused = target, names
+        for target, parts in groups.items():
+            found = self.changes & fuse(self.model, target, parts).keys()
+            used |= found
+            for name in parts if found else ():
+                self.made[name].fused = [*parts]
         return used
+
+    def connect(self) -> set:
+        """Note which others the adapter changes, return these. Add the tensors that a saved copy unties."""
+        stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
+        used: set = set()
+        for names in tied_names(self.model):
+            there = [name for name in names if name in stored]
+            if not there or self.changes.isdisjoint(names):
+                continue
+            used |= {*names}
+            first = self.base(stored[there[0]])
+            # transformers ties what is stored if it is equal.
+            apart = [name for name in there[1:] if not first.equal(self.base(stored[name]).to(first))]
+            names = [name for name in names if name not in apart]
+            kept = [name for name in names if name not in self.adapter.saved]
+            if len(kept) < len(names) > 1:
+                self.untied = True
+                there += [name for name in names if name not in there]
+            for name in there:
+                made = self.made[stored.get(name, stored[there[0]])]
+                own = kept if name in kept else [name]
+                self.made[stored.get(name, name)] = dataclasses.replace(made, names=own)
+        return used
+
+    def changed(self, name) -> bool:
+        """Return whether the adapter changes a tensor."""
+        made = self.made[name]
+        return bool(made.fused) or not self.changes.isdisjoint(made.names)
 
     def make(self, name) -> torch.Tensor:
         """Return a tensor of the new checkpoint."""
         made = self.made[name]
-        if made.fused:
-            return self.make_fused(name, *made.fused)
-        tensor = made.given[-1].to(made.like.dtype) if made.given else self.base(name)
-        if made.layers:
-            tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
-        for layer in made.layers:
-            tensor = self.adapter.merge(layer, tensor)
-        return self.checked(name, tensor)
-
-    def make_fused(self, name, target, names) -> torch.Tensor:
-        """Return one of the tensors that are fused, merged, and split again. Keep the others."""
+        if not made.fused:
+            return self.checked(name, self.adapted(self.base(name), made.names))
         if name not in self.ready:
-            tensors = fuse(self.model, target, {part: (names[part], self.base(part)) for part in names})
-            for key, tensor in tensors.items():
-                tensor = self.adapter.given.get(key, tensor).to(tensor.dtype)
-                if key in self.adapter.layers:
-                    tensor = self.adapter.merge(key, tensor.to(self.device))
-                tensors[key] = tensor
-            self.ready = split(self.model, tensors)
-            refuse(
-                f"{target} cannot be split again",
-                sorted(names.keys() ^ self.ready.keys()),
-                "merge it with PEFT",
-            )
+            target = self.targets[name][0]
+            parts = {part: (self.targets[part][1], self.base(part)) for part in made.fused}
+            fused = fuse(self.model, target, parts)
+            self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
+            lost = sorted(parts.keys() ^ self.ready.keys())
+            refuse(f"{target} cannot be split again", lost, "merge it with PEFT")
         return self.checked(name, self.ready.pop(name))
+
+    def adapted(self, tensor, names) -> torch.Tensor:
+        """Return a tensor with the adapter's changes of the parameters that it stands for."""
+        for name in self.changes.intersection(names):
+            tensor = self.adapter.given.get(name, tensor).to(tensor.dtype)
+        layers = [name for name in names if name in self.changes & self.adapter.layers.keys()]
+        if layers:
+            tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
+        for name in layers:
+            tensor = self.adapter.merge(name, tensor)
+        return tensor
 
     def base(self, name) -> torch.Tensor:
         """Return a tensor without the adapter, as training saw it, in its new dtype."""
@@ -198,7 +194,7 @@ class Plan:
                 f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}: if the adapter has new"
                 " tokens, export the model alone, then resize_token_embeddings() and merge with PEFT"
             )
-        new = made.given or made.layers or made.fused or made.loaded or self.dtype
+        new = self.changed(name) or made.loaded or self.dtype
         if new and like.is_floating_point() and like.numel():
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
                 raise UnsupportedState(

@@ -25,8 +25,8 @@ SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_
 LEFT = re.compile(r"(.*\.index|config|adapter_config|trainer_state|.*_results)\.json")
 # A folder without the weights that are looked for: what it holds instead, and what to do.
 INSTEAD = {
-    "adapter_config.json": "is an adapter: pass it as SOURCE, and its base as --base. To add a second adapter,"
-    " export the first one, then pass that folder as --base",
+    "adapter_config.json": "is an adapter: pass it as SOURCE, its base as --base. For a second one, export"
+    " the first one, then pass that folder as --base",
     "*.gguf": "holds GGUF, which is no longer in bitsandbytes' 4 bits: pass what it was made from",
     "*.bin": "holds .bin files, which can run code: load and save it with save_pretrained(), which writes"
     " safetensors",
@@ -42,6 +42,11 @@ class Source:
     tensors: dict  # {name: the open file that holds it}
     config: dict  # of the model, or of the adapter; empty if there is none
     stats: dict  # {file: what changes when somebody writes it}
+
+    def check(self):
+        """Raise if somebody wrote to a file since it was opened."""
+        if stat(self.stats) != self.stats:
+            raise UnsupportedState(f"{self.name} changed during the export: export it again")
 
 
 def find(source, base=None) -> tuple:
@@ -91,7 +96,7 @@ def open_model(name, path) -> Source:
     kind = "8-bit bitsandbytes" if how.get("load_in_8bit") else how.get("quant_method") or "bitsandbytes"
     if kind != "bitsandbytes":
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected 4-bit bitsandbytes or 16 bit: pass what it was made from"
+            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: pass its original"
         )
     return source
 
@@ -174,16 +179,15 @@ def refuse(what, problems, do):
 
 
 def small_files(folder, adapter=None) -> dict:
-    """Return {name in OUT: path} of tokenizer, licenses, and the like: the adapter's tokenizer, if it has one."""
+    """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
     found = listed(folder, [*SMALL, *module_files(folder)])
     if adapter:
         theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs
-        say(
-            f"Tokenizer and chat template: {', '.join(sorted(theirs)) + ' of the adapter' if theirs else 'those of the base'}"
-        )
+        whose = f"the adapter's ({', '.join(sorted(theirs))})" if theirs else "the base's"
+        say(f"Tokenizer and chat template: {whose}")
     return found
 
 
