@@ -1,9 +1,4 @@
-"""doctor: check this machine (GPU, versions, correctness, what use_nf4_kernel() takes over, speed) and say
-what to do. bench: time the kernel beside bitsandbytes and Unsloth at several sizes; takes a minute.
-export: write a checkpoint with 4-bit weights in 16 bit, and merge a LoRA adapter into it.
-
-The exit status is 0 if the kernel works here, 1 if it does not.
-"""
+"""Dequantize 4-bit weights: check this machine, time the kernel, or export a checkpoint in 16 bit."""
 
 import argparse
 import importlib
@@ -18,9 +13,16 @@ from .environment import missing
 
 LIBRARIES = ("unsloth", "axolotl", "transformers", "peft")  # Unsloth wants to be imported first
 SHOWN = (*environment.PACKAGES, "unsloth_zoo", "accelerate", "trl", "axolotl")
+NEEDED = ("torch", "numpy", "huggingface_hub", "safetensors", "tqdm", "transformers", "peft", "bitsandbytes")
 VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
-EXPORT = {  # option: help
+DOCTOR = "check this machine, and say what to do; the exit status is 1 if the kernel does not work here"
+BENCH = "time the kernel beside bitsandbytes and Unsloth at several sizes; takes a minute"
+EXPORT = "write a 4-bit checkpoint in 16 bit, or merge a LoRA adapter into its base"
+EXAMPLES = """examples:
+  nf4_triton doctor
+  nf4_triton export outputs/checkpoint-500 merged"""
+OPTIONS = {  # option: help
     "--base": "what an adapter is merged into: a folder, a/b, a/b@REVISION (default: what it was trained on)",
     "--trained-in": "nf4, nf4+double, fp4, or fp4+double, if training quantized a 16-bit base on loading",
     "--load-dtype": "the dtype in which that training loaded the base (default: its config's)",
@@ -33,18 +35,22 @@ EXPORT = {  # option: help
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status, 130 after Ctrl-C."""
-    parser = argparse.ArgumentParser("nf4_triton", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
-    commands = parser.add_subparsers(required=True)
-    commands.add_parser("doctor").set_defaults(run=doctor)
-    commands.add_parser("bench").set_defaults(run=bench)
-    exporting = commands.add_parser("export")
+    commands = parser.add_subparsers(required=True, metavar="doctor | bench | export")
+    commands.add_parser("doctor", help=DOCTOR).set_defaults(run=doctor)
+    commands.add_parser("bench", help=BENCH).set_defaults(run=bench)
+    exporting = commands.add_parser(
+        "export", help=EXPORT, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
+    )
     exporting.set_defaults(run=export)
     exporting.add_argument(
         "source", help="a 4-bit checkpoint or an adapter: a folder, a file, or a name on the hub"
     )
     exporting.add_argument("out", help="a new folder")
-    for option, text in EXPORT.items():
+    for option, text in OPTIONS.items():
         exporting.add_argument(option, action=Once, help=text)
     exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
     exporting.add_argument("--adapter", action=Once, help=argparse.SUPPRESS)  # of 1.4.0
@@ -111,6 +117,8 @@ def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
                 "SOURCE comes first. Type: nf4_triton export "
                 + shlex.join([adapter, out, "--base", model] if adapter else [model, out])
             )
+        if problem := missing(*NEEDED):
+            raise ImportError(f'{problem} Or all of them: pip install "nf4-triton[export]"')
         from . import export_checkpoint
 
         counts = export_checkpoint(

@@ -5,6 +5,7 @@ import shutil
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -51,5 +52,7 @@ def write(out, config, plan, shard_size, small, sources):
         part.rename(out)
     except torch.OutOfMemoryError as error:
         raise UnsupportedState(f"{plan.device} has too little memory ({error}): pass --device cpu") from error
+    except SafetensorError as error:
+        raise OSError(f"{part} cannot be written ({error}): check the disk") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
