@@ -104,7 +104,7 @@ def quantize_by_hand(folder, part):
 
 @pytest.fixture(scope="module")
 def make(own_bitsandbytes, tmp_path_factory):
-    """make(family): a folder with a random model in 16 bits (full), in 4 bits (model), and its export (out)."""
+    """make(family): a folder with a random model in 16 bits (full), in 4 (model), and its export (out)."""
 
     @functools.cache
     def make(family):

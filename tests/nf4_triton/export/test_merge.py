@@ -37,7 +37,7 @@ KINDS = {  # config, which of its matrices are in 4 bits
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
-    """make(kind): the function that makes a model with dequantized weights, its model on meta, its tensors."""
+    """make(kind): a function that makes a model with dequantized weights, it on meta, its tensors."""
 
     @functools.cache
     def make(kind):
