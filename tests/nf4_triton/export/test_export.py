@@ -204,7 +204,7 @@ def test_a_second_adapter_is_merged_into_the_first_export(here):
 
 
 def test_a_name_on_the_hub(here, monkeypatch, caplog):
-    """The base of an adapter at its revision, as the cache holds it: links to blobs of the same repository."""
+    """The base of an adapter at its revision: links to blobs of the same repository."""
     caplog.set_level(logging.INFO, "nf4_triton")
     snapshot, blobs, asked = (
         here / "models--a--b" / "snapshots" / "c0ffee",
