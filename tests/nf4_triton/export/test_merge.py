@@ -15,6 +15,7 @@ peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
 from nf4_triton.export.adapter import Adapter  # noqa: E402
+from nf4_triton.export.export import to_bytes, to_dtype  # noqa: E402
 from nf4_triton.export.model import build, compare, split  # noqa: E402
 from nf4_triton.export.plan import Plan  # noqa: E402
 
@@ -133,9 +134,9 @@ def test_a_merge_is_that_of_peft(make, kind, how, merged):
 
 
 Q, PATH = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.model."
-ADAPTERS = {  # what the error says: changed fields, changed tensors (None: without it)
+ADAPTERS = {  # what the error says: changed fields, changed tensors (None: without it; for all: an empty file)
     f"missing {Q}": ({}, {Q: None}),
-    "(28): missing": ({}, dict.fromkeys(["all"])),
+    "(28): missing": ({}, None),
     f"surplus {PATH}layers.0.mlp.down_proj": ({"target_modules": ["q_proj"]}, {}),
     "(24): surplus": ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": [1]}, {}),
     f"surplus {PATH}layers.0.self_attn.o_proj": ({"exclude_modules": ".*o_proj"}, {}),
@@ -167,17 +168,12 @@ def trained(make):
 @pytest.mark.parametrize("text", ADAPTERS)
 def test_an_adapter_that_does_not_fit_is_refused_by_name(make, trained, text):
     (fields, tensors), (other, changed) = trained, ADAPTERS[text]
-    tensors = (
-        {}
-        if "all" in changed
-        else tensors
-        | {
-            key: tensors.get(value, value) if isinstance(value, str) else value
-            for key, value in changed.items()
-        }
-    )
+    own = {} if changed is None else dict(tensors)
+    for key, value in (changed or {}).items():
+        own[key] = tensors[value] if isinstance(value, str) else value
+    held = {key: x for key, x in own.items() if x is not None}
     with pytest.raises(UnsupportedState) as error:
-        exported(make, "llama", fields | other, {key: x for key, x in tensors.items() if x is not None})
+        exported(make, "llama", fields | other, held)
     assert text in str(error.value)
 
 
@@ -242,3 +238,10 @@ def test_integers_of_the_model_keep_their_dtype(make):
     model.register_buffer("steps", torch.tensor([7], device="meta"))
     plan = Plan({"steps": torch.tensor([7])}, model, dtype=torch.float16)
     assert plan.make("steps").dtype == torch.int64 and plan.made["steps"].like.dtype == torch.int64
+
+
+def test_sizes_and_dtypes_as_people_write_them():
+    sizes = {"5GB": 5 * 10**9, "5 GB": 5 * 10**9, "1.5kb": 1500, "5GiB": 5 * 2**30, "2M": 2 * 10**6, 700: 700}
+    assert {size: to_bytes(size) for size in sizes} == sizes
+    dtypes = {"bf16": torch.bfloat16, "float16": torch.float16, torch.float32: torch.float32, None: None}
+    assert {dtype: to_dtype(dtype) for dtype in dtypes} == dtypes

@@ -156,13 +156,14 @@ class Plan:
 
     def adapted(self, tensor, names) -> torch.Tensor:
         """Return a tensor with the adapter's changes of the parameters that it stands for."""
-        for name in self.changes.intersection(names):
+        if self.changes.isdisjoint(names):
+            return tensor
+        for name in names:
             tensor = self.adapter.given.get(name, tensor).to(tensor.dtype)
-        layers = [name for name in names if name in self.changes & self.adapter.layers.keys()]
-        if layers:
-            tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
-        for name in layers:
-            tensor = self.adapter.merge(name, tensor)
+        tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
+        for name in names:
+            if name in self.adapter.layers:
+                tensor = self.adapter.merge(name, tensor)
         return tensor
 
     def base(self, name) -> torch.Tensor:

@@ -41,7 +41,7 @@ class Source:
     folder: Path
     tensors: dict  # {name: the open file that holds it}
     config: dict  # of the model, or of the adapter; empty if there is none
-    stats: dict  # {file: what changes when somebody writes it}
+    stats: dict  # {file: when it was written}
 
     def check(self):
         """Raise if somebody wrote to a file since it was opened."""
@@ -168,8 +168,8 @@ def open_files(files) -> dict:
 
 
 def stat(files) -> dict:
-    """Return {file: (inode, size, time of the last change)}."""
-    return {file: (file.stat().st_ino, file.stat().st_size, file.stat().st_mtime_ns) for file in files}
+    """Return {file: when it was written}."""
+    return {file: file.stat().st_mtime_ns for file in files}
 
 
 def refuse(what, problems, do):
