@@ -101,6 +101,7 @@ COMMANDS = {  # arguments: what the error says
     "four out --shard-size many": "expected a size such as 5GB",
     "four out --dtype int8": "dtype is int8, expected float16",
     "four out --device nonsense": "device is nonsense",
+    "four out --device cuda:99": "device is cuda:99",
     "four out --base full": "four is not an adapter",
     "full out": "full is in 16 bit and has no adapter: there is nothing to do",
     "four out --trained-in fp4": "four is in 4 bit (nf4) and used as it is",

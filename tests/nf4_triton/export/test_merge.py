@@ -134,7 +134,7 @@ def test_a_merge_is_that_of_peft(make, kind, how, merged):
 
 
 Q, PATH = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", "base_model.model.model."
-ADAPTERS = {  # what the error says: changed fields, changed tensors (None: without it; for all: an empty file)
+ADAPTERS = {  # what the error says: changed fields, changed tensors (None: without it, or an empty file)
     f"missing {Q}": ({}, {Q: None}),
     "(28): missing": ({}, None),
     f"surplus {PATH}layers.0.mlp.down_proj": ({"target_modules": ["q_proj"]}, {}),
