@@ -76,6 +76,7 @@ def adapter_of(model, **how):
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
+    tuned.peft_config["default"].base_model_name_or_path = None  # PEFT would look for it on the hub
     tensors = {name: x.clone() for name, x in peft.get_peft_model_state_dict(tuned).items()}
     fields = json.loads(json.dumps(tuned.peft_config["default"].to_dict(), default=list))
     return fields, tensors, tuned.merge_and_unload()
