@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from helpers import machine
+import processes
 from helpers.puzzle import protocol
 from nf4_triton.core import kernel, kernel_general, launch_general, settings
 from nf4_triton.core.reference import VALUES, same_bits
@@ -115,7 +115,9 @@ def test_the_tables_of_the_kernels():
 
 
 def test_what_is_forced_is_checked():
-    said = machine.python(["-c", "import nf4_triton.core.settings"], check=False, variables={"NF4_FORCE": "t5"})
+    said = processes.python(
+        ["-c", "import nf4_triton.core.settings"], check=False, variables={"NF4_FORCE": "t5"}
+    )
     assert "NF4_FORCE is 't5', expected t4, or nothing" in said.err
     with settings.force(no_such_setting=1), pytest.raises(TypeError):
         settings.settings()

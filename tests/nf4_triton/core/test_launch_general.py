@@ -7,7 +7,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
-from nf4_triton.core import launch, launch_general
+from nf4_triton.core import launch
 from nf4_triton.core.settings import UnsupportedState
 from states import exact, freed, odd_states, strided
 

@@ -152,7 +152,7 @@ def can_write(out, tensors):
 
 
 def open_from(fixed, tensors):
-    """Return the options of guards that leave the first sizes open, and their strides, after `fixed` tensors."""
+    """Return the options of guards that leave sizes and strides open after the first `fixed` tensors."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     for numbers in (*sizes[fixed:], *strides[fixed:]):
         numbers[0] = None
