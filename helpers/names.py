@@ -8,14 +8,11 @@ import math
 LABELS = {
     "ours": "this kernel",
     "bitsandbytes": "bitsandbytes",
-    "peft": "PEFT",
     "unsloth_today": "Unsloth today",
     "unsloth_buffered": "Unsloth, one buffer",
     "unsloth_classic": "Unsloth classic",
 }
 FUNCTIONS = LABELS | {"ours": "your_dequantize_nf4"}  # in the puzzle's test
-KERNELS = ("this kernel", "Unsloth's kernel")
-LAUNCHES = ("kept launch", "Unsloth's launch()", "kernel[grid]")
 CRITERIA = (  # criterion, points if met, points if not, its cell or the least speedup
     ("One fused kernel", 3, 0, "single_kernel"),
     ("Penalty: speedup at most 1.00", 0, -3, 1.00),

@@ -6,7 +6,7 @@ from unittest import mock
 
 import torch
 
-from helpers.puzzle import protocol, turns
+from helpers.puzzle import protocol
 from nf4_triton import dequantize
 from nf4_triton.core import launch
 from nf4_triton.core.reference import same_bits
@@ -19,7 +19,7 @@ def installed(*names: str) -> dict[str, Callable]:
     """
     found = {"ours": launch.your_dequantize_nf4}
     if protocol.ON_GPU:
-        found["ordinary"] = turns.dequantize_by(turns.our_kernel, turns.kernel_grid)
+        found["ordinary"] = protocol.kernel_grid
     found |= {name: one.fn for name, one in protocol.baselines().items() if one.fn}
     return {name: found[name] for name in names or found if name in found}
 

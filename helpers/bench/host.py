@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import linear
 
 from helpers.bench import clocks, contenders
-from helpers.puzzle import turns
 from helpers.puzzle.layers import DEVICE, quantized_layer
 from nf4_triton import dequantize, use_nf4_kernel
 
@@ -40,7 +39,7 @@ def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Ca
     packed, state = layer.weight.data, layer.weight.quant_state
     weight = contenders.exact_weight(layer)
     out, ids = torch.empty_like(weight), torch.arange(len(weight), device=DEVICE)
-    libraries = contenders.installed() if kind == NESTED else contenders.installed("bitsandbytes", "peft")
+    libraries = contenders.installed() if kind == NESTED else contenders.installed("bitsandbytes")
     weights = {
         **{name: partial(function, layer) for name, function in libraries.items()},
         "bitsandbytes, switched": partial(switched, packed, state),
@@ -66,12 +65,11 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
     timers = {}
     with use_nf4_kernel("bitsandbytes", quiet=True, strict=True):
         switched = functional.dequantize_4bit
-        with turns.own_libraries():  # for PEFT
-            for kind in KINDS:
-                for name, call in calls_of(kind, switched, problems).items():
-                    timers[kind, name] = clocks.host_timer(call, clocks.INNER)
-                    if kind == NESTED:
-                        timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, True)
-            found = clocks.in_turns(timers, clocks.ROUNDS)
+        for kind in KINDS:
+            for name, call in calls_of(kind, switched, problems).items():
+                timers[kind, name] = clocks.host_timer(call, clocks.INNER)
+                if kind == NESTED:
+                    timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, True)
+        found = clocks.in_turns(timers, clocks.ROUNDS)
     for case in dict.fromkeys(case for case, _ in timers):
         yield case, "us", {name: us for (of, name), us in found.items() if of == case}

@@ -3,9 +3,9 @@
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import os
+import pathlib
 import re
 import statistics
-import subprocess
 
 import torch
 
@@ -58,43 +58,27 @@ def print_score(passed, ratios):
     return {} if rule_is_broken else points["today"]
 
 
-# %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios, times)"
+# %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios or {}, times or {})"
 import json
-import pathlib
-
 from IPython.display import HTML, display
 
 
-def environment_of(versions):
-    """Return the GPU, its driver, the CPU, versions, and the time, as they stand beside results."""
-    query = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
-    cpu = re.search(r"^model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-    return {
-        "card": torch.cuda.get_device_name(),
-        "capability": torch.cuda.get_device_capability(),
-        "cpu": cpu and cpu[1],
-        "driver": subprocess.getoutput(query).partition("\n")[0],
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
-    }
-
-
-def rows_of(points, ratios, times):
-    """Return [section, case, contender, unit, values] of all that was measured."""
-    rows = [["protocol", "puzzle's line", name, "x", values] for name, values in (ratios or {}).items()]
-    for name, turns in (times or {}).items():
-        us, seconds = zip(*turns, strict=True)
-        rows += [["protocol", "until return", name, "us", us], ["protocol", "100 rounds", name, "s", seconds]]
-    for criterion, value in points.items():
-        rows.append(["score", criterion, "today", "points", [] if value is None else [value]])
-    return [[*names, [float(f"{value:.5g}") for value in values]] for *names, values in rows if values]
+def machine(versions):
+    """Return the GPU, the CPU, versions, and the time, as they stand beside results."""
+    gpu = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
+    cpu = re.search("model name.*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+    forced = os.environ.get("NF4_FORCE", "").strip().lower() or None
+    date = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
+    return gpu | {"cpu": cpu and cpu[1], "versions": versions, "date": date, "forced": forced}
 
 
 def print_rows(versions, points, ratios, times):
     """Show what a GPU measured as JSON, folded, for `python -m helpers draw`; nothing with NF4_QUICK."""
+    rows = [["protocol", "puzzle's line", name, "x", values] for name, values in ratios.items() if values]
+    for name, turns in times.items():  # until return: of the smallest weight, 4096x1024 in bf16
+        rows.append(["protocol", "until return", name, "us", [turn[1][0] for turn in turns]])
+        rows.append(["protocol", "100 rounds", name, "s", [sum(s for *_, s in turn) for turn in turns]])
+    rows += [["score", name, "today", "points", [won]] for name, won in points.items() if won is not None]
     if ON_GPU and not os.environ.get("NF4_QUICK"):
-        content = {"environment": environment_of(versions), "rows": rows_of(points, ratios, times)}
-        text = json.dumps(content, separators=(",", ":"))
+        text = json.dumps({"environment": machine(versions), "rows": rows})
         display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))

@@ -16,11 +16,14 @@ from helpers.puzzle.layers import (
     CONFIGS,
     ON_GPU,
     assert_correct_bnb,
+    bnb_Linear4bit,
     build,
     layers_of,
     mlp_forward,
 )
 from nf4_triton.core import operators  # noqa: F401  it registers the operator
+from nf4_triton.core.kernel import _your_dequantize_nf4_kernel
+from nf4_triton.core.launch import prepare, read
 from nf4_triton.core.settings import settings
 
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
@@ -52,32 +55,22 @@ def allocated(what="current"):
     return torch.cuda.memory_stats()[f"requested_bytes.all.{what}"] if ON_GPU else 0
 
 
-def own_dequantize_4bit():
-    """Return bitsandbytes' own function: unsloth_zoo puts a wrapper in its place."""
-    from bitsandbytes import functional
-
-    return inspect.unwrap(functional.dequantize_4bit)
-
-
 def imported(name):
     """Import a library; return its layer -> weight."""
     if name == "bitsandbytes":
-        own = own_dequantize_4bit()
+        from bitsandbytes import functional
+
+        own = inspect.unwrap(functional.dequantize_4bit)  # unsloth_zoo puts a wrapper in its place
         return lambda layer: own(layer.weight.data, layer.weight.quant_state)
-    if name == "peft":
-        from peft.utils.integrations import dequantize_module_weight
+    from unsloth.kernels import utils
 
-        return dequantize_module_weight
-    if name == "unsloth_classic":  # of the puzzle's time: three launches
-        from unsloth.kernels.utils import _fast_dequantize_ctypes
-
-        return lambda layer: _fast_dequantize_ctypes(layer.weight, layer.weight.quant_state)
-    from unsloth.kernels.utils import fast_dequantize
-
+    today = utils.fast_dequantize
     if name == "unsloth_today":
-        return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state)
-    # As in Unsloth's training forward: every result in one buffer.
-    return lambda layer: fast_dequantize(layer.weight, layer.weight.quant_state, use_global_buffer=True)
+        return lambda layer: today(layer.weight, layer.weight.quant_state)
+    if name == "unsloth_buffered":  # as in Unsloth's training forward: every result in one buffer
+        return lambda layer: today(layer.weight, layer.weight.quant_state, use_global_buffer=True)
+    classic = utils._fast_dequantize_ctypes  # of the puzzle's time: three launches
+    return lambda layer: classic(layer.weight, layer.weight.quant_state)
 
 
 def load(name):
@@ -137,6 +130,41 @@ def wrong_elements(function, layer):
     result = function(layer).contiguous()
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), "another dtype or shape"
     return int((result.view(torch.int16) != expected.view(torch.int16)).sum())
+
+
+def seconds_of(call, count, wait=True):
+    """Return the seconds of so many calls; wait: and of the GPU's work."""
+    synchronize()
+    start = perf_counter()
+    for _ in range(count):
+        call()
+    if wait:
+        synchronize()
+    return perf_counter() - start
+
+
+def kernel_grid(layer, known={}):  # noqa: B006
+    """Dequantize by this kernel and Triton's own kernel[grid]."""
+    tensors, layout = read(layer.weight, layer.weight.quant_state)
+    if layout not in known:
+        known[layout] = prepare(tensors, layout, None)
+    grid, arguments, options = known[layout]
+    result = torch.empty(layout[0], dtype=layout[1], device=tensors[0].device)
+    _your_dequantize_nf4_kernel[(grid,)](tensors[0], result, *tensors[1:], *arguments[6:], **options)
+    return result
+
+
+def many_layers(config):
+    """Return layers of a configuration that together exceed a GPU's cache, its MLP, and its input."""
+    count = 220_000_000 // (config.hidden * config.intermediate)
+    layers = [bnb_Linear4bit(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
+    return layers, *build(config)
+
+
+def allocate_and_fill(layer):
+    """Return zeros, which takes the least that a function must do: allocate and write."""
+    state = layer.weight.quant_state
+    return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device).fill_(0)
 
 
 # %% id="protocol-test"

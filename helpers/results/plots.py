@@ -19,7 +19,11 @@ SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
     "16777216 fp16": "2048x8192 fp16",
     "58720256 bf16": "4096x14336 bf16",
 }
-NAMES = LABELS | {"ordinary": "this kernel, kernel[grid]", "unsloth_b200": "Unsloth, its B200 settings"}
+NAMES = LABELS | {
+    "ordinary": "this kernel, kernel[grid]",
+    "peft": "PEFT",
+    "unsloth_b200": "Unsloth, its B200 settings",
+}
 GREY = "#6E7781"  # on white paper, so that it reads on a dark page too
 COLORS = {"ours": "#0B63CE"}
 STYLES = {  # of lines

@@ -8,7 +8,6 @@ import torch
 
 from helpers import machine
 from helpers.bench import bench, clocks, contenders, experts, gpu, host, training
-from helpers.puzzle import protocol
 from helpers.results import store
 from nf4_triton.core import settings
 
@@ -90,16 +89,6 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     assert problems and all("not bit-identical" in text for text in problems)
     references = {"torch's copy", "product alone", "allocate and fill"}
     assert all(timed <= references for timed in found.values())
-
-
-def test_peft_is_timed_with_bitsandbytes_own_function(monkeypatch):
-    """Though it is switched, for the call that says so."""
-    from bitsandbytes import functional
-
-    timed, own = [], protocol.own_dequantize_4bit()
-    monkeypatch.setattr(host, "calls_of", lambda *_: {})
-    monkeypatch.setattr(clocks, "in_turns", lambda *_: timed.append(functional.dequantize_4bit) or {})
-    assert not list(host.time_host([])) and timed == [own]
 
 
 # --- the command ---

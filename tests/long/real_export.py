@@ -5,6 +5,7 @@
 A pair is export + sync, then cp + sync. FOLDER gets 6 GB, and 32 more during a pair.
 """
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -38,7 +39,7 @@ def main(folder):
     if not folder.exists():
         make(folder)
     for _ in range(PAIRS):
-        export = seconds(export_checkpoint, out, model, adapter)
+        export = seconds(functools.partial(export_checkpoint, base=model), adapter, out)
         size = sum(file.stat().st_size for file in out.iterdir()) / 1e9
         cp = seconds(subprocess.run, ["cp", "-r", "--reflink=never", out, copy])
         print(f"{size:.2f} GB: export {export:.2f} s, cp {cp:.2f} s: {export / cp:.2f}", flush=True)

@@ -11,7 +11,8 @@ from helpers.results.store import Row
 
 LOST = {"single_kernel": 3, "torch_compile": 2, "custom_asm": 3, "cache_eviction": 1, "exact": 2}  # points
 ALL = dict.fromkeys([*LOST, "memory"], True)
-TIMES = {"ours": [(9, 1.0), (10, 1.1), (11, 1.23456789)], "bitsandbytes": [(40, 3)]}
+TURN = [(20, 12, 0.5), (9, 5, 0.25), (50, 40, 0.5)]  # us until return, us on the GPU, s; at each size
+TIMES = {"ours": [TURN] * 2, "bitsandbytes": [TURN] * 5}
 FAST = {"unsloth_today": [2.0], "unsloth_classic": [2.0]}
 
 
@@ -67,4 +68,5 @@ def test_the_rows_are_what_draw_reads(monkeypatch, on_gpu):
     executed.check_rows(rows)
     assert line["environment"]["card"] == "Tesla T4" and line["environment"]["versions"]["torch"] == "2.11.0"
     assert len(rows) == 2 + 2 * len(TIMES) + 9
-    assert rows[3][1:] == ("100 rounds", "ours", "s", [1.0, 1.1, 1.2346])
+    assert rows[2][1:] == ("until return", "ours", "us", [9, 9])
+    assert rows[3][1:] == ("100 rounds", "ours", "s", [1.25, 1.25])

@@ -25,7 +25,7 @@ Dequantize by hand:
     vectors = dequantize(embedding, rows=token_ids)      # a slice, a list, or ids such as (batch, tokens)
     weight = dequantize(*read_checkpoint(tensors, name))  # tensors as safetensors loads a saved 4-bit model
 
-    export_checkpoint("out", "model", adapter="lora")  # all of it in 16 bit, merged: `nf4_triton export`
+    export_checkpoint("lora", "out")  # merged into its base, in 16 bit: `nf4_triton export lora out`
 
 Environment variables:
 

@@ -5,6 +5,8 @@ import functools
 import importlib
 import logging
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,17 +33,16 @@ except ImportError:  # no Triton, or an old one
     launch = launch_general = None  # type: ignore[assignment]
 
 BACKENDS = ("triton", "torch", "auto")
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What os.environ holds, private: a variable that is not set takes 0.03 us here, and 1.0 us there.
 VARIABLES = getattr(os.environ, "_data", os.environb)
 
 
 def dequantize(
-    weight,
-    quant_state=None,
+    weight: torch.nn.Module | torch.Tensor | tuple[torch.nn.Module, str],
+    quant_state: Any = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
-    rows=None,
+    rows: slice | Sequence[int] | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a dequantized 4-bit weight (nf4 or fp4, nested or flat), bit-identical to bitsandbytes.
 
@@ -69,20 +70,22 @@ def dequantize(
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         layout = layout[0], dtype, *layout[2:]
     selection, into = None, out
-    several = isinstance(rows, torch.Tensor) and rows.dim() != 1  # dimensions of ids
+    shape = None  # of the result, where ids have another number of dimensions than one
     if rows is not None:
         selection, inner = read_rows(rows, tensors, layout), layout[0][1:]
-        if several and out is not None:
-            check_out(out, (*rows.shape, *inner), layout[1], tensors[0].device)
-            into = out.view(selection.number, *inner)
+        if isinstance(rows, torch.Tensor) and rows.dim() != 1:
+            shape = *rows.shape, *inner
+            if out is not None:
+                check_out(out, shape, layout[1], tensors[0].device)
+                into = out.view(selection.number, *inner)
     elif out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
         result = launch.relaunch(tensors, layout)
         if result is not None:
             return result
     result = run(tensors, layout, into, selection)
-    if several:
-        return result.view(*rows.shape, *inner) if out is None else out
-    return result
+    if shape is None:
+        return result
+    return result.view(shape) if out is None else out
 
 
 def run(tensors, layout, out, selection=None):
@@ -129,33 +132,18 @@ def parametrized(module, name) -> tuple:
 
 def no_state(given) -> str:
     """Return the text of an error for what is not a 4-bit layer: what it is, and what to pass."""
-    kind = type(given)
-    expected = f"{kind.__name__} has no quant_state, expected bitsandbytes' Linear4bit:"
-    if not isinstance(given, torch.nn.Module):
-        return f"{expected} pass the layer, (module, 'name'), or the packed codes and their quant_state"
     weight = getattr(given, "weight", None)
+    held = ""
+    if isinstance(weight, torch.Tensor):
+        held = f" (its weight is a {type(weight).__name__} on {weight.device})"
+    text = f"{type(given).__module__}.{type(given).__name__}{held} has no quant_state"
     if type(weight).__name__ == "FakeTensor":  # of torch.export: a Params4bit loses its state there
-        return f"{expected} a tracer has its weight; first set layer.quant_state = layer.weight.quant_state"
-    if weight is not None and hasattr(weight, "quant_state"):
-        if weight.device.type == "meta":
-            return f"{expected} its weight is on meta; load its values, then move it with layer.to('cuda')"
-        return f"{expected} its weight is not quantized yet; move it with layer.to('cuda')"
-    if (
-        isinstance(weight, torch.Tensor)
-        and type(weight) in PLAIN
-        and weight.dtype in (*DTYPES, torch.float64)
-    ):
-        if kind.__module__.startswith("torch.nn."):
-            return f"{expected} its weight is not quantized but {weight.dtype}; use it as it is"
-    for name, module in given.named_modules():
-        if getattr(getattr(module, "weight", None), "quant_state", None) is not None:
-            return f"{expected} pass one layer at a time, such as model.get_submodule({name!r})"
-        for parameter, chain in getattr(module, "parametrizations", {}).items():
-            if hasattr(chain[0], "quant_state"):
-                where = f"model.get_submodule({name!r})" if name else "module"
-                return f"{expected} pass ({where}, {parameter!r})"
-    held = "" if weight is None else f", its weight is a {type(weight).__name__}"
-    return f"{expected} its class is {kind.__module__}.{kind.__name__}{held}; use its own library's function"
+        return f"{text}, expected one beside it: first set layer.quant_state = layer.weight.quant_state"
+    return (
+        f"{text}, expected one bitsandbytes layer with its values, moved to the GPU by layer.to('cuda'), "
+        "(module, 'name') of a quantized parameter, or packed codes and their quant_state: pass one; "
+        "dequantize other weights by their own library"
+    )
 
 
 def run_pytorch(tensors, layout, out=None, selection=None):

@@ -1,6 +1,6 @@
 """Describe the machine: GPU, driver, versions, and why the kernel cannot run here.
 
-Importing it imports neither torch nor Triton. The notebook's cell `rows` makes the same description.
+Importing it imports neither torch nor Triton. The notebook's cell `rows` prints most of it, too.
 """
 
 import datetime
@@ -30,7 +30,7 @@ def describe():
         "card": torch.cuda.get_device_name() if gpu else None,
         "capability": list(torch.cuda.get_device_capability()) if gpu else None,
         "cpu": cpu_name(),
-        "driver": (driver.split() or [None])[0] if status == 0 else None,
+        "driver": next(iter(driver.split()), None) if status == 0 else None,
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

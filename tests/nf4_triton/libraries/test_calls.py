@@ -223,7 +223,8 @@ def fallback_calls(function, packed, state):
     yield function(x, packed, [192, 64], *scales)
     yield function(x, packed.t(), [192, 64], *scales)
     packed, state = quantized((192, 64), BF16, packed.device, compress_statistics=False)
-    yield function(x, packed, [192, 64], state.absmax, 64, "nf4")
+    for absmax in (state.absmax, strided(state.absmax)):  # the latter is the library's
+        yield function(x, packed, [192, 64], absmax, 64, "nf4")
 
 
 STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by the library)}
@@ -234,7 +235,7 @@ STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by 
     axolotl.FSDP2: ("axolotl", fsdp2, fsdp2_calls, (2, 1)),
     axolotl.DEQUANT: ("axolotl", from_parts, axolotl_calls, (1, 1)),
     axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (1, 2)),
-    FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (3, 0)),
+    FALLBACK: ("bitsandbytes", default_ops._gemm_4bit_default_impl, fallback_calls, (3, 1)),
 }
 
 

@@ -177,14 +177,14 @@ def run_eagerly(function, *arguments):
     return function(*arguments)
 
 
-def keep(key, tensors, compiled, result, *launch, **guarded):
+def keep(key, tensors, compiled, result, *launch, sizes=None, strides=None):
     """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else is needed to
-    launch again. guarded: options of TensorGuards."""
+    launch again. sizes, strides: of the tensors, where None stands for any."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     kept = (
         # Compares type, dtype, device, sizes, and strides in one call into torch.
-        TensorGuards(*tensors, **guarded).check,
+        TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check,
         result.get_device(),
         *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate

@@ -36,7 +36,6 @@ from .settings import (
 from .state import (
     check,
     check_call,
-    check_memory,
     from_fields,
     has_derivative,
     read_state,
@@ -152,11 +151,11 @@ def can_write(out, tensors):
 
 
 def open_from(fixed, tensors):
-    """Return the options of guards that leave sizes and strides open after the first `fixed` tensors."""
+    """Return sizes and strides to compare, with the first ones open after `fixed` tensors."""
     sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
     for numbers in (*sizes[fixed:], *strides[fixed:]):
         numbers[0] = None
-    return dict(dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return dict(sizes=sizes, strides=strides)
 
 
 def extent(elements, tile, selection):
@@ -180,12 +179,10 @@ def launch_first(tensors, layout, out=None, selection=None):
     with plain_tensors():
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
-        if out is None and selection is None and launch.fits(tensors, layout):
-            check_memory(tensors)
-            if tensors[0].data_ptr() % 16 == 0:
-                return launch.launch_and_keep(tensors, layout)
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
+        if out is None and selection is None and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
+            return launch.launch_and_keep(tensors, layout)
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:

@@ -4,18 +4,24 @@ import json
 import re
 import types
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.reference import VALUES
 from ..core.state import UnsupportedState, check, read_state
 
+if TYPE_CHECKING:
+    import safetensors
+
 STATE = ".quant_state.bitsandbytes__"  # before nf4 or fp4: JSON in bytes
 # What follows a 4-bit weight's name in the names of the tensors of its state.
 PART = re.compile(rf"(.+)(\.(nested_)?(absmax|quant_map)|{re.escape(STATE)}\w+)", re.DOTALL)
 
 
-def read_checkpoint(tensors: Mapping[str, torch.Tensor], name: str) -> tuple:
+def read_checkpoint(
+    tensors: "Mapping[str, torch.Tensor] | safetensors.safe_open", name: str
+) -> tuple[torch.Tensor, Any]:
     """Return (packed codes, quant_state) of a saved 4-bit weight, for dequantize(*read_checkpoint(...)).
 
     tensors: the tensors of all shards by their full names, such as from safetensors.torch.load_file, or an

@@ -1,0 +1,204 @@
+"""What each new tensor is made of, known before anything is written, and how it is made."""
+
+import dataclasses
+
+import torch
+
+from ..backend import dequantize
+from ..core.state import UnsupportedState
+from .checkpoint import PART, read_checkpoint
+from .model import fuse, names_in, split, tied_names
+from .sources import refuse
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclasses.dataclass
+class Training:
+    """How training loaded a 16-bit base."""
+
+    dtype: torch.dtype
+    float32: object  # a pattern of the parameters that stayed in float32
+    layers: set  # the weights of the model that were quantized
+    how: dict  # arguments of bitsandbytes.functional.quantize_4bit
+
+
+@dataclasses.dataclass
+class Made:
+    """A tensor of the new checkpoint."""
+
+    source: str  # its name in the old one
+    like: torch.Tensor  # on meta: its shape and dtype
+    packed: bool = False  # in 4 bits in the old one
+    loaded: torch.dtype | None = None  # what training loaded it in, if that is to be repeated
+    quantized: bool = False  # training quantized it
+    transposed: bool = False  # Conv1D holds the transposed weight, in 16 bits alone
+    names: list = dataclasses.field(default_factory=list)  # the parameters of the model that it stands for
+    fused: list = dataclasses.field(
+        default_factory=list
+    )  # all that become one tensor that the adapter changes
+
+
+class Plan:
+    """What the tensors of a new checkpoint are made of. make() makes one."""
+
+    def __init__(self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu"):
+        """tensors: {name: the tensor, or the open file that holds it}."""
+        self.tensors, self.model, self.adapter = tensors, model, adapter
+        self.dtype, self.training, self.device = dtype, training, device
+        self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
+        for key in tensors:
+            part = PART.fullmatch(key)
+            self.keys.setdefault(part[1] if part else key, []).append(key)
+        # {name: (its name in the model, how transformers makes that of it and others)}
+        self.targets = names_in(model, self.keys) if model else {}
+        own = model.state_dict() if model else {}
+        self.made = {name: self.without_adapter(name, own) for name in self.keys}
+        self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
+        self.ready: dict = {}  # tensors that were made together, until each is asked for
+        self.untied = False
+        if adapter:
+            used = self.connect_fused() | self.connect()
+            unused = sorted(self.changes - used)
+            refuse("the adapter changes what is not in the checkpoint", unused, "pass its base")
+
+    def read(self, name, device="cpu") -> tuple:
+        """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
+
+        def get(key):
+            file = self.tensors[key]
+            return file.get_tensor(key) if hasattr(file, "get_tensor") else file
+
+        if self.keys[name] == [name]:
+            return get(name), None
+        return read_checkpoint({key: get(key).to(device) for key in self.keys[name]}, name)
+
+    def without_adapter(self, name, own) -> Made:
+        """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
+        tensor, state = self.read(name)
+        dtype, shape = (state or tensor).dtype, (state or tensor).shape
+        target, converter = self.targets.get(name, ("", None))
+        known = None if converter else own.get(target)
+        if dtype not in FLOATS and (known is None or known.is_floating_point()):
+            raise UnsupportedState(
+                f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
+                " dequantize it with the library that quantized it"
+            )
+        made = Made(name, torch.empty(shape, dtype=dtype, device="meta"), bool(state))
+        if known is not None:
+            made.quantized = self.training is not None and target in self.training.layers
+            conv1d = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
+            made.transposed = conv1d and (made.packed or made.quantized)
+        if made.transposed and state:
+            made.like = made.like.t()
+        if dtype in FLOATS:
+            if self.training:
+                kept = self.training.float32.search(target)
+                made.loaded = torch.float32 if kept else self.training.dtype
+            made.like = made.like.to(self.dtype or made.loaded or dtype)
+        return made
+
+    def connect_fused(self) -> set:
+        """Note which tensors become one, such as experts, that the adapter changes. Return these changes."""
+        groups: dict = {}
+        for name, (target, converter) in self.targets.items():
+            if converter:
+                groups.setdefault(target, {})[name] = converter, self.made[name].like
+        used: set = set()
+        for target, parts in groups.items():
+            found = self.changes & fuse(self.model, target, parts).keys()
+            used |= found
+            for name in parts if found else ():
+                self.made[name].fused = [*parts]
+        return used
+
+    def connect(self) -> set:
+        """Note which others the adapter changes, return these. Add the tensors that a saved copy unties."""
+        stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
+        used: set = set()
+        for names in tied_names(self.model):
+            there = [name for name in names if name in stored]
+            if not there or self.changes.isdisjoint(names):
+                continue
+            used |= {*names}
+            first = self.base(stored[there[0]])
+            # transformers ties what is stored if it is equal.
+            apart = [name for name in there[1:] if not first.equal(self.base(stored[name]).to(first))]
+            names = [name for name in names if name not in apart]
+            kept = [name for name in names if name not in self.adapter.saved]
+            if len(kept) < len(names) > 1:
+                self.untied = True
+                there += [name for name in names if name not in there]
+            for name in there:
+                made = self.made[stored.get(name, stored[there[0]])]
+                own = kept if name in kept else [name]
+                self.made[stored.get(name, name)] = dataclasses.replace(made, names=own)
+        return used
+
+    def changed(self, name) -> bool:
+        """Return whether the adapter changes a tensor."""
+        made = self.made[name]
+        return bool(made.fused) or not self.changes.isdisjoint(made.names)
+
+    def make(self, name) -> torch.Tensor:
+        """Return a tensor of the new checkpoint."""
+        made = self.made[name]
+        if not made.fused:
+            return self.checked(name, self.adapted(self.base(name), made.names))
+        if name not in self.ready:
+            target = self.targets[name][0]
+            parts = {part: (self.targets[part][1], self.base(part)) for part in made.fused}
+            fused = fuse(self.model, target, parts)
+            self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
+            lost = sorted(parts.keys() ^ self.ready.keys())
+            refuse(f"{target} cannot be split again", lost, "merge it with PEFT")
+        return self.checked(name, self.ready.pop(name))
+
+    def adapted(self, tensor, names) -> torch.Tensor:
+        """Return a tensor with the adapter's changes of the parameters that it stands for."""
+        if self.changes.isdisjoint(names):
+            return tensor
+        for name in names:
+            tensor = self.adapter.given.get(name, tensor).to(tensor.dtype)
+        tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
+        for name in names:
+            if name in self.adapter.layers:
+                tensor = self.adapter.merge(name, tensor)
+        return tensor
+
+    def base(self, name) -> torch.Tensor:
+        """Return a tensor without the adapter, as training saw it, in its new dtype."""
+        made = self.made[name]
+        tensor, state = self.read(made.source, self.device)
+        if made.loaded:
+            tensor = tensor.to(made.loaded)
+        if made.quantized:
+            from bitsandbytes.functional import quantize_4bit
+
+            tensor = tensor.t() if made.transposed else tensor
+            tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
+        if state:
+            try:
+                tensor = dequantize(tensor, state, dtype=made.like.dtype)
+            except UnsupportedState as error:
+                raise UnsupportedState(f"{name}: {error}") from error
+        if made.transposed:
+            tensor = tensor.t().contiguous()
+        return tensor.to(made.like.dtype)
+
+    def checked(self, name, tensor) -> torch.Tensor:
+        """Return a tensor. Refuse another shape, and what became infinite or NaN here."""
+        made = self.made[name]
+        like = made.like
+        if tensor.shape != like.shape:
+            raise UnsupportedState(
+                f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}: if the adapter has new"
+                " tokens, export the model alone, then resize_token_embeddings() and merge with PEFT"
+            )
+        new = self.changed(name) or made.loaded or self.dtype
+        if new and like.is_floating_point() and like.numel():
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
+                raise UnsupportedState(
+                    f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
+                )
+        return tensor

@@ -1,0 +1,58 @@
+"""What is written: the new tensors, a file at a time, and the small files. OUT appears when all is there."""
+
+import json
+import shutil
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from ..core.state import UnsupportedState
+
+
+def write(out, config, plan, shard_size, small, sources):
+    """Write what a plan makes and the small files into OUT.
+
+    small: {name in OUT: path}. sources: what is read, which must not change until all is.
+    """
+    stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
+    likes = {name: made.like for name, made in plan.made.items()}
+    shards = split_torch_state_dict_into_shards(
+        likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
+    )
+    size = shards.metadata["total_size"]
+    free = shutil.disk_usage(out.parent).free
+    if size > free:
+        raise UnsupportedState(f"{out} needs {size:,} bytes, and {free:,} are free: choose another disk")
+    part = out.with_name(f"{out.name}.partial")
+    try:
+        part.mkdir()
+    except FileExistsError:
+        raise UnsupportedState(f"{part} is left from an export that was killed: delete it") from None
+    try:
+        for name, path in small.items():
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, part / name)
+        if config:
+            (part / "config.json").write_text(json.dumps(config, indent=2))
+        if shards.is_sharded:
+            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        with tqdm(total=size, unit="B", unit_scale=True, desc=out.name) as bar:
+            for file, names in shards.filename_to_tensors.items():
+                tensors = {}
+                for name in names:
+                    tensors[name] = plan.make(name).contiguous().to("cpu", copy=True)
+                    bar.update(likes[name].nbytes)
+                save_file(tensors, part / file, {"format": "pt"})
+        for source in sources:
+            source.check()
+        part.rename(out)
+    except torch.OutOfMemoryError as error:
+        raise UnsupportedState(f"{plan.device} has too little memory ({error}): pass --device cpu") from error
+    except SafetensorError as error:
+        raise OSError(f"{part} cannot be written ({error}): check the disk") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,191 @@
+"""Families of models in folders: bitsandbytes' bits, PEFT's merge, and the weights that training saw."""
+
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+
+from helpers.puzzle.layers import DEVICE
+from nf4_triton.core.reference import same_bits
+
+functional = pytest.importorskip("bitsandbytes.functional")
+files = pytest.importorskip("safetensors.torch")
+peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
+transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
+
+from nf4_triton import export_checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(save_embedding_layers|fan_in_fan_out|tied|tie_word)")
+ATTENTION = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+HOW = ATTENTION | dict(num_hidden_layers=2, num_key_value_heads=2, vocab_size=160)
+FAMILIES = {  # class, config
+    "Llama": ("LlamaForCausalLM", HOW | dict(tie_word_embeddings=True, attention_bias=True)),
+    "GPT-2": ("GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=2, vocab_size=160)),
+    "T5": (
+        "T5ForConditionalGeneration",
+        dict(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=160),
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VLForConditionalGeneration",
+        dict(
+            text_config=HOW | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+            vision_config=ATTENTION | dict(depth=1, num_heads=4, out_hidden_size=64),
+        ),
+    ),
+    "Qwen3": ("Qwen3ForCausalLM", HOW | dict(head_dim=16)),
+    "Gemma 3": (
+        "Gemma3ForConditionalGeneration",
+        dict(
+            text_config=HOW | dict(head_dim=16),
+            vision_config=ATTENTION | dict(num_hidden_layers=1, image_size=28, patch_size=14),
+        ),
+    ),
+    "Phi-3": ("Phi3ForCausalLM", HOW | dict(pad_token_id=0)),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", ATTENTION | dict(num_hidden_layers=2, vocab_size=160)),
+    "Granite hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        HOW | dict(mamba_n_heads=4, mamba_d_head=32, num_local_experts=4, layer_types=["mamba", "attention"]),
+    ),
+    "Qwen3-MoE": ("Qwen3MoeForCausalLM", HOW | dict(num_experts=4, moe_intermediate_size=64)),
+    "SD3": (
+        "SD3Transformer2DModel",
+        dict(num_layers=1, sample_size=8, attention_head_dim=16, num_attention_heads=4)
+        | dict(joint_attention_dim=64, caption_projection_dim=64, pooled_projection_dim=64),
+    ),
+}
+BY_HAND = {"Qwen3-MoE": "experts", "SD3": "attn"}  # the 4-bit weights, which no library makes here
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
+FLAT, LOADED = ("GPT-2", "Qwen3"), {True: torch.float16, False: torch.bfloat16}  # fp4, not double; loaded as
+
+
+def kind_of(family):
+    library = pytest.importorskip("diffusers") if family == "SD3" else transformers
+    return getattr(library, FAMILIES[family][0])
+
+
+def load(family, folder):
+    """Return the model in a folder. Fail unless the folder has all that it expects and nothing else."""
+    dtype = {"torch_dtype": torch.bfloat16} if family == "SD3" else {"dtype": "auto"}
+    model, found = kind_of(family).from_pretrained(folder, output_loading_info=True, **dtype)
+    assert not any(found.values()), found
+    return model.to(DEVICE)
+
+
+def tensors_of(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= files.load_file(file, DEVICE)
+    return found
+
+
+def dequantized(folder, transposed=False, dtype=None):
+    """Return the tensors of a folder, of the 4-bit weights bitsandbytes' own results."""
+    tensors, result = tensors_of(folder), {}
+    for name in [key.partition(".quant_state")[0] for key in tensors if ".quant_state" in key]:
+        parts = {key: tensors.pop(key) for key in list(tensors) if key.startswith(f"{name}.")}
+        state = functional.QuantState.from_dict(parts, DEVICE)
+        state.dtype = dtype or state.dtype
+        weight = functional.dequantize_4bit(tensors.pop(name), state)
+        result[name] = weight.t().contiguous() if transposed else weight
+    return result | tensors
+
+
+def quantize_by_hand(folder, part):
+    """Replace each matrix with `part` in its name by the tensors of a 4-bit weight."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = files.load_file(file)
+    for name in [name for name in tensors if part in name and tensors[name].dim() == 2]:
+        codes, state = functional.quantize_4bit(tensors[name], quant_type="nf4", compress_statistics=True)
+        tensors |= {name: codes} | {f"{name}.{key}": x for key, x in state.as_dict(packed=True).items()}
+    files.save_file(tensors, file)
+
+
+@pytest.fixture(scope="module")
+def make(own_bitsandbytes, tmp_path_factory):
+    """make(family): a folder with a random model in 16 bits (full), in 4 (model), and its export (out)."""
+
+    @functools.cache
+    def make(family):
+        folder = tmp_path_factory.mktemp("made")
+        model, kind, config = folder / "model", kind_of(family), FAMILIES[family][1]
+        torch.manual_seed(0)
+        whole = kind(**config) if family == "SD3" else kind(kind.config_class(**config))
+        whole.to(torch.bfloat16).save_pretrained(folder / "full")
+        if family in BY_HAND:
+            shutil.copytree(folder / "full", model)
+            quantize_by_hand(model, BY_HAND[family])
+        else:
+            flat = family in FLAT
+            how = transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="fp4" if flat else "nf4",
+                bnb_4bit_use_double_quant=not flat,
+                llm_int8_skip_modules=["lm_head", "o_proj"],
+            )
+            quantized = kind.from_pretrained(
+                folder / "full", quantization_config=how, dtype=LOADED[flat], device_map={"": DEVICE}
+            )
+            quantized.save_pretrained(model, max_shard_size="40KB" if family == "Llama" else "5GB")
+        export_checkpoint(model, folder / "out", shard_size="60KB" if family == "Llama" else "5GB")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", *LONG])
+def test_each_tensor_is_that_of_bitsandbytes(make, family):
+    """nf4 and fp4, nested and flat, in one file and in several. transformers and diffusers load it."""
+    model, out = make(family) / "model", make(family) / "out"
+    expected, got = dequantized(model, transposed=family == "GPT-2"), tensors_of(out)
+    assert got.keys() == expected.keys()
+    assert all(same_bits(got[name] + 0, expected[name] + 0) for name in got)  # fp4's zeros have any sign
+    load(family, out)
+    config = json.loads((model / "config.json").read_text())
+    config.pop("quantization_config", None)
+    assert json.loads((out / "config.json").read_text()) == config
+    assert len(list(out.glob("*.safetensors"))) == (3 if family == "Llama" else 1)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", *LONG])
+def test_a_merge_is_that_of_peft_and_of_what_training_saw(make, tmp_path, family):
+    """On weights in 4 bits and in 16 (o_proj). Training quantized a 16-bit base, or its 4 bits were saved."""
+    folder, out, again = make(family), tmp_path / "out", tmp_path / "again"
+    config = peft.LoraConfig(
+        r=4, target_modules=r".*(to_q|q_proj)" if family in BY_HAND else "all-linear", use_dora=True
+    )
+    tuned = peft.get_peft_model(load(family, folder / "out"), config)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    tuned.save_pretrained(tmp_path / "adapter")
+    tuned = peft.PeftModel.from_pretrained(load(family, folder / "out"), tmp_path / "adapter")
+    expected = tuned.merge_and_unload().state_dict()
+    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100KB")
+    got = load(family, out).state_dict()
+    assert counts.merged and got.keys() == expected.keys()
+    assert all(same_bits(got[key], expected[key]) for key in got)
+    if family not in BY_HAND:
+        trained = {
+            "trained_in": "fp4" if family in FLAT else "nf4+double",
+            "load_dtype": LOADED[family in FLAT],
+        }
+        skipped = {"skip_modules": ["lm_head", "o_proj"], "base": folder / "full"}
+        assert export_checkpoint(tmp_path / "adapter", again, **trained, **skipped) == counts
+        got, expected = tensors_of(again), tensors_of(out)
+        assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
+
+
+@pytest.mark.long
+def test_t5_untied_scales_its_output_as_before(make, tmp_path):
+    """An older config has neither key: transformers takes the scale from the other."""
+    model = shutil.copytree(make("T5") / "model", tmp_path / "model")
+    file = model / "config.json"
+    config = json.loads(file.read_text())
+    del config["tie_word_embeddings"], config["scale_decoder_outputs"]
+    file.write_text(json.dumps(config))
+    tuned = peft.get_peft_model(load("T5", make("T5") / "out"), peft.LoraConfig(modules_to_save=["lm_head"]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=model)
+    assert load("T5", tmp_path / "out").config.scale_decoder_outputs
