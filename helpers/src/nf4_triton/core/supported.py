@@ -8,7 +8,7 @@
 import os
 
 # %% Versions, cards, and tiles id="supported" folded=true
-VERSION = "1.4.0"  # of the package
+VERSION = "2.0.0"  # of the package
 OLDEST_TRITON = (3, 4)  # 3.3 cannot compile the kernel's tl.gather
 NEWEST_TRITON = (3, 9)  # the newest that the tests ran with; newer ones launch the ordinary way
 TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
