@@ -1,10 +1,12 @@
-"""Time the export of a random 4-bit model of Llama-3-8B's shapes with an adapter beside `cp` of its result.
+"""Time the export of a random model of Llama-3-8B's shapes with an adapter beside `cp` of its result.
 
     PYTHONPATH=. python tests/long/real_export.py FOLDER
 
-A pair is export + sync, then cp + sync. FOLDER gets 6 GB, and 32 more during a pair.
+The base is in 4 bit, then in 16 bit, which the export quantizes as training did: both results must have the
+same bytes. A time is that of the call and of sync. FOLDER gets 22 GB, and 48 more while it runs.
 """
 
+import filecmp
 import functools
 import shutil
 import subprocess
@@ -15,12 +17,13 @@ from pathlib import Path
 from helpers.bench import training
 from nf4_triton import export_checkpoint
 
-PAIRS = 3
+BASES = {"model": None, "full": "nf4+double"}  # folder: trained_in
 
 
 def make(folder):
-    """Write the model and its adapter."""
-    model = training.peft_model(training.WHOLE_LLAMA3_8B)
+    """Write the model in 16 bit and in 4, and its adapter."""
+    training.random_model(training.WHOLE_LLAMA3_8B).save_pretrained(folder / "full")
+    model = training.peft_model(training.WHOLE_LLAMA3_8B, lora=training.LORA | {"init_lora_weights": False})
     model.save_pretrained(folder / "adapter")
     model.unload().save_pretrained(folder / "model")
 
@@ -35,16 +38,21 @@ def seconds(call, *arguments):
 
 
 def main(folder):
-    model, adapter, out, copy = (folder / name for name in ("model", "adapter", "out", "copy"))
     if not folder.exists():
         make(folder)
-    for _ in range(PAIRS):
-        export = seconds(functools.partial(export_checkpoint, base=model), adapter, out)
+    outs = []
+    for base, trained_in in BASES.items():
+        out, copy = folder / f"out-{base}", folder / "copy"
+        export = functools.partial(export_checkpoint, base=folder / base, trained_in=trained_in)
+        took = seconds(export, folder / "adapter", out)
         size = sum(file.stat().st_size for file in out.iterdir()) / 1e9
         cp = seconds(subprocess.run, ["cp", "-r", "--reflink=never", out, copy])
-        print(f"{size:.2f} GB: export {export:.2f} s, cp {cp:.2f} s: {export / cp:.2f}", flush=True)
-        shutil.rmtree(out)
+        print(f"{base}, {size:.2f} GB: export {took:.2f} s, cp {cp:.2f} s: {took / cp:.2f}", flush=True)
         shutil.rmtree(copy)
+        outs.append(out)
+    files = sorted(path.name for path in outs[0].glob("*.safetensors"))
+    same, other, missing = filecmp.cmpfiles(*outs, files, shallow=False)
+    print(f"{len(same)} of {len(files)} weight files have the same bytes; other: {other + missing}")
 
 
 if __name__ == "__main__":
