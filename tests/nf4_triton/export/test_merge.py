@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers", "5.15", "export needs transfo
 
 from nf4_triton.export.adapter import Adapter  # noqa: E402
 from nf4_triton.export.export import to_bytes, to_dtype  # noqa: E402
-from nf4_triton.export.model import build, compare, split  # noqa: E402
-from nf4_triton.export.plan import Plan  # noqa: E402
+from nf4_triton.export.model import build, compare, split, untied  # noqa: E402
+from nf4_triton.export.plan import Plan, Training  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(save_embedding_layers|fan_in_fan_out|eva|tie|weight tying)"
@@ -248,3 +248,21 @@ def test_sizes_and_dtypes_as_people_write_them():
     assert {size: to_bytes(size) for size in sizes} == sizes
     dtypes = {"bf16": torch.bfloat16, "float16": torch.float16, torch.float32: torch.float32, None: None}
     assert {dtype: to_dtype(dtype) for dtype in dtypes} == dtypes
+
+
+def test_what_training_loaded_is_cast_before_it_is_quantized():
+    weight, how = torch.randn(64, 64), {"quant_type": "nf4", "compress_statistics": False}
+    training = Training(torch.bfloat16, re.compile("(?!)"), {"weight"}, how)
+    plan = Plan({"weight": weight}, torch.nn.Linear(64, 64, bias=False, device="meta"), training=training)
+    expected = functional.dequantize_4bit(*functional.quantize_4bit(weight.bfloat16(), **how))
+    assert same_bits(plan.make("weight"), expected)
+
+
+def test_the_config_of_untied_embeddings(make):
+    config = {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True}}
+    expected = {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": False}}
+    assert (
+        untied(config, make("llama")[1])
+        == untied({"text_config": config["text_config"]}, make("llama")[1])
+        == expected
+    )
