@@ -69,9 +69,7 @@ def only_when_on(candidate, setting, find):
         with force(**(chosen | {setting: on})):
             ran, wrong = profiled(candidate, layer)
             found = [find(files) for files in loaded(ran)]
-        print(
-            f"{setting}={on}: {wrong} wrong elements; in the PTX of {len(found)} loaded {' and '.join(ran)}:"
-        )
+        print(f"{setting}={on}: {wrong} wrong elements; PTX of {len(found)} loaded {' and '.join(ran)}:")
         for form, count in collections.Counter(re.sub(r"%\w+", "%", text) for text in sum(found, [])).items():
             print(f"    {count} x {form}")
         right = right and wrong == 0 and (not on or len(found) > 0) and all(bool(one) == on for one in found)

@@ -160,7 +160,8 @@ def launched(monkeypatch, tmp_path):
     "ran, on, off, passes",
     [
         ([KERNEL], [ON], [PLAIN], True),
-        ([KERNEL], [ON, PLAIN], [], False),  # beside ours
+        ([KERNEL], [ON], [], True),  # another author's
+        ([KERNEL], [ON, PLAIN], [PLAIN], False),  # beside ours
         ([KERNEL], [ON], [ON], False),
         ([KERNEL], [], [], False),
         ([KERNEL, "another"], [ON], [PLAIN], False),
