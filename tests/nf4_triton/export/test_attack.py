@@ -1,0 +1,31 @@
+"""What somebody typed, and what came was wrong."""
+
+import json
+import types
+
+import pytest
+import torch
+
+import nf4_triton
+from nf4_triton import __main__ as command_line
+
+files = pytest.importorskip("safetensors.torch")
+pytest.importorskip("huggingface_hub")
+
+from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
+from nf4_triton.export import sources, write  # noqa: E402
+
+
+def test_spaces_between_skipped_modules(monkeypatch):
+    """With its space, a name fits no layer: it would be quantized without a word."""
+    given = {}
+
+    def export(source, out, **options):
+        given.update(options)
+        return types.SimpleNamespace(written=0, dequantized=0, merged=0)
+
+    monkeypatch.setattr(nf4_triton, "export_checkpoint", export)
+    monkeypatch.setattr(command_line, "missing", lambda *_: None)
+    monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
+    assert command_line.main(["export", "a", "b", "--skip-modules", "lm_head, o_proj,"]) == 0
+    assert given["skip_modules"] == ["lm_head", "o_proj"]
