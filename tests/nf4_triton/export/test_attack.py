@@ -29,3 +29,13 @@ def test_spaces_between_skipped_modules(monkeypatch):
     monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
     assert command_line.main(["export", "a", "b", "--skip-modules", "lm_head, o_proj,"]) == 0
     assert given["skip_modules"] == ["lm_head", "o_proj"]
+
+
+def test_the_home_of_nobody(monkeypatch):
+    def download(*_, **__):
+        raise OSError
+
+    monkeypatch.setattr(sources, "snapshot_download", download)
+    for source, out in (("~nobody_here/a", "out"), (".", "~nobody_here/out")):
+        with pytest.raises(UnsupportedState, match="~nobody_here"):
+            export_checkpoint(source, out)

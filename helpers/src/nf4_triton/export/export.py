@@ -60,7 +60,7 @@ def export_checkpoint(
     by name. A merge is that of merge_and_unload() on the dequantized model, on the same device.
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
-    out = Path(out).expanduser()
+    out = Path(os.path.expanduser(out))
     if os.path.lexists(out) or not out.parent.is_dir():
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
     size, dtype, load_dtype = to_bytes(shard_size), to_dtype(dtype), to_dtype(load_dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def find(source, base=None) -> tuple:
 
 def fetch(name) -> Path:
     """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     repository, _, revision = str(name).partition("@")
