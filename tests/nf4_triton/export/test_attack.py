@@ -39,3 +39,15 @@ def test_the_home_of_nobody(monkeypatch):
     for source, out in (("~nobody_here/a", "out"), (".", "~nobody_here/out")):
         with pytest.raises(UnsupportedState, match="~nobody_here"):
             export_checkpoint(source, out)
+
+
+def test_a_local_base_has_no_revision(tmp_path, monkeypatch):
+    """PEFT's config may name one; a local folder wins."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for folder, name in (("base", "model.safetensors"), ("adapter", "adapter_model.safetensors")):
+        (tmp_path / folder).mkdir()
+        files.save_file({"a": torch.zeros(1)}, tmp_path / folder / name)
+    for base in ("~/base", str(tmp_path / "base")):
+        fields = {"base_model_name_or_path": base, "revision": "main"}
+        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields))
+        assert sources.find(tmp_path / "adapter")[0].folder == tmp_path / "base"
