@@ -51,3 +51,9 @@ def test_a_local_base_has_no_revision(tmp_path, monkeypatch):
         fields = {"base_model_name_or_path": base, "revision": "main"}
         (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(fields))
         assert sources.find(tmp_path / "adapter")[0].folder == tmp_path / "base"
+
+
+def test_a_partial_folder_may_be_in_use(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(UnsupportedState, match="another one writes it"):
+        write.write(tmp_path / "out", {}, types.SimpleNamespace(made={}), 1, {}, [])
