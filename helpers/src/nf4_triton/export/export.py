@@ -117,7 +117,11 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
             built, BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
         )
         if not load_dtype:
-            load_dtype = built.config.dtype or torch.float32
+            load_dtype = built.config.dtype
+            if not load_dtype:
+                raise UnsupportedState(
+                    "the base's config names no dtype: pass what training loaded as --load-dtype"
+                )
             say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
         float32 = kept_in_float32(built, load_dtype)
     say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
