@@ -34,7 +34,6 @@ from .settings import (
     settings,
 )
 from .state import (
-    check,
     check_call,
     from_fields,
     has_derivative,
@@ -80,14 +79,11 @@ def run_kernel(tensors, layout, out=None, selection=None):
 
 def key_and_given(tensors, layout, out, selection):
     """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
-    ids, given = None, tensors
-    if selection is not None:
-        ids = selection.ids
-        if ids is not None:
-            given = (*given, ids)
-    if out is not None:
-        given = (*given, out)
-    return (layout, out is None, selection is None, ids is None), given
+    if out is None and selection is None:
+        return layout, tensors
+    ids = selection and selection.ids
+    given = *tensors, *(tensor for tensor in (ids, out) if tensor is not None)
+    return (layout, out is None, selection and ids is None), given
 
 
 def relaunch_with(tensors, layout, out, selection):
@@ -100,45 +96,64 @@ def relaunch_with(tensors, layout, out, selection):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
+        for same_kind, device, *kept, _ in known:
             if not same_kind(*given) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
                     return relaunch_with(tensors, layout, out, selection)
-            ids_address, (size, stride, dtype) = 0, output
-            if selection is not None:
-                # Guards leave the first size of ids and out open, and the stride that follows from it.
-                ids, _, number = selection
-                if ids is not None:
-                    if not ids.is_contiguous():
-                        continue
-                    ids_address = ids.data_ptr()
-                if out is not None and not (out.is_contiguous() and out.shape[0] == number):
-                    continue
-                size = number, *size[1:]
-            n, skip, grid = extent(elements, tile, selection)
-            weight, *scales = tensors
-            address = weight.data_ptr()
-            freed = address == weight.storage_offset() * weight.itemsize
-            if freed or ((address + skip // 2) % 16 == 0) is not aligned:
-                continue
-            if out is None:
-                result = empty_cuda(size, stride, dtype)
-            elif can_write(out, given[:-1]):
-                result = out
+            if selection is None:
+                result = fill(given, device, *kept)
             else:
-                continue
-            if grid:
-                run(
-                    grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
-                    *map(torch.Tensor.data_ptr, scales), *unread, ids_address, n, skip, *after,
-                )  # fmt: skip
-            return transposed(result, weight) if selection is None else result
+                result = select(given, out, selection, device, *kept)
+            if result is not None:
+                return result
 
 
-def can_write(out, tensors):
-    """Return whether `out` is aligned and has memory of its own. If so, tell autograd that it changes."""
+def fill(given, device, run, before, _, grid, after, aligned):
+    """Launch again into `out`. Return the result, None if an address does not fit."""
+    weight, *scales, out = given
+    if is_aligned(weight) is not aligned or not can_write(given):
+        return None
+    addresses = map(torch.Tensor.data_ptr, (weight, out, *scales))
+    run(grid, 1, 1, current_stream(device), *before, *addresses, *after)
+    return transposed(out, weight)
+
+
+def select(given, out, selection, device, run, before, output, elements, tile, unread, after, aligned):
+    """Launch again on slices. Return the result, None if an address does not fit, or what guards leave open:
+    the number of ids and of slices in `out`, and the stride that follows from it."""
+    (ids, _, number), (size, stride, dtype), where = selection, output, 0
+    n, skip, grid = extent(elements, tile, selection)
+    weight, *scales = given[: 5 - len(unread)]
+    if is_aligned(weight, skip) is not aligned:
+        return None
+    if ids is not None:
+        if not ids.is_contiguous():
+            return None
+        where = ids.data_ptr()
+    if out is None:
+        out = empty_cuda((number, *size[1:]), stride, dtype)
+    elif not (out.is_contiguous() and out.shape[0] == number and can_write(given)):
+        return None
+    if grid:
+        addresses = map(torch.Tensor.data_ptr, (weight, out, *scales))
+        run(grid, 1, 1, current_stream(device), *before, *addresses, *unread, where, n, skip, *after)
+    return out
+
+
+def is_aligned(weight, skip=0):
+    """Return whether codes begin at a multiple of 16 bytes after `skip` elements, None if FSDP freed them."""
+    address = weight.data_ptr()
+    if address == weight.storage_offset() * weight.itemsize:
+        return None
+    return (address + skip // 2) % 16 == 0
+
+
+def can_write(given):
+    """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
+    changes."""
+    *tensors, out = given
     start, size = out.data_ptr(), out.nbytes
     if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
         return False
@@ -180,32 +195,28 @@ def launch_first(tensors, layout, out=None, selection=None):
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
+        key, given = key_and_given(tensors, layout, out, selection)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
-        if out is None and selection is None and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
+        if key is layout and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
             return launch.launch_and_keep(tensors, layout)
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
         grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
-        key, given = key_and_given(tensors, layout, out, selection)
         compiled = None
         if grid:
             compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
         n, skip, *after = arguments[7:]
-        aligned = (weight.data_ptr() + skip // 2) % 16 == 0
         unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
         if selection is None:
             result = transposed(result, weight)
-        if out is None and selection is None:
-            after = *unread, 0, n, skip, *after
-            keep(layout, tensors, compiled, result, grid, after, aligned)
-        elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-            fixed, elements = len(given), n
-            if selection is not None:
-                fixed, elements = len(tensors), slice_elements(shape)
-            more = elements, 64 * settings(weight.device).rows, unread, after, aligned
-            keep(key, given, compiled, result, *more, **open_from(fixed, given))
+            more, opened = (grid, (*unread, 0, n, skip, *after)), {}
+        else:
+            more = slice_elements(shape), 64 * settings(weight.device).rows, unread, after
+            opened = open_from(len(tensors), given)
+        if result.data_ptr() % 16 == 0:  # launches into other memory are not kept
+            keep(key, given, compiled, result, *more, is_aligned(weight, skip), **opened)
         return result
 
 
@@ -276,14 +287,10 @@ def _dequantize_general(
         weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2, nested,
         ids, start, number,
     )  # fmt: skip
-    fake = is_fake(weight)
-    if fake:
-        sizes = check(tensors, layout, KERNEL_DEVICE)
-    else:
-        sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
+    sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
     result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
     grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
-    if not fake:
+    if not is_fake(weight):
         if grid:
             launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
     elif not INTERPRETED and (not isinstance(grid, int) or grid > 0):  # a dynamic grid may be empty
