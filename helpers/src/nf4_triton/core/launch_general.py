@@ -81,8 +81,11 @@ def key_and_given(tensors, layout, out, selection):
     """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
     if out is None and selection is None:
         return layout, tensors
-    ids = selection and selection.ids
-    given = *tensors, *(tensor for tensor in (ids, out) if tensor is not None)
+    ids, given = selection and selection.ids, tensors
+    if ids is not None:
+        given = *given, ids
+    if out is not None:
+        given = *given, out
     return (layout, out is None, selection and ids is None), given
 
 
@@ -95,59 +98,45 @@ def relaunch_with(tensors, layout, out, selection):
         known = launch.launches.get(key, ())
     except TypeError:  # a list among the fields
         return None
+    weight, *scales = tensors
     with plain_tensors():
-        for same_kind, device, *kept, _ in known:
+        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
             if not same_kind(*given) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
                     return relaunch_with(tensors, layout, out, selection)
-            if selection is None:
-                result = fill(given, device, *kept)
-            else:
-                result = select(given, out, selection, device, *kept)
-            if result is not None:
-                return result
+            n, skip, grid = extent(elements, tile, selection)
+            address = weight.data_ptr()
+            freed = address == weight.storage_offset() * weight.itemsize
+            if freed or ((address + skip // 2) % 16 == 0) is not aligned:
+                continue
+            ids_address, result = 0, out
+            if selection is not None:
+                if not are_whole(selection.number, given[len(tensors) :]):
+                    continue
+                if selection.ids is not None:
+                    ids_address = selection.ids.data_ptr()
+            if out is None:
+                size, stride, dtype = output
+                result = empty_cuda((selection.number, *size[1:]), stride, dtype)
+            elif not can_write(given):
+                continue
+            if grid:
+                run(
+                    grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
+                    *map(torch.Tensor.data_ptr, scales), *unread, ids_address, n, skip, *after,
+                )  # fmt: skip
+            return transposed(result, weight) if selection is None else result
 
 
-def fill(given, device, run, before, _, grid, after, aligned):
-    """Launch again into `out`. Return the result, None if an address does not fit."""
-    weight, *scales, out = given
-    if is_aligned(weight) is not aligned or not can_write(given):
-        return None
-    addresses = map(torch.Tensor.data_ptr, (weight, out, *scales))
-    run(grid, 1, 1, current_stream(device), *before, *addresses, *after)
-    return transposed(out, weight)
-
-
-def select(given, out, selection, device, run, before, output, elements, tile, unread, after, aligned):
-    """Launch again on slices. Return the result, None if an address does not fit, or what guards leave open:
-    the number of ids and of slices in `out`, and the stride that follows from it."""
-    (ids, _, number), (size, stride, dtype), where = selection, output, 0
-    n, skip, grid = extent(elements, tile, selection)
-    weight, *scales = given[: 5 - len(unread)]
-    if is_aligned(weight, skip) is not aligned:
-        return None
-    if ids is not None:
-        if not ids.is_contiguous():
-            return None
-        where = ids.data_ptr()
-    if out is None:
-        out = empty_cuda((number, *size[1:]), stride, dtype)
-    elif not (out.is_contiguous() and out.shape[0] == number and can_write(given)):
-        return None
-    if grid:
-        addresses = map(torch.Tensor.data_ptr, (weight, out, *scales))
-        run(grid, 1, 1, current_stream(device), *before, *addresses, *unread, where, n, skip, *after)
-    return out
-
-
-def is_aligned(weight, skip=0):
-    """Return whether codes begin at a multiple of 16 bytes after `skip` elements, None if FSDP freed them."""
-    address = weight.data_ptr()
-    if address == weight.storage_offset() * weight.itemsize:
-        return None
-    return (address + skip // 2) % 16 == 0
+def are_whole(number, tensors):
+    """Return whether ids and `out` have so many slices, one after the other: guards leave the first size and
+    its stride open."""
+    for tensor in tensors:
+        if tensor.shape[0] != number or not tensor.is_contiguous():
+            return False
+    return True
 
 
 def can_write(given):
@@ -163,14 +152,6 @@ def can_write(given):
             return False
     torch.autograd.graph.increment_version(out)
     return True
-
-
-def open_from(fixed, tensors):
-    """Return sizes and strides to compare, with the first ones open after `fixed` tensors."""
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    for numbers in (*sizes[fixed:], *strides[fixed:]):
-        numbers[0] = None
-    return dict(sizes=sizes, strides=strides)
 
 
 def extent(elements, tile, selection):
@@ -208,15 +189,20 @@ def launch_first(tensors, layout, out=None, selection=None):
         if grid:
             compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
         n, skip, *after = arguments[7:]
+        aligned = (weight.data_ptr() + skip // 2) % 16 == 0
         unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
         if selection is None:
             result = transposed(result, weight)
-            more, opened = (grid, (*unread, 0, n, skip, *after)), {}
-        else:
-            more = slice_elements(shape), 64 * settings(weight.device).rows, unread, after
-            opened = open_from(len(tensors), given)
-        if result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-            keep(key, given, compiled, result, *more, is_aligned(weight, skip), **opened)
+        if key is layout:
+            keep(key, given, compiled, result, grid, (*unread, 0, n, skip, *after), aligned)
+        elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
+            sizes, strides, elements = [list(x.shape) for x in given], [list(x.stride()) for x in given], n
+            if selection is not None:
+                elements = slice_elements(shape)
+                for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
+                    numbers[0] = None
+            more = elements, 64 * settings(weight.device).rows, unread, after, aligned
+            keep(key, given, compiled, result, *more, sizes=sizes, strides=strides)
         return result
 
 
