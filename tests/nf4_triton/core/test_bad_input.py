@@ -102,7 +102,6 @@ def test_a_tensor_on_another_device(watched, layer, name):
     replace(layer, name, lambda x: x.to("meta"))
     weight, state = layer.weight, layer.weight.quant_state
     refused(watched, weight, state, f"{CALLED.get(name, name)} is on meta, expected")
-    assert not launch.fits(*launch.read(weight, state))
 
 
 def test_a_missing_field(watched, layer):

@@ -37,6 +37,7 @@ from .state import (
     check_call,
     from_fields,
     has_derivative,
+    overlap,
     read_state,
     result_shape,
     slice_elements,
@@ -143,12 +144,11 @@ def can_write(given):
     """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
     changes."""
     *tensors, out = given
-    start, size = out.data_ptr(), out.nbytes
+    start = out.data_ptr()
     if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
         return False
     for tensor in tensors:
-        address = tensor.data_ptr()
-        if start < address + tensor.nbytes and address < start + size:
+        if overlap(out, tensor):
             return False
     torch.autograd.graph.increment_version(out)
     return True
