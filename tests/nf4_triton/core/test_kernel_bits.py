@@ -11,8 +11,8 @@ import torch
 
 import processes
 from helpers.puzzle import protocol
-from nf4_triton.core import kernel, kernel_general, launch_general, settings
-from nf4_triton.core.reference import VALUES, same_bits
+from nf4_triton.core import launch_general, settings
+from nf4_triton.core.reference import same_bits
 from states import (
     DTYPES,
     SPECIAL,
@@ -105,13 +105,6 @@ def test_special_values(way, dtype):
             tensor.copy_(kept)
     for case in subnormal_scales(dtype):
         assert not wrong(*case)
-
-
-def test_the_tables_of_the_kernels():
-    """Without signs, which the general kernel sets itself for fp4."""
-    tables = {"nf4": kernel.NF4.value, "fp4": kernel_general.FP4.value}
-    for quant_type, values in VALUES.items():
-        assert torch.equal(torch.tensor(tables[quant_type]).abs(), torch.tensor(values).abs())
 
 
 def test_what_is_forced_is_checked():
