@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from helpers.puzzle import checks, layers, protocol
 from nf4_triton.core import settings
@@ -55,12 +57,27 @@ def unwritten(layer):
     return torch.empty_like(candidate(layer))
 
 
+@triton.jit
+def _your_dequantize_nf4_kernel(out_ptr):
+    tl.store(out_ptr + tl.program_id(0) * 64 + tl.arange(0, 64), 0.0)
+
+
+def zeros(layer):
+    """Launch another kernel under the right name."""
+    state = layer.weight.quant_state
+    weight = torch.empty(state.shape, dtype=state.dtype, device=layers.DEVICE)
+    _your_dequantize_nf4_kernel[(weight.numel() // 64,)](weight)
+    return weight
+
+
 @pytest.mark.parametrize(
     "wrong, fails",
     [
         (wrong_bits, {"exact", *LAUNCH}),
         (two_kernels, LAUNCH),
+        (by_bitsandbytes, {"memory", *LAUNCH}),
         (beside_the_kernel, {"memory", *LAUNCH}),
+        pytest.param(zeros, {"exact", *LAUNCH}, marks=pytest.mark.gpu),  # 15 s interpreted
         (large_buffer, {"memory"}),
         (kept_result, {"exact", "memory", "single_kernel"}),
         (unwritten, {"exact", "memory", *LAUNCH}),
@@ -71,9 +88,12 @@ def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
     names = {*CRITERIA} - {"torch_compile"} if protocol.ON_GPU else {"exact"} & fails
     if not names:
         pytest.skip("on a CPU it fails in nothing that has a verdict there")
+    known = len(protocol.loaded_kernels)
     for name in names:
         verdict = protocol.attempt(getattr(checks, name), wrong)
         assert verdict is (name not in fails), name
+    if wrong is zeros:  # later tests launch the real kernel of this name
+        del protocol.loaded_kernels[known:]
 
 
 @pytest.mark.gpu
