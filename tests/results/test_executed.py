@@ -18,7 +18,7 @@ ROWS = [
     ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
     *(["score", criterion, "today", "points", [won]] for criterion, won, _, _ in CRITERIA),
 ]
-MACHINE = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-22", "forced": None}
+MACHINE = {"card": "Tesla T4", "date": "2026-11-22", "forced": None}
 
 
 def written(content):
@@ -68,7 +68,6 @@ def test_other_code_is_refused(draw):
 @pytest.mark.parametrize(
     "problem, right, wrong",
     [
-        ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
         ("not measured: puzzle's line of unsloth_today. Install", f"{ONE_ROW},", ""),  # it could not load
         ("not measured: Custom assembly works of today, .*", ALL_ROWS, written(ROWS[:6])),  # a broken rule
         ("not measured: 100 rounds of bitsandbytes, .*", ALL_ROWS, "[]"),
