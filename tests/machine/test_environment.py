@@ -48,8 +48,6 @@ def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(machine.SRC)!r}]; "
     code += "from nf4_triton import environment; print(environment.triton_problem())"
     assert processes.python(["-c", code + "; assert 'torch' not in sys.modules"]).out.startswith(problem)
-    code = code.replace("from", "sys.modules['triton'] = None; from")
-    assert processes.python(["-c", code]).out.startswith("Triton is not installed, expected 3.4 or newer")
 
 
 def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):

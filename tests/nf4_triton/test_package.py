@@ -97,12 +97,6 @@ def test_the_doctor_says_what_is_here_and_what_to_do(printed):
     assert "None" not in text
 
 
-def test_without_bitsandbytes_it_says_how_to_install_it(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    assert command_line.main(["doctor"]) == 0
-    assert capsys.readouterr().out.endswith("Missing packages: pip install bitsandbytes.\n")
-
-
 @pytest.mark.skipif(machine.has_gpu(), reason="this machine has a GPU")
 def test_all_that_is_missing_is_named_at_once(capsys, monkeypatch):
     for name in ("bitsandbytes", "triton"):

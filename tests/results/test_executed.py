@@ -69,7 +69,6 @@ def test_other_code_is_refused(draw):
     "problem, right, wrong",
     [
         ("not measured: puzzle's line of unsloth_today. Install", f"{ONE_ROW},", ""),  # it could not load
-        ("not measured: Custom assembly works of today, .*", ALL_ROWS, written(ROWS[:6])),  # a broken rule
         ("not measured: 100 rounds of bitsandbytes, .*", ALL_ROWS, "[]"),
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
     ],
@@ -80,7 +79,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, ri
     assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
 
 
-@pytest.mark.parametrize("content", [b"{}", b"[]", b"PK\x03\x04\xff", b"[" * 10**5])
+@pytest.mark.parametrize("content", [b"{}", b"PK\x03\x04\xff", b"[" * 10**5])
 def test_a_file_that_is_no_notebook_is_refused_in_one_line(draw, tmp_path, content):
     (tmp_path / "sent.ipynb").write_bytes(content)
     with pytest.raises(SystemExit, match=r"^\w+Error: [^\n]+$"):

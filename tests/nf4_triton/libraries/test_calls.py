@@ -52,11 +52,7 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
     assert lines == [f"Left to the library: {why}"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"quant_type": "fp4"}, {"quant_storage": FP32, "compress_statistics": False}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"quant_type": "fp4"}], ids=str)
 def test_dequantize_4bit(options, device):
     packed, state = quantized((6, 1024), BF16, device, **options)
 
@@ -73,15 +69,13 @@ def test_dequantize_4bit(options, device):
     "field, change",
     [
         ("absmax", strided),
-        ("blocksize", lambda _: 192),  # no power of two; one block holds all there is
         ("dtype", lambda _: torch.float64),  # which the library refuses, too
     ],
 )
 def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, change):
     """The library's bits or its own error, also in a graph."""
     packed, state = quantized((64, 256), BF16, device)
-    holder = state.state2 if field == "blocksize" else state
-    setattr(holder, field, change(getattr(holder, field)))
+    setattr(state, field, change(getattr(state, field)))
 
     def eager():
         return bnb.functional.dequantize_4bit(packed, state) + 0
@@ -94,10 +88,9 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, chan
 # Training: the library forms the products, from weights that the kernel dequantizes
 
 
-@pytest.mark.parametrize("stored", [BF16, FP32])
-def test_result_and_gradient_of_a_layer(make_layer, device, stored):
-    """Also in autocast and in inference mode."""
-    layer = make_layer(128, 80, stored)
+def test_result_and_gradient_of_a_layer(make_layer, device):
+    """Stored for another dtype; also in autocast and in inference mode."""
+    layer = make_layer(128, 80, FP32)
     layer.compute_dtype = BF16
     x = inputs(device, 2, 5, 128)
     assert compare(lambda: through(layer, x))[DEQUANTIZE][KERNEL] == 1
@@ -173,6 +166,9 @@ def unsloth_calls(function, packed, state):
 
 
 def expert_stack(packed, quant_state, out_shape=None, out=None):
+    """None for fp4, as Unsloth's declines all but nf4 in blocks of 64: no difference to the self-test."""
+    if quant_state.quant_type == "fp4":
+        return None
     result = oracle(packed, quant_state).view(out_shape or quant_state.shape)
     return result if out is None else out.copy_(result)
 
