@@ -114,16 +114,15 @@ print(torch.equal(torch.compile(call, backend="{compiler}", fullgraph=True)(weig
     assert said.endswith("True\n"), said
 
 
-@pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", BOTH)
 @pytest.mark.filterwarnings("error:.*autograd")
-def test_what_requires_grad(monkeypatch, name, nested):
+def test_what_requires_grad(monkeypatch, name):
     """Scales where bitsandbytes quantizes a parameter; codes stored in a float dtype."""
     monkeypatch.setenv("NF4_BACKEND", name)
-    weight, state = random_state((64, 64), torch.float16, nested=nested)
+    weight, state = random_state((64, 64), torch.float16)
     expected = oracle(weight, state)
-    weight = weight if nested else weight.view(-1).view(torch.bfloat16)
-    for tensor in (state.state2.absmax, state.offset) if nested else (state.absmax, weight):
+    weight = weight.view(-1).view(torch.bfloat16)
+    for tensor in (state.state2.absmax, state.offset, weight):
         tensor.requires_grad_()
     x = torch.ones(64, dtype=torch.float16, device=weight.device, requires_grad=True)
     for call in (dequantize, torch.compile(dequantize, backend="aot_eager", fullgraph=True)):

@@ -26,7 +26,6 @@ def written(content):
 
 
 LINE = written({"environment": MACHINE, "rows": ROWS})
-ONE_ROW, ALL_ROWS = written(ROWS[4]), written(ROWS)
 CODE = "print_rows()"
 
 
@@ -68,8 +67,8 @@ def test_other_code_is_refused(draw):
 @pytest.mark.parametrize(
     "problem, right, wrong",
     [
-        ("not measured: puzzle's line of unsloth_today. Install", f"{ONE_ROW},", ""),  # it could not load
-        ("not measured: 100 rounds of bitsandbytes, .*", ALL_ROWS, "[]"),
+        ("0 rows for .*line.*unsloth_today", f"{written(ROWS[4])},", ""),  # it could not load
+        ("not scored: Custom assembly works, .*", written(ROWS), written(ROWS[:12])),  # a broken rule
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
     ],
 )
