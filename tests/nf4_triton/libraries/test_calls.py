@@ -166,9 +166,6 @@ def unsloth_calls(function, packed, state):
 
 
 def expert_stack(packed, quant_state, out_shape=None, out=None):
-    """None for fp4, as Unsloth's declines all but nf4 in blocks of 64: no difference to the self-test."""
-    if quant_state.quant_type == "fp4":
-        return None
     result = oracle(packed, quant_state).view(out_shape or quant_state.shape)
     return result if out is None else out.copy_(result)
 
