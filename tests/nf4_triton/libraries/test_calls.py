@@ -40,7 +40,7 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
     def fails(*_):
         raise next(failures)
 
-    with on() as switched:
+    with on():
         monkeypatch.setattr(launch_general, "dequantize_weight", fails)
         with pytest.raises(RuntimeError, match="CUDA error"):
             bnb.functional.dequantize_4bit(packed, state)
@@ -48,8 +48,6 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
     why = f"{DEQUANTIZE}: the kernel could not be launched (OSError: no space left)"
     assert logged() == f"Left to the library: {why}\n"
-    lines = [line for line in str(switched).splitlines()[1:] if FALLBACK not in line]
-    assert lines == [f"Left to the library: {why}"]
 
 
 @pytest.mark.parametrize("options", [{}, {"quant_type": "fp4"}], ids=str)
