@@ -7,10 +7,7 @@ Two such loops are elsewhere, because their files must run without this one: tha
 (helpers/puzzle/protocol.py) and that of the installed package (nf4_triton/speed.py).
 """
 
-import contextlib
-import functools
-import gc
-import time
+import timeit
 from collections.abc import Callable, Hashable
 
 import torch
@@ -32,16 +29,6 @@ def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int) -> dict:
     return found
 
 
-@contextlib.contextmanager
-def collector_off():
-    """Keep Python's garbage collector from running inside the block."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def host_timer(call: Callable, count: int, wait: bool = False) -> Callable:
     """Return a function that times `count` calls, after an untimed one, and returns the microseconds of one.
 
@@ -49,16 +36,15 @@ def host_timer(call: Callable, count: int, wait: bool = False) -> Callable:
     then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
     """
 
-    def us():
+    def call_and_wait():
         call()
         synchronize()
-        with collector_off():
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-                if wait:
-                    synchronize()
-            elapsed = time.perf_counter() - start
+
+    timer = timeit.Timer(call_and_wait if wait else call)  # which keeps the garbage collector off
+
+    def us():
+        call_and_wait()
+        elapsed = timer.timeit(count)
         synchronize()
         return 1e6 * elapsed / count
 
@@ -85,31 +71,17 @@ def gpu_timer(graph, count: int) -> Callable:
     return us
 
 
-@functools.cache
-def _capture_stream():
-    return torch.cuda.Stream()
-
-
 def capture(calls: list[Callable], pool=None) -> tuple:
     """Return (CUDA graph of the calls, what the last one returned).
 
-    The calls run before the capture on the same stream, to compile kernels. Each gets memory of its own for
-    its result; that of another graph's `pool` may be overwritten. Passes on a call's errors. By hand:
-    `torch.cuda.graph` empties the allocator's cache, and after an error it stays on its stream.
+    The calls run before the capture, to compile kernels. Each gets memory of its own for its result; that of
+    another graph's `pool` may be overwritten. Passes on a call's errors.
     """
-    torch.cuda.synchronize()
+    for call in calls:
+        call()
     graph = torch.cuda.CUDAGraph()
-    with collector_off(), torch.cuda.stream(_capture_stream()):
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph.capture_begin(pool, capture_error_mode="thread_local")
-        try:
+    # The outer context leaves the capture's stream, which an error in torch.cuda.graph does not.
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
             results = [call() for call in calls]
-        except BaseException:
-            with contextlib.suppress(Exception):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-    torch.cuda.synchronize()
     return graph, results[-1]

@@ -22,13 +22,6 @@ STACKS = (  # (experts, out, in)
 ACTIVE = (4, 8, 32)  # experts of a stack
 
 
-def stack_of(shape: tuple[int, int, int]):
-    """Return a layer whose one state holds all experts: (experts, out, in) in bf16."""
-    layer = quantized_layer(shape[2], shape[0] * shape[1], torch.bfloat16)
-    layer.weight.quant_state.shape = torch.Size(shape)
-    return layer
-
-
 # --- what each library has ---
 
 
@@ -77,12 +70,13 @@ def functions_of(layer) -> dict[str, Callable]:
 
 def time_experts(problems: list[str]) -> Iterator[tuple]:
     """Yield GPU time of selected experts of real stacks: 4, 8, 32, and all of them."""
-    for shape in STACKS:
-        layer = stack_of(shape)
+    for experts, out, inputs in STACKS:
+        layer = quantized_layer(inputs, experts * out, torch.bfloat16)
+        shape = layer.weight.quant_state.shape = torch.Size((experts, out, inputs))  # one state for all
         expected = contenders.exact_weight(layer)
         functions = functions_of(layer)
         order = torch.randperm(len(expected), generator=torch.Generator().manual_seed(3407)).to(DEVICE)
-        for active in sorted({*ACTIVE, shape[0]}):
+        for active in sorted({*ACTIVE, experts}):
             case = f"{active} of {'x'.join(map(str, shape))}"
             sets = [ids.sort().values for ids in order.split(active)]  # each expert has its turn
             works = gpu.works_of(functions, sets, expected[sets[-1]])

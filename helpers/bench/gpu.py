@@ -91,10 +91,10 @@ def layers_of(numel: int, dtype: str, **more) -> list:
 
 def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Tensor) -> dict[str, tuple]:
     """Return the works of a call on each argument. expected: what each function returns for the last one."""
-    works = {}
-    for name, function in functions.items():
-        works[name] = [functools.partial(function, one) for one in arguments], expected
-    return works
+    return {
+        name: ([functools.partial(function, one) for one in arguments], expected)
+        for name, function in functions.items()
+    }
 
 
 # --- gpu_time ---

@@ -33,7 +33,7 @@ COLUMNS = (  # of the claim
     "vs Unsloth classic",
     "vs bitsandbytes",
 )
-SHOWN = {  # cases or contenders of a section's table; the stored rows have more
+SHOWN = {  # cases of a section's table; the stored rows have more
     "gpu_time": SHAPES,  # speed_by_size shows all sizes
     "experts": ("4 of 128x1536x2048", "128 of 128x1536x2048", "4 of 256x1024x2048", "256 of 256x1024x2048"),
 }
@@ -53,11 +53,6 @@ TITLES = {  # how contenders and cases are shown; others by their own names
 }
 
 
-def title(name: str) -> str:
-    """Return how a contender or case is shown, with commas in a number of elements."""
-    return re.sub(r"\d{6,}", lambda digits: f"{int(digits[0]):,}", TITLES.get(name, name))
-
-
 def number(value: float, unit: str, median: float = 1) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
@@ -69,18 +64,11 @@ def number(value: float, unit: str, median: float = 1) -> str:
 
 
 def cell(row: Row) -> str:
-    """Return a row's median with its range, or the ends of a prediction, which has just two values.
-
-    A ratio whose range touches 1 in two decimals is within noise.
-    """
+    """Return a row's median with its range, or the ends of a prediction, which has just two values."""
     if len(row.values) == 2 and row.low < row.high:
         return f"{number(row.low, row.unit)} to {number(row.high, row.unit)}"
     low, median, high = (number(value, row.unit, row.median) for value in (row.low, row.median, row.high))
-    if low == high:
-        return median
-    if row.unit == "x" and row.low < 1.01 and row.high >= 1:
-        median = "within noise"
-    return f"{median} ({low} to {high})"
+    return median if low == high else f"{median} ({low} to {high})"
 
 
 def table(rows: list[Row], section: str) -> str:
@@ -89,9 +77,9 @@ def table(rows: list[Row], section: str) -> str:
     if rows and section.startswith("step_gpu_time"):
         return step_table(rows, section)
     for row in rows:
-        if section in SHOWN and row.case not in SHOWN[section] and row.contender not in SHOWN[section]:
+        if section in SHOWN and row.case not in SHOWN[section]:
             continue
-        case, contender = title(row.case), title(row.contender)
+        case, contender = (TITLES.get(name, name) for name in (row.case, row.contender))
         if section == "protocol":
             contender = FUNCTIONS.get(row.contender, contender)
         if section == "gpu_time":

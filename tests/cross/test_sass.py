@@ -67,13 +67,6 @@ def listing(*lines):
     return "\n".join(f"        /*00a0*/    {line} ;    /* 0x00 */" for line in lines)
 
 
-def test_a_thread_executes_what_comes_before_the_first_exit_without_a_predicate():
-    path = sass.executed(listing("@!P6 LDG.E.U8 R5, [R2]", "@P0 EXIT", "STG.E.128 [R4], R8", "EXIT", "BRA 0"))
-    assert path == ["LDG.E.U8", "EXIT", "STG.E.128", "EXIT"]
-    with pytest.raises(NotImplementedError, match="CALL.REL"):
-        sass.executed(listing("CALL.REL.NOINC 0x40", "EXIT"))
-
-
 GOOD = ["LDG.E.U8 R5, [R2]", "LDG.E.128 R8, [R2]", "STG.E.128 [R4], R8", "EXIT"]  # 32 elements
 BAD = {
     "2 spills to local memory": ["STL.128 [R1], R0", "LDL R0, [R1]", *GOOD],

@@ -13,7 +13,6 @@ from nf4_triton import backend, environment
 
 def test_the_description_is_json(monkeypatch, tmp_path):
     monkeypatch.setattr(environment, "CPU", tmp_path / "cpuinfo")
-    assert environment.describe()["cpu"] is None
     environment.CPU.write_text("processor\t: 0\nmodel name\t: A CPU @ 2 GHz\nprocessor\t: 1\n")
     monkeypatch.setenv("NF4_FORCE", " T4 ")
     monkeypatch.setattr(environment, "DRIVER", "echo '580.65.06\n580.65.06'")  # of two GPUs
@@ -21,8 +20,6 @@ def test_the_description_is_json(monkeypatch, tmp_path):
     assert (facts["card"] is None) == (not torch.cuda.is_available()) == (facts["capability"] is None)
     assert facts["driver"] == "580.65.06" and facts["forced"] == "t4" and facts["cpu"] == "A CPU @ 2 GHz"
     assert torch.__version__.startswith(facts["versions"]["torch"])  # PyPI names no CUDA version
-    monkeypatch.setattr(environment, "DRIVER", "false")
-    assert environment.describe()["driver"] is None
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="this machine has a GPU")
@@ -48,8 +45,6 @@ def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(machine.SRC)!r}]; "
     code += "from nf4_triton import environment; print(environment.triton_problem())"
     assert processes.python(["-c", code + "; assert 'torch' not in sys.modules"]).out.startswith(problem)
-    code = code.replace("from", "sys.modules['triton'] = None; from")
-    assert processes.python(["-c", code]).out.startswith("Triton is not installed, expected 3.4 or newer")
 
 
 def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):

@@ -1,7 +1,5 @@
 """Records: written, replaced, read, selected; what results/ holds."""
 
-import subprocess
-
 from helpers.results import store
 from helpers.results.store import Row
 
@@ -21,16 +19,3 @@ def test_a_section_is_replaced_and_the_others_stay(folder):
 
 def test_folder_of_a_machine():
     assert store.slug(MACHINE | {"forced": "/../t4"}) == "nvidia-t1-forced-t4"
-
-
-def test_a_changed_file_makes_the_commit_dirty(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROOT", tmp_path)
-    monkeypatch.delenv("NF4_COMMIT", raising=False)
-    commit, file = store.commit.__wrapped__, tmp_path / "file"
-    assert commit() is None
-    file.touch()
-    first = "git init && git add file && git -c user.name=a -c user.email=a commit -m first"
-    subprocess.run(first, shell=True, cwd=tmp_path, check=True)
-    clean = commit()
-    file.write_text("changed")
-    assert commit() == f"{clean}-dirty"

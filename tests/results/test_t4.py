@@ -2,10 +2,8 @@
 
 import importlib.util
 
-import pandas
 import pytest
 
-from helpers.puzzle import marking
 from helpers.results import pages, store
 
 SCRIPT = store.ROOT / "results" / pages.SIMULATED / "predict.py"
@@ -22,10 +20,3 @@ def test_stored_rows_and_the_page_are_what_the_inputs_give(section):
     for row, expected in zip(found, stored, strict=True):
         assert row.values == pytest.approx(expected.values, rel=1e-6), row
     assert pages.table(found, section.__name__) in (store.ROOT / "docs" / "t4.md").read_text()
-
-
-def test_points_are_the_puzzles():
-    passed = {decides: True for *_, decides in marking.CRITERIA}
-    speedups = [0.99, 1.01, 1.05, 1.1, 1.14, 1.15, 2.0]
-    expected = [sum(marking.points_of(passed, speedup).values()) for speedup in speedups]
-    assert list(predict.points(pandas.Series(speedups))) == expected

@@ -40,7 +40,7 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
     def fails(*_):
         raise next(failures)
 
-    with on() as switched:
+    with on():
         monkeypatch.setattr(launch_general, "dequantize_weight", fails)
         with pytest.raises(RuntimeError, match="CUDA error"):
             bnb.functional.dequantize_4bit(packed, state)
@@ -48,15 +48,9 @@ def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logg
             assert same(bnb.functional.dequantize_4bit(packed, state), expected)
     why = f"{DEQUANTIZE}: the kernel could not be launched (OSError: no space left)"
     assert logged() == f"Left to the library: {why}\n"
-    lines = [line for line in str(switched).splitlines()[1:] if FALLBACK not in line]
-    assert lines == [f"Left to the library: {why}"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"quant_type": "fp4"}, {"quant_storage": FP32, "compress_statistics": False}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"quant_type": "fp4"}], ids=str)
 def test_dequantize_4bit(options, device):
     packed, state = quantized((6, 1024), BF16, device, **options)
 
@@ -73,15 +67,13 @@ def test_dequantize_4bit(options, device):
     "field, change",
     [
         ("absmax", strided),
-        ("blocksize", lambda _: 192),  # no power of two; one block holds all there is
         ("dtype", lambda _: torch.float64),  # which the library refuses, too
     ],
 )
 def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, change):
     """The library's bits or its own error, also in a graph."""
     packed, state = quantized((64, 256), BF16, device)
-    holder = state.state2 if field == "blocksize" else state
-    setattr(holder, field, change(getattr(holder, field)))
+    setattr(state, field, change(getattr(state, field)))
 
     def eager():
         return bnb.functional.dequantize_4bit(packed, state) + 0
@@ -94,10 +86,9 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, chan
 # Training: the library forms the products, from weights that the kernel dequantizes
 
 
-@pytest.mark.parametrize("stored", [BF16, FP32])
-def test_result_and_gradient_of_a_layer(make_layer, device, stored):
-    """Also in autocast and in inference mode."""
-    layer = make_layer(128, 80, stored)
+def test_result_and_gradient_of_a_layer(make_layer, device):
+    """Stored for another dtype; also in autocast and in inference mode."""
+    layer = make_layer(128, 80, FP32)
     layer.compute_dtype = BF16
     x = inputs(device, 2, 5, 128)
     assert compare(lambda: through(layer, x))[DEQUANTIZE][KERNEL] == 1
