@@ -1,5 +1,7 @@
 """Read a 4-bit weight from the tensors of a saved checkpoint. Needs neither bitsandbytes nor Triton."""
 
+from __future__ import annotations
+
 import json
 import re
 import types
@@ -20,7 +22,7 @@ PART = re.compile(rf"(.+)(\.(nested_)?(absmax|quant_map)|{re.escape(STATE)}\w+)"
 
 
 def read_checkpoint(
-    tensors: "Mapping[str, torch.Tensor] | safetensors.safe_open", name: str
+    tensors: Mapping[str, torch.Tensor] | safetensors.safe_open, name: str
 ) -> tuple[torch.Tensor, Any]:
     """Return (packed codes, quant_state) of a saved 4-bit weight, for dequantize(*read_checkpoint(...)).
 
