@@ -162,7 +162,7 @@ COMMANDS = {  # arguments: what the error says
     "gguf out": "it holds a.gguf",
     "runs out": "it holds checkpoint-500",
     "deep out": "expected a JSON object",
-    "lost out": "other.safetensors is missing",
+    "lost out": "other.safetensors cannot be read",
     "leads out": "passwd leads out of its folder",
     "damaged out": "cannot be read: download it again (SafetensorError",
     "lacks out --unchecked": "lacks lacks tensors that its index lists (1): more",
@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_nothing(refused, full_disk):
 
 EXPORTS = {  # arguments: what is said
     "adapter out": "Base: four/7 of 11 tensors dequantized, 5 merged",
-    "newer out --shard-size 5GiB": "7 of 11 tensors dequantized, 5 merged",
+    "newer out --shard-size 5GB": "7 of 11 tensors dequantized, 5 merged",
     "adapter out --base full": "trained on four/pass --trained-in nf4+double/0 of 11 tensors dequantized",
     "adapter out --base full --trained-in nf4+double": "loaded in torch.bfloat16/layers to nf4+double on cpu",
     "adapter out --base twice": "of 12 tensors dequantized, 6 merged",

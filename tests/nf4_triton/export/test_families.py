@@ -176,7 +176,8 @@ def test_each_tensor_is_that_of_bitsandbytes(make, family):
 
 @pytest.mark.parametrize("family", [*GATE, *LONG])
 def test_dora_and_what_training_saw(make, tmp_path, family):
-    check_merge(make(family), tmp_path, family, use_dora=True)
+    target = r".*(to_q|q_proj)" if family in BY_HAND else "all-linear"
+    check_merge(make(family), tmp_path, family, use_dora=True, target_modules=target)
 
 
 @pytest.mark.parametrize("family, how", MERGES)
@@ -189,16 +190,14 @@ def check_merge(folder, tmp_path, family, **how):
     out, again = tmp_path / "out", tmp_path / "again"
     before = load(family, folder / "out")
     unchanged = {name: x.clone() for name, x in before.state_dict().items()} | tensors_of(folder / "out")
-    config = peft.LoraConfig(
-        **{"r": 4, "target_modules": r".*to_q" if family == "SD3" else "all-linear"} | how
-    )
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear"} | how)
     tuned = peft.get_peft_model(before, config)
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
     tuned.save_pretrained(tmp_path / "adapter")
     expected = tuned.merge_and_unload().state_dict()
-    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100KiB")
+    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100 KB")
     got, written = load(family, out).state_dict(), tensors_of(out)
     assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
     changed = [name for name in written if not same_bits(written[name], unchanged[name])]

@@ -22,21 +22,23 @@ STARTS = [True, False, "gaussian", "eva", "orthogonal"]  # others change the bas
 class Adapter:
     """A LoRA adapter in a model on meta. PEFT merges it one layer at a time."""
 
-    def __init__(self, name, fields, tensors, model):
-        """fields: of adapter_config.json. tensors: {name: tensor}, all of them."""
+    def __init__(self, source, model):
+        """source: the Source of the adapter."""
+        name, fields = source.name, source.config
+        tensors = {key: file.get_tensor(key) for key, file in source.tensors.items()}
         with library(f"PEFT cannot put {name} into {type(model).__name__}, the class of the base's config"):
             import peft
             from peft.tuners.tuners_utils import BaseTunerLayer
 
+            config = lora_config(peft, fields)
+            with torch.device("meta"):
+                tuned = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
             of_transformers = hasattr(model, "base_model_prefix")
             if of_transformers:
                 from peft.utils.transformers_weight_conversion import (
                     convert_peft_adapter_state_dict_for_transformers as renamed,
                 )
-            config = lora_config(peft, fields)
-            with torch.device("meta"):
-                tuned = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
-            if of_transformers:
+
                 tensors = renamed(tuned.get_base_model(), config, tensors)
             own = {key: key for key in tuned.state_dict()}
             expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)

@@ -52,7 +52,7 @@ def export_checkpoint(
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
-    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
+    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
@@ -69,8 +69,7 @@ def export_checkpoint(
         built = build(model.folder, model.config)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     if adapter:
-        tensors = {name: file.get_tensor(name) for name, file in adapter.tensors.items()}
-        merging = Adapter(adapter.name, adapter.config, tensors, built)
+        merging = Adapter(adapter, built)
     plan = Plan(model.tensors, built, merging, dtype, training, device)
     if built:
         compare(built, {name: made.like for name, made in plan.made.items()})
@@ -79,13 +78,10 @@ def export_checkpoint(
         raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not dequantized:
         say("The base is merged in 16 bit. If training loaded it in 4 bit, pass --trained-in nf4+double.")
-    new = dtype or (training and training.dtype)
-    name = str(new).removeprefix("torch.")
-    config = changed(model.config, {"dtype": name, "torch_dtype": name} if new else {})
-    if plan.untied:
-        config = untied(config, built)
     small = small_files(model.folder, adapter and adapter.folder)
-    write(out, config, plan, shard_size, small, [model, adapter] if adapter else [model])
+    write(
+        out, new_config(model.config, plan), plan, shard_size, small, [model, adapter] if adapter else [model]
+    )
     return Counts(len(plan.made), dequantized, sum(plan.changed(name) for name in plan.made))
 
 
@@ -116,6 +112,14 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     return Training(load_dtype, float32, layers, how)
 
 
+def new_config(config, plan) -> dict:
+    """Return the config of the new checkpoint."""
+    dtype = plan.dtype or (plan.training and plan.training.dtype)
+    name = str(dtype).removeprefix("torch.")
+    config = changed(config, {"dtype": name, "torch_dtype": name} if dtype else {})
+    return untied(config, plan.model) if plan.untied else config
+
+
 def to_dtype(dtype):
     """Return a torch dtype of a name as people write it."""
     text = str(dtype).removeprefix("torch.")
@@ -129,5 +133,5 @@ def to_device(device) -> torch.device:
     """Return a device that is here."""
     with library(f"device is {device}, expected one that is here, such as cpu"):
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, dtype=torch.uint8, device=device)
+        torch.empty(1, device=device)
         return device

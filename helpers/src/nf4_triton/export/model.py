@@ -40,7 +40,7 @@ def names_in(model, names) -> dict:
     by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if target not in own and name in own:
+        if target not in own and name in own:  # so does transformers
             target, pattern = name, None
         found[name] = target, by_pattern.get(pattern)
     return found

@@ -1,6 +1,6 @@
 """What each new tensor is made of, known before anything is written, and how it is made."""
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 
@@ -8,13 +8,12 @@ from ..backend import dequantize
 from ..core.state import UnsupportedState
 from .checkpoint import PART, read_checkpoint
 from .model import fuse, names_in, split, tied_names
-from .problems import refuse
+from .problems import library, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclasses.dataclass
-class Training:
+class Training(NamedTuple):
     """How training loaded a 16-bit base."""
 
     dtype: torch.dtype
@@ -23,8 +22,7 @@ class Training:
     how: dict  # arguments of bitsandbytes.functional.quantize_4bit
 
 
-@dataclasses.dataclass
-class Made:
+class Made(NamedTuple):
     """A tensor of the new checkpoint."""
 
     source: str  # its name in the old one
@@ -112,11 +110,12 @@ class Plan:
             if not there or self.changes.isdisjoint(names):
                 continue
             used |= {*names}
-            for name in there[1:]:
-                first = self.base(stored[there[0]])
-                if not first.equal(self.base(stored[name]).to(first)):  # transformers would not tie them
+            first, *others = there
+            for name in others:
+                tensor = self.base(stored[name])
+                if not tensor.equal(self.base(stored[first]).to(tensor)):  # transformers would not tie them
                     raise UnsupportedState(
-                        f"{there[0]} and {name} differ, expected the same tensor, as the config ties them: set"
+                        f"{first} and {name} differ, expected the same tensor, as the config ties them: set"
                         " its tie_word_embeddings to false"
                     )
             kept = [name for name in names if name not in self.adapter.saved]
@@ -124,9 +123,9 @@ class Plan:
                 self.untied = True
                 there += [name for name in names if name not in there]
             for name in there:
-                made = self.made[stored.get(name, stored[there[0]])]
+                made = self.made[stored.get(name, stored[first])]
                 own = tuple(kept) if name in kept else (name,)
-                self.made[stored.get(name, name)] = dataclasses.replace(made, names=own)
+                self.made[stored.get(name, name)] = made._replace(names=own)
         return used
 
     def changed(self, name) -> bool:
@@ -137,14 +136,12 @@ class Plan:
         """Return a tensor of the new checkpoint."""
         if name not in self.fused:
             return self.checked(name, self.adapted(self.base(name), self.made[name].names))
-        if name not in self.ready:
-            target = self.targets[name][0]
-            parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
-            fused = fuse(self.model, target, parts)
-            self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
-            lost = sorted(parts.keys() ^ self.ready.keys())
-            refuse(f"{target} cannot be split again", lost, "merge it with PEFT")
-        return self.checked(name, self.ready.pop(name))
+        with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
+            if name not in self.ready:
+                parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
+                fused = fuse(self.model, self.targets[name][0], parts)
+                self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
+            return self.checked(name, self.ready.pop(name))
 
     def adapted(self, tensor, names) -> torch.Tensor:
         """Return a tensor with the adapter's changes of the parameters that it stands for."""
@@ -170,10 +167,7 @@ class Plan:
             tensor = tensor.t() if made.transposed else tensor
             tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
         if state:
-            try:
-                tensor = dequantize(tensor, state, dtype=made.like.dtype)
-            except UnsupportedState as error:
-                raise UnsupportedState(f"{name}: {error}") from error
+            tensor = dequantize(tensor, state, dtype=made.like.dtype)
         if made.transposed:
             tensor = tensor.t().contiguous()
         return tensor.to(made.like.dtype)

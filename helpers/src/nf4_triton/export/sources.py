@@ -49,13 +49,13 @@ def find(source, base=None) -> tuple:
     if not (folder.parent if folder.is_file() else folder).joinpath("adapter_config.json").is_file():
         if base:
             raise UnsupportedState(f"{source} is not an adapter, expected one beside --base: omit --base")
-        return open_model(source, folder), None
+        return read_source(source, folder, WEIGHTS, "config.json"), None
     adapter = read_source(source, folder, ADAPTER, "adapter_config.json")
     trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not base and not trained_on:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
     name = str(base or (f"{trained_on}@{revision}" if revision else trained_on))
-    model = open_model(name, fetch(name))
+    model = read_source(name, fetch(name), WEIGHTS, "config.json")
     commit = f", commit {model.folder.name}" if model.folder.parent.name == "snapshots" else ""
     say(f"Base: {name}{commit}" + (f"; the adapter was trained on {trained_on}" if base else ""))
     return model, adapter
@@ -81,18 +81,6 @@ def fetch(name) -> Path:
         ) from error
 
 
-def open_model(name, path) -> Source:
-    """Return the Source of a model that bitsandbytes quantized in 4 bits, or nobody did."""
-    source = read_source(name, path, WEIGHTS, "config.json")
-    how = source.config.get("quantization_config") or {}
-    kind = how.get("quant_method", "bitsandbytes")
-    if kind != "bitsandbytes":
-        raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: pass its original"
-        )
-    return source
-
-
 def read_source(name, path, candidates, config) -> Source:
     """Open the first of the candidates in a folder, or a file itself."""
     folder, found = (path, None) if path.is_dir() else (path.parent, path.name)
@@ -108,17 +96,22 @@ def read_source(name, path, candidates, config) -> Source:
     if found.endswith(".json"):
         weight_map = read_json(inside(folder, found), "weight_map")
         files = sorted(set(weight_map.values()))
-    paths = [inside(folder, file) for file in files]
-    stats = stat(paths)
     tensors: dict = {}
-    for file in paths:
+    stats: dict = {}
+    for file in files:
         with library(f"{file} cannot be read: download it again"):
-            opened = safe_open(file, "pt")
+            stats |= stat([inside(folder, file)])
+            opened = safe_open(folder / file, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
     fields = read_json(inside(folder, config)) if (folder / config).exists() else {}
+    kind = (fields.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
+    if kind != "bitsandbytes":
+        raise UnsupportedState(
+            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: pass its original"
+        )
     return Source(str(name), folder, tensors, fields, stats)
 
 
@@ -126,8 +119,6 @@ def inside(folder, file) -> Path:
     """Return the path of a file. A link may lead to the blobs of the same repository in the hub's cache."""
     path, folder = folder / str(file), folder.resolve()
     blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
-    if not path.is_file():
-        raise UnsupportedState(f"{path} is missing, expected a file: download it again")
     if not any(path.resolve().is_relative_to(place) for place in (folder, *blobs)):
         raise UnsupportedState(f"{path} leads out of its folder, expected a file in it: copy it there")
     return path

@@ -20,8 +20,6 @@ def write(out, config, plan, shard_size, small, sources):
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
     likes = {name: made.like for name, made in plan.made.items()}
-    if isinstance(shard_size, str):
-        shard_size = shard_size.replace("i", "")  # 5GiB: files of 5GB
     with library(f"shard_size is {shard_size}, expected a size such as 5GB"):
         shards = split_torch_state_dict_into_shards(
             likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
