@@ -146,7 +146,7 @@ COMMANDS = {  # arguments: what the error says
     "adapter out --base four --base full": "--base is given twice",
     "four link": "link exists",
     "four no/where": "its parent does not",
-    "four out --shard-size many": "expected a size such as 5GB",
+    "four out --shard-size many": "Supported units are TB, GB, MB, KB",
     "four out --dtype int8": "dtype is int8, expected float16",
     "four out --device cuda:99": "device is cuda:99",
     "four out --base full": "four is not an adapter",

@@ -205,11 +205,8 @@ def check_merge(folder, tmp_path, family, **how):
     if family not in BY_HAND:
         flat, skipped = family in FLAT, ["lm_head", "o_proj"]
         trained = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
-        base = folder / "full"
-        assert (
-            export_checkpoint(tmp_path / "adapter", again, base=base, skip_modules=skipped, **trained)
-            == counts
-        )
+        trained |= {"base": folder / "full", "skip_modules": skipped}
+        assert export_checkpoint(tmp_path / "adapter", again, **trained) == counts
         got = tensors_of(again)
         assert got.keys() == written.keys() and all(same_bits(got[key], written[key]) for key in got)
 

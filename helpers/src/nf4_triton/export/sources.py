@@ -39,7 +39,7 @@ class Source:
 
     def check(self):
         """Raise if somebody wrote to a file since it was opened."""
-        if stat(self.stats) != self.stats:
+        if any(path.stat().st_mtime_ns != self.stats[path] for path in self.stats):
             raise UnsupportedState(f"{self.name} changed during the export: export it again")
 
 
@@ -100,8 +100,9 @@ def read_source(name, path, candidates, config) -> Source:
     stats: dict = {}
     for file in files:
         with library(f"{file} cannot be read: download it again"):
-            stats |= stat([inside(folder, file)])
-            opened = safe_open(folder / file, "pt")
+            path = inside(folder, file)
+            stats[path] = path.stat().st_mtime_ns
+            opened = safe_open(path, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
@@ -129,11 +130,6 @@ def read_json(path, key=None) -> dict:
     with library(f"{path} cannot be read, expected a JSON object: download it again"):
         content = json.loads(path.read_text(encoding="utf-8"))
         return dict(content[key] if key else content)
-
-
-def stat(files) -> dict:
-    """Return {file: when it was written}."""
-    return {file: file.stat().st_mtime_ns for file in files}
 
 
 def small_files(folder, adapter=None) -> dict:

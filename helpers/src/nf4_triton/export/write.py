@@ -10,7 +10,6 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from ..core.state import UnsupportedState
-from .problems import library
 
 
 def write(out, config, plan, shard_size, small, sources):
@@ -20,10 +19,9 @@ def write(out, config, plan, shard_size, small, sources):
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
     likes = {name: made.like for name, made in plan.made.items()}
-    with library(f"shard_size is {shard_size}, expected a size such as 5GB"):
-        shards = split_torch_state_dict_into_shards(
-            likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
-        )
+    shards = split_torch_state_dict_into_shards(
+        likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
+    )
     size = shards.metadata["total_size"]
     free = shutil.disk_usage(out.parent).free
     if size > free:
