@@ -62,13 +62,6 @@ def fuse(model, target, parts) -> dict:
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def split(model, tensors) -> dict:
-    """Return {name in the file: tensor} of tensors of the model: what fuse() made of them, undone."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, tensors)
-
-
 def compare(model, likes):
     """Check that a model can load tensors: none is missing, surplus, or of another shape."""
     with library("the model cannot load the tensors: download them again, or pass --unchecked"):

@@ -7,7 +7,7 @@ import torch
 from ..backend import dequantize
 from ..core.state import UnsupportedState
 from .checkpoint import PART, read_checkpoint
-from .model import fuse, names_in, split, tied_names
+from .model import fuse, names_in, tied_names
 from .problems import library, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -137,10 +137,13 @@ class Plan:
         if name not in self.fused:
             return self.checked(name, self.adapted(self.base(name), self.made[name].names))
         with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
+            from transformers.core_model_loading import revert_weight_conversion
+
             if name not in self.ready:
                 parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
                 fused = fuse(self.model, self.targets[name][0], parts)
-                self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
+                merged = {key: self.adapted(fused[key], [key]) for key in fused}
+                self.ready = revert_weight_conversion(self.model, merged)
             return self.checked(name, self.ready.pop(name))
 
     def adapted(self, tensor, names) -> torch.Tensor:
