@@ -20,7 +20,7 @@ def installed(*names: str) -> dict[str, Callable]:
     found = {"ours": launch.your_dequantize_nf4}
     if protocol.ON_GPU:
         found["ordinary"] = protocol.kernel_grid
-    found |= {name: one.fn for name, one in protocol.baselines().items() if one.fn}
+    found |= protocol.baselines()
     return {name: found[name] for name in names or found if name in found}
 
 

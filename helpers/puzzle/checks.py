@@ -1,6 +1,6 @@
 """One cell for each of the puzzle's criteria beside speed, which prints what it saw; GPU time."""
 
-# ruff: noqa: E402, I001
+# ruff: noqa: E402, E501, I001
 # %% tags=["module-only"]
 import collections
 import gc
@@ -16,8 +16,8 @@ from helpers.puzzle.layers import (
 )
 from helpers.puzzle.protocol import (
     NEEDS_GPU,
+    NEEDS_HOOK,  # noqa: F401  in the cells' calls
     allocated,
-    load_hook,
     loaded_kernels,
     synchronize,
     wrong_elements,
@@ -27,11 +27,8 @@ from nf4_triton.core.reference import dequantize_in_pytorch
 from nf4_triton.core.settings import force, has_no_bf16, settings
 
 # %% What the criteria share id="checks-tools" folded=true
-import pathlib
 import re
 
-BACKEND = "inductor" if ON_GPU else "aot_eager"  # without a GPU the call is traced and runs interpreted
-NO_HOOK = "not measured (needs Triton 3.5 or newer, which says what it loads)"
 passed = globals().get("passed", {})  # {criterion: True, False, None}; kept when this cell runs again
 
 
@@ -62,37 +59,26 @@ def loaded(ran):
     return [files for _, files in found] if {*ran} == {name for name, _ in found} else []
 
 
-def text_of(files, ending):
-    """Return the text of a loaded kernel's file with this ending."""
-    return next(pathlib.Path(path).read_text() for name, path in files.items() if name.endswith(ending))
-
-
 def only_when_on(candidate, setting, find):
     """Print what find(files) finds in the kernels that the candidate launches with a setting on, then off.
 
     It must find nothing when off. Another author's kernel has no such setting: nothing is loaded when off.
     """
-    if not load_hook:
-        return print(NO_HOOK)
     layer, chosen, right = bnb_Linear4bit(1024, 4096, torch.bfloat16), vars(settings()), True
     for on in (True, False):
         with force(**(chosen | {setting: on})):
             ran, wrong = profiled(candidate, layer)
             found = [find(files) for files in loaded(ran)]
-        print(
-            f"{setting}={on}: {wrong} wrong elements; in the PTX of {len(found)} loaded {' and '.join(ran)}:"
-        )
+        print(f"{setting}={on}: {wrong} wrong elements; PTX of {len(found)} loaded {' and '.join(ran)}:")
         for form, count in collections.Counter(re.sub(r"%\w+", "%", text) for text in sum(found, [])).items():
             print(f"    {count} x {form}")
         right = right and wrong == 0 and (not on or len(found) > 0) and all(bool(one) == on for one in found)
     return right
 
 
-# %% id="single-kernel" call="passed['single_kernel'] = attempt(single_kernel, your_dequantize_nf4)"
+# %% id="single-kernel" call="passed['single_kernel'] = attempt(single_kernel, your_dequantize_nf4, NEEDS_HOOK)"
 def single_kernel(candidate):
     """Profile a layer's first three calls: each must run one Triton kernel alone, and give the right bits."""
-    if not load_hook:
-        return print(NO_HOOK)
     right = True
     for dtype in SHORT:
         layer = bnb_Linear4bit(*LARGE, dtype)
@@ -103,7 +89,7 @@ def single_kernel(candidate):
     return right
 
 
-# %% id="exact" call="passed['exact'] = attempt(exact, your_dequantize_nf4, gpu=False)"
+# %% id="exact" call="passed['exact'] = attempt(exact, your_dequantize_nf4)"
 def exact(candidate):
     """Count the elements that differ in any bit from bitsandbytes after every tensor was changed in place."""
     print(f"{'elements that differ':28}{'fp16':>12}{'bf16':>12}{'plain PyTorch':>16}{'of':>12}")
@@ -121,17 +107,18 @@ def exact(candidate):
     return not any(wrong)
 
 
-# %% id="compile" call="passed['torch_compile'] = attempt(torch_compile, your_dequantize_nf4, gpu=False)"
+# %% id="compile" call="passed['torch_compile'] = attempt(torch_compile, your_dequantize_nf4)"
 def torch_compile(candidate):
     """Compile for fp16 and bf16. A compiled call must run one kernel, and none that Inductor wrote."""
     right, counters = True, torch._dynamo.utils.counters
+    backend = "inductor" if ON_GPU else "aot_eager"
     for dtype in SHORT:
         torch._dynamo.reset()
         counters.clear()
         layer = bnb_Linear4bit(*LARGE, dtype)
-        # On a T4 bf16 runs eagerly.
+        # On a T4 bf16 runs eagerly; without a GPU the call is traced and runs interpreted.
         fullgraph = dtype == torch.float16 or not has_no_bf16(layer.weight.device)
-        function = torch.compile(candidate, fullgraph=fullgraph, backend=BACKEND)
+        function = torch.compile(candidate, fullgraph=fullgraph, backend=backend)
         wrong, graphs = wrong_elements(function, layer), counters["stats"]["unique_graphs"]
         ran = profiled(function, layer)[0] if ON_GPU else [f"(not measured, needs {NEEDS_GPU})"]
         print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {graphs} graph, {wrong} elements differ; ran", *ran)
@@ -139,26 +126,26 @@ def torch_compile(candidate):
     return right if ON_GPU else None
 
 
-# %% id="custom-asm" call="passed['custom_asm'] = attempt(custom_asm, your_dequantize_nf4)"
+# %% id="custom-asm" call="passed['custom_asm'] = attempt(custom_asm, your_dequantize_nf4, NEEDS_HOOK)"
 def custom_asm(candidate):
     """Find the author's inline assembly in the PTX that the candidate launches; Triton adds its own."""
 
     def written(files):  # the author's is in Triton's first form (TTIR), with $0 in place of a register
-        texts = re.findall(r'tt\.elementwise_inline_asm "(?:\\0A|\s)*([^"\\]+)', text_of(files, ".ttir"))
+        texts = re.findall(r'tt\.elementwise_inline_asm "(?:\\0A|\s)*([^"\\]+)', files[".ttir"].read_text())
         form = "|".join(re.sub(r"\\\$\d+", r"[^,; ]+", re.escape(text)) for text in {*texts})
-        return re.findall(form, text_of(files, ".ptx")) if form else []
+        return re.findall(form, files[".ptx"].read_text()) if form else []
 
     return only_when_on(candidate, "asm", written)
 
 
-# %% id="cache-eviction" call="passed['cache_eviction'] = attempt(cache_eviction, your_dequantize_nf4)"
+# %% id="cache-eviction" call="passed['cache_eviction'] = attempt(cache_eviction, your_dequantize_nf4, NEEDS_HOOK)"
 def cache_eviction(candidate):
     """Find loads and stores with an eviction hint in the PTX that the candidate launches."""
     hint = re.compile(r"\b(?:ld|st)\.global\S*(?:evict_|\.cs)\S*")
-    return only_when_on(candidate, "hints", lambda files: hint.findall(text_of(files, ".ptx")))
+    return only_when_on(candidate, "hints", lambda files: hint.findall(files[".ptx"].read_text()))
 
 
-# %% id="memory" call="passed['memory'] = attempt(memory, your_dequantize_nf4)"
+# %% id="memory" call="passed['memory'] = attempt(memory, your_dequantize_nf4, NEEDS_GPU)"
 def memory(candidate):
     """Count what eleven calls allocate and keep; torch raises an error if one waits for the GPU."""
     right = True

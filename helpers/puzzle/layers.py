@@ -14,15 +14,12 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 Config = collections.namedtuple("Config", "batch seq hidden intermediate seed dtype")
-OFFICIAL = (
-    Config(2, 3333, 2048, 8192, 3407, torch.float16),
-    Config(5, 777, 1024, 4096, 3409, torch.bfloat16),
-    Config(3, 2048, 4096, 14336, 3408, torch.bfloat16),
+LESS = 1 if ON_GPU else 16  # small layers for Triton's interpreter
+CONFIGS = (
+    Config(2, 3333 // LESS, 2048 // LESS, 8192 // LESS, 3407, torch.float16),
+    Config(5, 777 // LESS, 1024 // LESS, 4096 // LESS, 3409, torch.bfloat16),
+    Config(3, 2048 // LESS, 4096 // LESS, 14336 // LESS, 3408, torch.bfloat16),
 )
-SMALL = [  # for Triton's interpreter
-    c._replace(seq=c.seq // 100, hidden=c.hidden // 16, intermediate=c.intermediate // 32) for c in OFFICIAL
-]
-CONFIGS = OFFICIAL if ON_GPU else SMALL
 LARGE = (4096, 14336) if ON_GPU else (128, 64)  # in and out features
 
 
@@ -60,16 +57,18 @@ def build(config):
     return mlp, X
 
 
+def many_layers(config):
+    """Return layers of a configuration that together exceed a GPU's cache, its MLP, and its input."""
+    count = 220_000_000 // (config.hidden * config.intermediate)
+    layers = [bnb_Linear4bit(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
+    return layers, *build(config)
+
+
 def mlp_forward(X, mlp, fx):
     """Return the MLP's output, computed with the weights that `fx` returns for its layers."""
     up = X @ fx(mlp.up_proj).t()
     gate = X @ fx(mlp.gate_proj).t()
     return (torch.nn.functional.silu(gate) * up) @ fx(mlp.down_proj).t()
-
-
-def layers_of(mlp):
-    """Return the MLP's layers in the order of a timed round."""
-    return mlp.up_proj, mlp.gate_proj, mlp.down_proj
 
 
 def assert_correct_bnb(layer, dtype):

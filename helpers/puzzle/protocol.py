@@ -2,7 +2,6 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import collections
 import contextlib
 import functools
 import os
@@ -14,11 +13,10 @@ import triton
 from helpers.names import LABELS, shown
 from helpers.puzzle.layers import (
     CONFIGS,
+    DEVICE,
     ON_GPU,
     assert_correct_bnb,
-    bnb_Linear4bit,
     build,
-    layers_of,
     mlp_forward,
 )
 from nf4_triton.core import operators  # noqa: F401  it registers the operator
@@ -29,22 +27,23 @@ from nf4_triton.core.settings import settings
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
 import gc
 import inspect
-import io
+import pathlib
 import secrets
 import statistics
-from time import perf_counter
+import timeit
 
-NEEDS_GPU = "an NVIDIA GPU"
+load_hook = getattr(triton.knobs.runtime, "kernel_load_end_hook", None)  # public; none in Triton 3.4
+NEEDS_GPU = "" if ON_GPU else "an NVIDIA GPU"
+NEEDS_HOOK = NEEDS_GPU or ("" if load_hook else "Triton 3.5 or newer, which says what it loads")
 ROUNDS = (200 if os.environ.get("NF4_QUICK") else 1000) if ON_GPU else 2
 synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
-Baseline = collections.namedtuple("Baseline", "fn reason")  # reason: what is missing if fn is None
-load_hook = getattr(triton.knobs.runtime, "kernel_load_end_hook", None)  # public; none in Triton 3.4
 
 if "loaded_kernels" not in globals():  # when this cell runs again, the hook is there
-    loaded_kernels = []  # (name, our settings at that time, {file name: path}) of all that Triton loads
+    loaded_kernels = []  # (name, our settings at that time, {ending: path}) of all that Triton loads
 
     def note(module, function, name, files, *more):
-        loaded_kernels.append((name, settings(), files))
+        paths = map(pathlib.Path, files.values())
+        loaded_kernels.append((name, settings(), {path.suffix: path for path in paths}))
 
     if load_hook:
         load_hook.add(note)
@@ -64,55 +63,40 @@ def imported(name):
         return lambda layer: own(layer.weight.data, layer.weight.quant_state)
     from unsloth.kernels import utils
 
-    today = utils.fast_dequantize
-    if name == "unsloth_today":
-        return lambda layer: today(layer.weight, layer.weight.quant_state)
     if name == "unsloth_buffered":  # as in Unsloth's training forward: every result in one buffer
+        today = utils.fast_dequantize
         return lambda layer: today(layer.weight, layer.weight.quant_state, use_global_buffer=True)
-    classic = utils._fast_dequantize_ctypes  # of the puzzle's time: three launches
-    return lambda layer: classic(layer.weight, layer.weight.quant_state)
-
-
-def load(name):
-    """Import a library without its banners; return its Baseline."""
-    if "unsloth" in name and not ON_GPU:
-        return Baseline(None, NEEDS_GPU)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            return Baseline(imported(name), "")
-    except Exception as error:  # not installed, or a broken installation, which can raise anything
-        return Baseline(None, f"a working {LABELS[name]}: {type(error).__name__}: {error}")
+    # classic: of the puzzle's time, three launches
+    own = utils.fast_dequantize if name == "unsloth_today" else utils._fast_dequantize_ctypes
+    return lambda layer: own(layer.weight, layer.weight.quant_state)
 
 
 @functools.cache
 def baselines():
-    """Import the libraries, Unsloth last: it changes others. Print and return {name: Baseline}."""
-    found = {name: load(name) for name in LABELS if name != "ours"}
-    for name, one in found.items():
-        print(f"{LABELS[name]}: {f'not measured (needs {one.reason})' if one.reason else 'imported'}")
+    """Import the libraries without banners, Unsloth last: it changes others. Return {name: function}."""
+    found = {}
+    for name in [name for name in LABELS if name == "bitsandbytes" or ON_GPU and name != "ours"]:
+        try:
+            with open(os.devnull, "w") as no, contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
+                found[name] = imported(name)
+        except Exception as error:  # not installed, or a broken installation, which can raise anything
+            print(f"{LABELS[name]}: {type(error).__name__}: {error}")
     return found
 
 
 def needed(name):
-    """Return what is missing to measure a contender, "" for nothing."""
+    """Return what is missing to measure a library, "" for nothing."""
     for module, switch in (("utils", "_USE_NF4_KERNELS"), ("triton_launch", "_ENABLED")):
         off = getattr(sys.modules.get(f"unsloth.kernels.{module}"), switch, True) is False
-        if off and "nsloth" in name and name != "unsloth_classic":
+        if off and name in ("unsloth_today", "unsloth_buffered"):
             return f"Unsloth's {module}.{switch}, which a variable or an error turned off: that slows it"
-    return baselines()[name].reason if name in baselines() else ""
+    return "" if name in baselines() else NEEDS_GPU or f"a working {LABELS[name]}"
 
 
-def reference(layer):
-    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
-    return (baselines()["unsloth_today"].fn or baselines()["bitsandbytes"].fn)(layer)
-
-
-def attempt(check, candidate, gpu=True):
-    """Return check(candidate); False after an error; None without bitsandbytes or, if gpu, without a GPU."""
-    needs = NEEDS_GPU if gpu and not ON_GPU else baselines()["bitsandbytes"].reason
-    if needs:
-        print(f"not measured (needs {needs})")
-        return None
+def attempt(check, candidate, needs=""):
+    """Return check(candidate); False after an error; None if it needs something, such as bitsandbytes."""
+    if needs := needs or ("" if "bitsandbytes" in baselines() else "a working bitsandbytes"):
+        return print(f"not measured (needs {needs})")
     try:
         verdict = check(candidate)
     except Exception as error:
@@ -125,46 +109,30 @@ def attempt(check, candidate, gpu=True):
 
 def wrong_elements(function, layer):
     """Count the elements whose bits differ from bitsandbytes'."""
-    expected = baselines()["bitsandbytes"].fn(layer)
+    expected = baselines()["bitsandbytes"](layer)
     torch.full_like(expected, float("nan"))  # freed at once, so the result is likely to get this memory
     result = function(layer).contiguous()
     assert (result.dtype, result.shape) == (expected.dtype, expected.shape), "another dtype or shape"
     return int((result.view(torch.int16) != expected.view(torch.int16)).sum())
 
 
-def seconds_of(call, count, wait=True):
-    """Return the seconds of so many calls; wait: and of the GPU's work."""
-    synchronize()
-    start = perf_counter()
-    for _ in range(count):
-        call()
-    if wait:
-        synchronize()
-    return perf_counter() - start
+prepared = {}  # {layout: what prepare() returns}
 
 
-def kernel_grid(layer, known={}):  # noqa: B006
+def kernel_grid(layer):
     """Dequantize by this kernel and Triton's own kernel[grid]."""
     tensors, layout = read(layer.weight, layer.weight.quant_state)
-    if layout not in known:
-        known[layout] = prepare(tensors, layout, None)
-    grid, arguments, options = known[layout]
-    result = torch.empty(layout[0], dtype=layout[1], device=tensors[0].device)
+    if layout not in prepared:
+        prepared[layout] = prepare(tensors, layout, None)
+    grid, arguments, options = prepared[layout]
+    result = torch.empty(layout[0], dtype=layout[1], device=DEVICE)
     _your_dequantize_nf4_kernel[(grid,)](tensors[0], result, *tensors[1:], *arguments[6:], **options)
     return result
 
 
-def many_layers(config):
-    """Return layers of a configuration that together exceed a GPU's cache, its MLP, and its input."""
-    count = 220_000_000 // (config.hidden * config.intermediate)
-    layers = [bnb_Linear4bit(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
-    return layers, *build(config)
-
-
 def allocate_and_fill(layer):
     """Return zeros, which takes the least that a function must do: allocate and write."""
-    state = layer.weight.quant_state
-    return torch.empty(state.shape, dtype=state.dtype, device=layer.weight.device).fill_(0)
+    return torch.zeros(layer.out_features, layer.in_features, dtype=layer.compute_dtype, device=DEVICE)
 
 
 # %% id="protocol-test"
@@ -172,6 +140,11 @@ def flip(layer):
     """Flip all bits of one byte of a weight, any of its bytes."""
     codes = layer.weight.data.view(-1)
     codes[secrets.randbelow(len(codes))] ^= 255
+
+
+def reference(layer):
+    """Return the weight to compare with: Unsloth's as in the puzzle, bitsandbytes' without a GPU."""
+    return baselines().get("unsloth_today", baselines()["bitsandbytes"])(layer)
 
 
 def mlp_dequantize(X, mlp, fx):
@@ -191,16 +164,16 @@ def watch(mlp, fx, change, results):
     Return the seconds of the calls, and the most bytes that were on the GPU before one, without results.
     """
     seconds, held = 0, []
-    for layer in layers_of(mlp):
+    for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj):
         held.append(allocated() - sum(x.nbytes for x in results))
         change(layer)
         expected = reference(layer).t()
         torch.full_like(expected, float("nan"))  # freed at once, so the result is likely to get this memory
         synchronize()
-        start = perf_counter()
+        start = timeit.default_timer()
         results.append(fx(layer).t())
         synchronize()
-        seconds += perf_counter() - start
+        seconds += timeit.default_timer() - start
         assert_same(results[-1], expected, expected.dtype)
         del expected
     return seconds, max(held)
@@ -213,16 +186,16 @@ def time_rounds(X, mlp, fx, rounds):
     """
     changed, unchanged = secrets.SystemRandom().sample(range(rounds), 2)
     held, results = [], []
-    start = perf_counter()
+    start = timeit.default_timer()
     for i in range(rounds):
         if i in (changed, unchanged):
-            pause = perf_counter()
+            pause = timeit.default_timer()
             seconds, most = watch(mlp, fx, flip if i == changed else lambda layer: None, results)
             held.append(most)
-            start += perf_counter() - pause - seconds
+            start += timeit.default_timer() - pause - seconds
         else:
             mlp_dequantize(X, mlp, fx)
-    return perf_counter() - start, max(held), results
+    return timeit.default_timer() - start, max(held), results
 
 
 def assert_same(x, y, dtype):
@@ -241,7 +214,7 @@ def check_and_time(config, fx):
     before = allocated()
     for _ in range(2):
         assert_same(mlp_forward(X, mlp, fx), mlp(X), config.dtype)
-        for layer in layers_of(mlp):
+        for layer in mlp.children():
             assert_correct_bnb(layer, config.dtype)
         results, expected = (mlp_dequantize(X, mlp, function) for function in (fx, reference))
         for x, y in zip(results, expected, strict=True):
@@ -263,13 +236,13 @@ def test_dequantize(dequantize_fx):
 test_dequantize.__test__ = False  # the puzzle's name: not a test for pytest
 
 
-# %% id="ratio" call="ratios = attempt(puzzles_line, your_dequantize_nf4, gpu=False)"
+# %% id="ratio" call="ratios = attempt(puzzles_line, your_dequantize_nf4)"
 def puzzles_line(your_dequantize_nf4):
     """Run the puzzle's line five times over each Unsloth; return {its name: five ratios}."""
     ratios = {"unsloth_today": [], "unsloth_classic": []}
     for _ in range(5):
         for name, values in ratios.items():
-            if unsloth_dequantize := baselines()[name].fn:
+            if unsloth_dequantize := baselines().get(name):
                 values.append(test_dequantize(unsloth_dequantize) / test_dequantize(your_dequantize_nf4))
     if not any(ratios.values()):
         test_dequantize(your_dequantize_nf4)

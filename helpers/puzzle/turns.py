@@ -2,55 +2,54 @@
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
+import timeit
+
 import torch
+import triton
 
 from helpers.names import FUNCTIONS
-from helpers.puzzle.layers import CONFIGS
+from helpers.puzzle.layers import CONFIGS, many_layers
 from helpers.puzzle.protocol import (
+    NEEDS_GPU,  # noqa: F401  in the cell's call
     allocate_and_fill,
     baselines,
     kernel_grid,
-    many_layers,
     mlp_dequantize,
     needed,
-    seconds_of,
+    synchronize,
     wrong_elements,
 )
 
-# %% id="turns" call="times = attempt(time_all, your_dequantize_nf4)"
-import numpy
 
-
+# %% id="turns" call="times = attempt(time_all, your_dequantize_nf4, NEEDS_GPU)"
 def times_of(fx, layers, mlp, X):
     """Compare bits; return us until a call returns, us on the GPU (cold cache), s of 100 test rounds."""
     wrong, graph = wrong_elements(fx, layers[-1]), torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         results = [fx(layer) for layer in layers]
-    graph.replay()
+    gpu_us = 1e3 * triton.testing.do_bench(graph.replay) / len(layers)
     wrong += wrong_elements(lambda layer: results[-1], layers[-1])
     assert wrong == 0 or fx is allocate_and_fill, "wrong bits"
-    us = 1e4 * seconds_of(lambda: fx(layers[0]), 100, wait=False)
-    gpu_us = 1e5 * seconds_of(graph.replay, 10) / len(layers)
-    return us, gpu_us, seconds_of(lambda: mlp_dequantize(X, mlp, fx), 100)
+    us = 1e4 * timeit.timeit(lambda: fx(layers[0]), synchronize, number=100)
+    return us, gpu_us, timeit.timeit(lambda: mlp_dequantize(X, mlp, fx), synchronize, number=100)
 
 
 def time_all(candidate):
     """Let functions take five turns at the puzzle's sizes; print the medians, return all times."""
     functions = {"ours": candidate, "this kernel, kernel[grid]": kernel_grid}
-    functions |= {name: one.fn for name, one in baselines().items()}
-    functions["allocate and fill"] = allocate_and_fill
-    times, works = {name: [] for name in functions}, [many_layers(size) for size in CONFIGS]
+    functions |= baselines() | {"allocate and fill": allocate_and_fill}
+    works, times = [many_layers(size) for size in CONFIGS], {name: [] for name in functions}
     for _ in range(5):
         for name in [*times]:
             try:
-                assert not needed(name), f"needs {needed(name)}"
+                assert name not in baselines() or not needed(name), f"needs {needed(name)}"
                 times[name].append([times_of(functions[name], *work) for work in works])
             except Exception as error:
                 print(f"{FUNCTIONS.get(name, name)}: not measured ({type(error).__name__}: {error})")
                 del times[name]
-    shapes = [f"{f'{config.intermediate}x{config.hidden}':>14}" for config in CONFIGS]
-    print(f"{'us until return, us on GPU':28}", *shapes, f"{'s of 100 rounds':>18}")
+    print("us until return, us on GPU        8192x2048      4096x1024     14336x4096    s of 100 rounds")
     for name, turns in times.items():
-        us = [f"{until:7.1f},{gpu:6.1f}" for until, gpu, _ in numpy.median(turns, 0)]
-        print(f"{FUNCTIONS.get(name, name):28}", *us, f"{numpy.median(numpy.sum(turns, 1)[:, 2]):18.4f}")
+        us = [f"{until:7.1f},{gpu:6.1f}" for until, gpu, _ in torch.tensor(turns).median(0).values]
+        seconds = torch.tensor(turns)[:, :, 2].sum(1).median()
+        print(f"{FUNCTIONS.get(name, name):28}", *us, f"{seconds:18.4f}")
     return times

@@ -14,7 +14,6 @@ pytest.importorskip("bitsandbytes")
 def functions(monkeypatch):
     """Functions that take turns, on small layers; the third one fails, the fourth is turned off."""
     known = {"bitsandbytes": exact, "unsloth_today": exact, "unsloth_classic": exact}
-    known = {name: protocol.Baseline(fn, "") for name, fn in known.items()}
     monkeypatch.setattr(turns, "baselines", lambda: known)
     monkeypatch.setattr(turns, "needed", lambda name: "its launcher" if name == "unsloth_today" else "")
     monkeypatch.setattr(turns, "many_layers", lambda config: [config])
@@ -46,7 +45,7 @@ def test_functions_take_turns_and_a_failing_one_is_named(functions, monkeypatch,
 @pytest.mark.parametrize("function", [your_dequantize_nf4, protocol.kernel_grid, protocol.allocate_and_fill])
 def test_bits_are_compared_before_the_clock(function):
     config = layers.CONFIGS[1]
-    us, gpu_us, seconds = turns.times_of(function, *protocol.many_layers(config))
+    us, gpu_us, seconds = turns.times_of(function, *layers.many_layers(config))
     assert us > 0 and 1 < gpu_us < 1000 and seconds > 0
     with pytest.raises(AssertionError, match="wrong bits"):
-        turns.times_of(lambda layer: torch.zeros_like(exact(layer)), *protocol.many_layers(config))
+        turns.times_of(lambda layer: torch.zeros_like(exact(layer)), *layers.many_layers(config))

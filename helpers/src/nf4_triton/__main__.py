@@ -102,7 +102,7 @@ def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
         counts = export_checkpoint(
             source,
             out,
-            skip_modules=skip_modules and skip_modules.split(","),
+            skip_modules=skip_modules and skip_modules.replace(",", " ").split(),
             shard_size=shard_size or "5GB",
             **options,
         )

@@ -69,23 +69,27 @@ def dequantize(
         if dtype not in DTYPES:
             raise UnsupportedState(f"dtype is {dtype}, expected one of {DTYPES}")
         layout = layout[0], dtype, *layout[2:]
-    selection, into = None, out
-    shape = None  # of the result, where ids have another number of dimensions than one
     if rows is not None:
-        selection, inner = read_rows(rows, tensors, layout), layout[0][1:]
-        if isinstance(rows, torch.Tensor) and rows.dim() != 1:
-            shape = *rows.shape, *inner
-            if out is not None:
-                check_out(out, shape, layout[1], tensors[0].device)
-                into = out.view(selection.number, *inner)
-    elif out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
+        return run_rows(rows, tensors, layout, out)
+    if out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
         result = launch.relaunch(tensors, layout)
         if result is not None:
             return result
-    result = run(tensors, layout, into, selection)
-    if shape is None:
-        return result
-    return result.view(shape) if out is None else out
+    return run(tensors, layout, out)
+
+
+def run_rows(rows, tensors, layout, out) -> torch.Tensor:
+    """Return the selected slices, or fill `out` with them."""
+    selection = read_rows(rows, tensors, layout)
+    if not isinstance(rows, torch.Tensor) or rows.dim() == 1:
+        return run(tensors, layout, out, selection)
+    inner = layout[0][1:]
+    shape = *rows.shape, *inner
+    if out is None:
+        return run(tensors, layout, None, selection).view(shape)
+    check_out(out, shape, layout[1], tensors[0].device)
+    run(tensors, layout, out.view(selection.number, *inner), selection)
+    return out
 
 
 def run(tensors, layout, out, selection=None):

@@ -167,16 +167,6 @@ def test_layers_of_one_spec_share_a_graph(make_layer, options):
             made[2].weight.quant_state.absmax = 255 - made[2].weight.quant_state.absmax
 
 
-def test_out(layer, options):
-    weight, state = layer.weight.data, layer.weight.quant_state
-    compiled = torch.compile(call, **options)
-    out = torch.full(state.shape, float("nan"), dtype=state.dtype, device=weight.device)
-    compiled(weight, state, out)
-    assert exact(out, weight, state)
-    with pytest.raises(UNSUPPORTED, match="out has"):
-        compiled(weight, state, out.float())
-
-
 def test_a_frame_that_dynamo_gave_up(layer):
     """As Inductor does for bf16 on a T4; what the frame calls is then traced on its own."""
 
@@ -186,25 +176,6 @@ def test_a_frame_that_dynamo_gave_up(layer):
     compiled = torch.compile(lambda layer: launch.your_dequantize_nf4(layer) + 0, backend=refuse)
     for _ in range(3):
         assert right(compiled(layer), layer)
-
-
-@ON_GPU
-def test_a_fresh_process_with_t4_settings():
-    code = """
-from helpers import machine; machine.prepare()
-import torch
-from nf4_triton.core import launch_general, settings
-import sys; sys.path.append("tests/nf4_triton")
-import states
-print(settings.settings().rows)
-for dtype in (torch.float16, torch.bfloat16):
-    weight, state = states.random_state((64, 64), dtype)
-    compiled = torch.compile(lambda w: launch_general.dequantize_weight(w, state))
-    print([states.exact(compiled(weight), weight, state) for _ in range(2)])
-"""
-    variables = {"NF4_FORCE": " T4 ", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = processes.python(["-c", code], variables=variables)
-    assert done.out.split("\n")[:3] == ["128"] + ["[True, True]"] * 2, done
 
 
 # The operator itself

@@ -5,8 +5,6 @@ launch_general.py has the rest. No address of a layer's tensors is kept. `# %%`:
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import contextlib
-
 import torch
 import triton
 
@@ -75,8 +73,7 @@ import math
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 # A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
-CAN_RELAUNCH = (GUARDED and current_device is not None and not INTERPRETED
-                and TRITON <= NEWEST_TRITON and torch.version.hip is None)
+CAN_RELAUNCH = GUARDED and current_device is not None and not INTERPRETED and TRITON <= NEWEST_TRITON
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
 
@@ -112,9 +109,8 @@ def fits(tensors, layout):
     needed = (n // 2, blocks, 256, -(-blocks // blocksize2), 1)
     kinds = (torch.uint8, torch.uint8, torch.float32, torch.float32, torch.float32)
     for tensor, kind, least in zip(tensors, kinds, needed, strict=True):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind or tensor.numel() < least:
-            return False
-        if tensor.device != tensors[0].device or not tensor.is_contiguous():
+        if not (isinstance(tensor, torch.Tensor) and tensor.dtype == kind and tensor.numel() >= least
+                and tensor.device == tensors[0].device and tensor.is_contiguous()):
             return False
     weight, *_, offset = tensors
     return weight.shape == (n // 2, 1) and weight.device.type == KERNEL_DEVICE and offset.numel() == 1
@@ -133,8 +129,10 @@ def prepare(tensors, layout, result):
 
 def launch_ordinary(kernel, grid, arguments, options):
     """Launch with kernel[grid](...). Return Triton's CompiledKernel, None from its interpreter."""
-    weight = arguments[0]
-    with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
+    for tensor in arguments[:6]:
+        if tensor.is_neg() or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            raise not_the_puzzles("a tensor is a negated view, or its memory was freed")
+    with torch.cuda.device(tensor.get_device()):  # -1, the CPU, changes nothing
         return kernel[(grid,)](*arguments, **options)
 
 
@@ -144,7 +142,7 @@ def check_and_launch(tensors, layout):
     if is_traced(weight):
         return call_operator(tensors, layout)
     with plain_tensors():
-        if not fits(tensors, layout) or weight.data_ptr() % 16 or not weight.untyped_storage().nbytes():
+        if not fits(tensors, layout) or weight.data_ptr() % 16:
             raise not_the_puzzles()
         return launch_and_keep(tensors, layout)
 

@@ -34,10 +34,10 @@ from .settings import (
     settings,
 )
 from .state import (
-    check,
     check_call,
     from_fields,
     has_derivative,
+    overlap,
     read_state,
     result_shape,
     slice_elements,
@@ -80,14 +80,14 @@ def run_kernel(tensors, layout, out=None, selection=None):
 
 def key_and_given(tensors, layout, out, selection):
     """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
-    ids, given = None, tensors
-    if selection is not None:
-        ids = selection.ids
-        if ids is not None:
-            given = (*given, ids)
+    if out is None and selection is None:
+        return layout, tensors
+    ids, given = selection and selection.ids, tensors
+    if ids is not None:
+        given = *given, ids
     if out is not None:
-        given = (*given, out)
-    return (layout, out is None, selection is None, ids is None), given
+        given = *given, out
+    return (layout, out is None, selection and ids is None), given
 
 
 def relaunch_with(tensors, layout, out, selection):
@@ -99,6 +99,7 @@ def relaunch_with(tensors, layout, out, selection):
         known = launch.launches.get(key, ())
     except TypeError:  # a list among the fields
         return None
+    weight, *scales = tensors
     with plain_tensors():
         for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
             if not same_kind(*given) or has_hooks():
@@ -106,28 +107,21 @@ def relaunch_with(tensors, layout, out, selection):
             if device != current_device():
                 with torch.cuda.device(device):
                     return relaunch_with(tensors, layout, out, selection)
-            ids_address, (size, stride, dtype) = 0, output
-            if selection is not None:
-                # Guards leave the first size of ids and out open, and the stride that follows from it.
-                ids, _, number = selection
-                if ids is not None:
-                    if not ids.is_contiguous():
-                        continue
-                    ids_address = ids.data_ptr()
-                if out is not None and not (out.is_contiguous() and out.shape[0] == number):
-                    continue
-                size = number, *size[1:]
             n, skip, grid = extent(elements, tile, selection)
-            weight, *scales = tensors
             address = weight.data_ptr()
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or ((address + skip // 2) % 16 == 0) is not aligned:
                 continue
+            ids_address, result = 0, out
+            if selection is not None:
+                if not are_whole(selection.number, given[len(tensors) :]):
+                    continue
+                if selection.ids is not None:
+                    ids_address = selection.ids.data_ptr()
             if out is None:
-                result = empty_cuda(size, stride, dtype)
-            elif can_write(out, given[:-1]):
-                result = out
-            else:
+                size, stride, dtype = output
+                result = empty_cuda((selection.number, *size[1:]), stride, dtype)
+            elif not can_write(given):
                 continue
             if grid:
                 run(
@@ -137,25 +131,27 @@ def relaunch_with(tensors, layout, out, selection):
             return transposed(result, weight) if selection is None else result
 
 
-def can_write(out, tensors):
-    """Return whether `out` is aligned and has memory of its own. If so, tell autograd that it changes."""
-    start, size = out.data_ptr(), out.nbytes
-    if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
-        return False
+def are_whole(number, tensors):
+    """Return whether ids and `out` have so many slices, one after the other: guards leave the first size and
+    its stride open."""
     for tensor in tensors:
-        address = tensor.data_ptr()
-        if start < address + tensor.nbytes and address < start + size:
+        if tensor.shape[0] != number or not tensor.is_contiguous():
             return False
-    torch.autograd.graph.increment_version(out)
     return True
 
 
-def open_from(fixed, tensors):
-    """Return sizes and strides to compare, with the first ones open after `fixed` tensors."""
-    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-    for numbers in (*sizes[fixed:], *strides[fixed:]):
-        numbers[0] = None
-    return dict(sizes=sizes, strides=strides)
+def can_write(given):
+    """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
+    changes."""
+    *tensors, out = given
+    start = out.data_ptr()
+    if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
+        return False
+    for tensor in tensors:
+        if overlap(out, tensor):
+            return False
+    torch.autograd.graph.increment_version(out)
+    return True
 
 
 def extent(elements, tile, selection):
@@ -180,15 +176,15 @@ def launch_first(tensors, layout, out=None, selection=None):
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
+        key, given = key_and_given(tensors, layout, out, selection)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
-        if out is None and selection is None and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
+        if key is layout and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
             return launch.launch_and_keep(tensors, layout)
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
         grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
-        key, given = key_and_given(tensors, layout, out, selection)
         compiled = None
         if grid:
             compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
@@ -197,15 +193,16 @@ def launch_first(tensors, layout, out=None, selection=None):
         unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
         if selection is None:
             result = transposed(result, weight)
-        if out is None and selection is None:
-            after = *unread, 0, n, skip, *after
-            keep(layout, tensors, compiled, result, grid, after, aligned)
+        if key is layout:
+            keep(key, given, compiled, result, grid, (*unread, 0, n, skip, *after), aligned)
         elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-            fixed, elements = len(given), n
+            sizes, strides, elements = [list(x.shape) for x in given], [list(x.stride()) for x in given], n
             if selection is not None:
-                fixed, elements = len(tensors), slice_elements(shape)
+                elements = slice_elements(shape)
+                for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
+                    numbers[0] = None
             more = elements, 64 * settings(weight.device).rows, unread, after, aligned
-            keep(key, given, compiled, result, *more, **open_from(fixed, given))
+            keep(key, given, compiled, result, *more, sizes=sizes, strides=strides)
         return result
 
 
@@ -276,14 +273,10 @@ def _dequantize_general(
         weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2, nested,
         ids, start, number,
     )  # fmt: skip
-    fake = is_fake(weight)
-    if fake:
-        sizes = check(tensors, layout, KERNEL_DEVICE)
-    else:
-        sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
+    sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
     result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
     grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
-    if not fake:
+    if not is_fake(weight):
         if grid:
             launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
     elif not INTERPRETED and (not isinstance(grid, int) or grid > 0):  # a dynamic grid may be empty

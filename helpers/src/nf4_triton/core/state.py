@@ -39,19 +39,17 @@ def read_state(weight, quant_state):
     fields exist. Raises UnsupportedState if one is missing, or if bitsandbytes repacked the layer."""
     q = quant_state
     try:
+        shape = tuple(q.shape)
         if q.nested:
             q2 = q.state2
             if q2.dtype is torch.float32:
                 return (weight, q.absmax, q2.code, q2.absmax, q.offset), (
-                    tuple(q.shape), q.dtype, q.quant_type, q.blocksize, q2.blocksize, True
+                    shape, q.dtype, q.quant_type, q.blocksize, q2.blocksize, True
                 )  # fmt: skip
             problem = f"state2.dtype is {q2.dtype}, expected torch.float32: quantize the layer again"
         else:
-            repacked = getattr(q, "packing_format_for_cpu", False)  # repacking also sets nested=False
-            tensors = weight, q.absmax
-            layout = tuple(q.shape), q.dtype, q.quant_type, q.blocksize, None, False
-            if not repacked:
-                return tensors, layout
+            if not getattr(q, "packing_format_for_cpu", False):  # repacking also sets nested=False
+                return (weight, q.absmax), (shape, q.dtype, q.quant_type, q.blocksize, None, False)
             problem = (
                 "bitsandbytes repacked this layer for its CPU matmul and rounded its scales, "
                 "expected the usual layout: reload the layer, and dequantize it before its first "
@@ -207,12 +205,9 @@ def check_plain(name, tensor):
 def check_memory(tensors, out=None, ids=None):
     """Check that real tensors have memory, not freed by FSDP, that none is a negated view, and that
     writing into `out` overwrites nothing that the kernel reads."""
-    read = dict(zip(NAMES, tensors, strict=False))
-    if ids is not None:
-        read["rows"] = ids
-    for name, tensor in {**read, "out": out}.items():
-        if tensor is None:
-            continue
+    named = dict(zip(NAMES, tensors, strict=False)) | {"rows": ids, "out": out}
+    named = {name: tensor for name, tensor in named.items() if tensor is not None}
+    for name, tensor in named.items():
         if tensor.is_neg():
             raise UnsupportedState(
                 f"{name} is a negated view, expected plain memory: use {name}.resolve_neg()"
@@ -224,13 +219,18 @@ def check_memory(tensors, out=None, ids=None):
             )
     if out is None:
         return
-    start, end = out.data_ptr(), out.data_ptr() + out.nbytes
-    for name, tensor in read.items():
-        address = tensor.data_ptr()
-        if start < address + tensor.nbytes and address < end:
+    del named["out"]
+    for name, tensor in named.items():
+        if overlap(out, tensor):
             raise UnsupportedState(
                 f"out shares memory with {name}, expected its own: pass another tensor, or None"
             )
+
+
+def overlap(out, tensor):
+    """Return whether two tensors share memory."""
+    start, address = out.data_ptr(), tensor.data_ptr()
+    return start < address + tensor.nbytes and address < start + out.nbytes
 
 
 def check_out(out, shape, dtype, device):

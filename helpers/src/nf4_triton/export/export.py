@@ -59,7 +59,7 @@ def export_checkpoint(
     by name. A merge is that of merge_and_unload() on the dequantized model, on the same device.
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
-    out = Path(out).expanduser()
+    out = Path(os.path.expanduser(out))
     if os.path.lexists(out) or not out.parent.is_dir():
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
     dtype, load_dtype, device = to_dtype(dtype), to_dtype(load_dtype), to_device(device)
@@ -103,7 +103,11 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
             built, BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
         )
         if not load_dtype:
-            load_dtype = built.config.dtype or torch.float32
+            load_dtype = built.config.dtype
+            if not load_dtype:
+                raise UnsupportedState(
+                    "the base's config names no dtype: pass what training loaded as --load-dtype"
+                )
             say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
         float32 = kept_in_float32(built, load_dtype)
     say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def find(source, base=None) -> tuple:
     trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not base and not trained_on:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    name = str(base or (f"{trained_on}@{revision}" if revision else trained_on))
+    name = os.path.expanduser(base or trained_on)
+    if not base and revision and not os.path.exists(name):
+        name += f"@{revision}"
     model = read_source(name, fetch(name), WEIGHTS, "config.json")
     commit = f", commit {model.folder.name}" if model.folder.parent.name == "snapshots" else ""
     say(f"Base: {name}{commit}" + (f"; the adapter was trained on {trained_on}" if base else ""))
@@ -63,7 +66,7 @@ def find(source, base=None) -> tuple:
 
 def fetch(name) -> Path:
     """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     repository, _, revision = str(name).partition("@")

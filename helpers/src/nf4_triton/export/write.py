@@ -30,7 +30,9 @@ def write(out, config, plan, shard_size, small, sources):
     try:
         part.mkdir()
     except FileExistsError:
-        raise UnsupportedState(f"{part} is left from an export that was killed: delete it") from None
+        raise UnsupportedState(
+            f"{part} is left from an export that was killed, or another one writes it: wait, or delete it"
+        ) from None
     try:
         for name, path in small.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
