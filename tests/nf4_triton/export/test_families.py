@@ -3,6 +3,7 @@
 import functools
 import json
 import shutil
+import types
 
 import pytest
 import torch
@@ -16,8 +17,12 @@ peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
 from nf4_triton import export_checkpoint  # noqa: E402
+from nf4_triton.export.model import untied  # noqa: E402
+from nf4_triton.export.plan import Plan  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(save_embedding_layers|fan_in_fan_out|tied|tie_word)")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*(save_embedding_layers|fan_in_fan_out|eva|tie|tying|pattern)"
+)
 ATTENTION = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
 HOW = ATTENTION | dict(num_hidden_layers=2, num_key_value_heads=2, vocab_size=160)
 FAMILIES = {  # class, config
@@ -49,15 +54,36 @@ FAMILIES = {  # class, config
         HOW | dict(mamba_n_heads=4, mamba_d_head=32, num_local_experts=4, layer_types=["mamba", "attention"]),
     ),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", HOW | dict(num_experts=4, moe_intermediate_size=64)),
+    "Mixtral": ("MixtralForCausalLM", HOW | dict(num_local_experts=4, head_dim=16)),
     "SD3": (
         "SD3Transformer2DModel",
         dict(num_layers=1, sample_size=8, attention_head_dim=16, num_attention_heads=4)
         | dict(joint_attention_dim=64, caption_projection_dim=64, pooled_projection_dim=64),
     ),
 }
-BY_HAND = {"Qwen3-MoE": "experts", "SD3": "attn"}  # the 4-bit weights, which no library makes here
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
+BY_HAND = {
+    "Qwen3-MoE": "experts",
+    "Mixtral": "self_attn",
+    "SD3": "attn",
+}  # the 4-bit weights, which no library makes here
 FLAT, LOADED = ("GPT-2", "Qwen3"), {True: torch.float16, False: torch.bfloat16}  # fp4, not double; loaded as
+
+
+MERGES = [
+    ("Llama", {"use_rslora": True, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}),
+    ("Llama", {"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}),
+    ("Llama", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("Llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
+    ("Llama", {"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}),
+    ("Llama", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
+    ("Llama", {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}),
+    ("Llama", {"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}),
+    ("Qwen3-MoE", {}),
+    ("Qwen3-MoE", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
+    ("Mixtral", {"target_modules": ["w1", "w2", "w3"]}),
+]
+GATE = ["Llama", "GPT-2"]
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
 
 
 def kind_of(family):
@@ -112,7 +138,7 @@ def make(own_bitsandbytes, tmp_path_factory):
         model, kind, config = folder / "model", kind_of(family), FAMILIES[family][1]
         torch.manual_seed(0)
         whole = kind(**config) if family == "SD3" else kind(kind.config_class(**config))
-        whole.to(torch.bfloat16).save_pretrained(folder / "full")
+        whole.to(torch.bfloat16 if family in BY_HAND else torch.float32).save_pretrained(folder / "full")
         if family in BY_HAND:
             shutil.copytree(folder / "full", model)
             quantize_by_hand(model, BY_HAND[family])
@@ -134,7 +160,7 @@ def make(own_bitsandbytes, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-2", *LONG])
+@pytest.mark.parametrize("family", [*GATE, *LONG])
 def test_each_tensor_is_that_of_bitsandbytes(make, family):
     """nf4 and fp4, nested and flat, in one file and in several. transformers and diffusers load it."""
     model, out = make(family) / "model", make(family) / "out"
@@ -148,44 +174,63 @@ def test_each_tensor_is_that_of_bitsandbytes(make, family):
     assert len(list(out.glob("*.safetensors"))) == (3 if family == "Llama" else 1)
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT-2", *LONG])
-def test_a_merge_is_that_of_peft_and_of_what_training_saw(make, tmp_path, family):
+@pytest.mark.parametrize("family", [*GATE, *LONG])
+def test_dora_and_what_training_saw(make, tmp_path, family):
+    target = r".*(to_q|q_proj)" if family in BY_HAND else "all-linear"
+    check_merge(make(family), tmp_path, family, use_dora=True, target_modules=target)
+
+
+@pytest.mark.parametrize("family, how", MERGES)
+def test_a_merge_is_that_of_peft(make, tmp_path, family, how):
+    check_merge(make(family), tmp_path, family, **how)
+
+
+def check_merge(folder, tmp_path, family, **how):
     """On weights in 4 bits and in 16 (o_proj). Training quantized a 16-bit base, or its 4 bits were saved."""
-    folder, out, again = make(family), tmp_path / "out", tmp_path / "again"
-    config = peft.LoraConfig(
-        r=4, target_modules=r".*(to_q|q_proj)" if family in BY_HAND else "all-linear", use_dora=True
-    )
-    tuned = peft.get_peft_model(load(family, folder / "out"), config)
+    out, again = tmp_path / "out", tmp_path / "again"
+    before = load(family, folder / "out")
+    unchanged = {name: x.clone() for name, x in before.state_dict().items()} | tensors_of(folder / "out")
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear"} | how)
+    tuned = peft.get_peft_model(before, config)
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
     tuned.save_pretrained(tmp_path / "adapter")
-    tuned = peft.PeftModel.from_pretrained(load(family, folder / "out"), tmp_path / "adapter")
     expected = tuned.merge_and_unload().state_dict()
-    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100KB")
-    got = load(family, out).state_dict()
-    assert counts.merged and got.keys() == expected.keys()
-    assert all(same_bits(got[key], expected[key]) for key in got)
+    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100 KB")
+    got, written = load(family, out).state_dict(), tensors_of(out)
+    assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
+    changed = [name for name in written if not same_bits(written[name], unchanged[name])]
+    assert counts.merged == len(changed) > 0 and counts.written == len(written)
     if family not in BY_HAND:
-        trained = {
-            "trained_in": "fp4" if family in FLAT else "nf4+double",
-            "load_dtype": LOADED[family in FLAT],
-        }
-        skipped = {"skip_modules": ["lm_head", "o_proj"], "base": folder / "full"}
-        assert export_checkpoint(tmp_path / "adapter", again, **trained, **skipped) == counts
-        got, expected = tensors_of(again), tensors_of(out)
-        assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
+        flat, skipped = family in FLAT, ["lm_head", "o_proj"]
+        trained = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
+        trained |= {"base": folder / "full", "skip_modules": skipped}
+        assert export_checkpoint(tmp_path / "adapter", again, **trained) == counts
+        got = tensors_of(again)
+        assert got.keys() == written.keys() and all(same_bits(got[key], written[key]) for key in got)
 
 
-@pytest.mark.long
-def test_t5_untied_scales_its_output_as_before(make, tmp_path):
-    """An older config has neither key: transformers takes the scale from the other."""
-    model = shutil.copytree(make("T5") / "model", tmp_path / "model")
-    file = model / "config.json"
-    config = json.loads(file.read_text())
-    del config["tie_word_embeddings"], config["scale_decoder_outputs"]
-    file.write_text(json.dumps(config))
-    tuned = peft.get_peft_model(load("T5", make("T5") / "out"), peft.LoraConfig(modules_to_save=["lm_head"]))
-    tuned.save_pretrained(tmp_path / "adapter")
-    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=model)
-    assert load("T5", tmp_path / "out").config.scale_decoder_outputs
+def test_a_model_that_transformers_does_not_know(make, tmp_path):
+    """Unchecked, each tensor is as bitsandbytes returns it, here in another dtype."""
+    model = shutil.copytree(make("Llama") / "model", tmp_path / "model")
+    (model / "config.json").write_text('{"architectures": ["Mine"], "dtype": "bfloat16"}')
+    export_checkpoint(model, tmp_path / "out", unchecked=True, dtype=torch.float16)
+    expected, got = dequantized(model, dtype=torch.float16), tensors_of(tmp_path / "out")
+    assert all(same_bits(got[name], expected[name].half()) for name in expected)
+    assert '"dtype": "float16"' in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_integers_of_the_model_keep_their_dtype():
+    model, file = torch.nn.Module(), types.SimpleNamespace(get_tensor=lambda name: torch.tensor([7]))
+    model.register_buffer("steps", torch.tensor([7], device="meta"))
+    plan = Plan({"steps": file}, model, dtype=torch.float16)
+    assert plan.make("steps").dtype == plan.made["steps"].like.dtype == torch.int64
+
+
+def test_the_config_of_untied_embeddings():
+    """T5 would take the scale from the key."""
+    model = types.SimpleNamespace(config=types.SimpleNamespace(scale_decoder_outputs=True))
+    got = untied({"text_config": {"tie_word_embeddings": True}}, model)
+    assert got.pop("scale_decoder_outputs") and not got.pop("tie_word_embeddings")
+    assert got == {"text_config": {"tie_word_embeddings": False}}

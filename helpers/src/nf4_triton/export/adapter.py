@@ -7,8 +7,7 @@ import re
 import torch
 
 from ..core.state import UnsupportedState
-from .model import library
-from .sources import refuse
+from .problems import library, refuse
 
 PREFIX = "base_model.model."  # of an adapter's names
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
@@ -23,25 +22,28 @@ STARTS = [True, False, "gaussian", "eva", "orthogonal"]  # others change the bas
 class Adapter:
     """A LoRA adapter in a model on meta. PEFT merges it one layer at a time."""
 
-    def __init__(self, name, fields, tensors, model):
-        """fields: of adapter_config.json. tensors: {name: tensor}, all of them."""
+    def __init__(self, source, model):
+        """source: the Source of the adapter."""
+        name, fields = source.name, source.config
+        tensors = {key: file.get_tensor(key) for key, file in source.tensors.items()}
         with library(f"PEFT cannot put {name} into {type(model).__name__}, the class of the base's config"):
             import peft
             from peft.tuners.tuners_utils import BaseTunerLayer
 
-            if hasattr(model, "base_model_prefix"):
-                from peft.utils.transformers_weight_conversion import (
-                    convert_peft_adapter_state_dict_for_transformers as renamed,
-                )
             config = lora_config(peft, fields)
             with torch.device("meta"):
                 tuned = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
-            if hasattr(model, "base_model_prefix"):
+            of_transformers = hasattr(model, "base_model_prefix")
+            if of_transformers:
+                from peft.utils.transformers_weight_conversion import (
+                    convert_peft_adapter_state_dict_for_transformers as renamed,
+                )
+
                 tensors = renamed(tuned.get_base_model(), config, tensors)
             own = {key: key for key in tuned.state_dict()}
             expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
-            embeddings = hasattr(model, "get_input_embeddings")
-            allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=embeddings) | expected
+            allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
+            allowed |= expected
         problems = [f"missing {key}" for key in sorted(expected.keys() - tensors)]
         problems += [f"surplus {key}" for key in sorted(tensors.keys() - allowed)]
         refuse(
@@ -56,8 +58,9 @@ class Adapter:
         for path, module in tuned.named_modules():
             if isinstance(module, BaseTunerLayer):
                 parameter = f"{plain(path)}.{getattr(module, 'parameter_name', 'weight')}"
-                own_values = {key: values.pop(key) for key in list(values) if key.startswith(f"{path}.lora_")}
-                self.layers[parameter] = module, {key[len(path) + 1 :]: own_values[key] for key in own_values}
+                names = [key for key in values if key.startswith(f"{path}.lora_")]
+                own = {key.removeprefix(f"{path}."): values.pop(key) for key in names}
+                self.layers[parameter] = module, own
         self.saved = {plain(key) for key in values if ".modules_to_save." in key}
         # {parameter of the model: the tensor that takes its place}
         self.given = {plain(key): value for key, value in values.items() if ".original_module." not in key}
@@ -93,7 +96,6 @@ def lora_config(peft, fields):
     if config.init_lora_weights not in STARTS:
         problems.append(f"init_lora_weights={config.init_lora_weights}")
     refuse("the adapter's config cannot be merged here", problems, "check it, or merge it with PEFT")
-    config.init_lora_weights = False  # nothing is trained here
     config.base_model_name_or_path = None
     return config
 

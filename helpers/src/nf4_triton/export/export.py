@@ -1,19 +1,18 @@
 """The public function: sources, a plan of what each new tensor is made of, one loop that makes and writes."""
 
 import os
-import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ..core.state import UnsupportedState
-from ..environment import missing
 from ..log import say
 from .adapter import Adapter
 from .checkpoint import PART
-from .model import build, changed, compare, kept_in_float32, library, quantized_layers, untied
+from .model import build, changed, compare, kept_in_float32, quantized_layers, untied
 from .plan import Plan, Training
+from .problems import library
 from .sources import find, small_files
 from .write import write
 
@@ -53,7 +52,7 @@ def export_checkpoint(
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
-    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
+    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
@@ -63,32 +62,26 @@ def export_checkpoint(
     out = Path(os.path.expanduser(out))
     if os.path.lexists(out) or not out.parent.is_dir():
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
-    size, dtype, load_dtype = to_bytes(shard_size), to_dtype(dtype), to_dtype(load_dtype)
-    device = to_device(device)
+    dtype, load_dtype, device = to_dtype(dtype), to_dtype(load_dtype), to_device(device)
     model, adapter = find(source, base)
-    if out.resolve().is_relative_to(model.folder.resolve()):
-        raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
     built = merging = None
     if adapter or trained_in or not unchecked:
         built = build(model.folder, model.config)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     if adapter:
-        tensors = {name: file.get_tensor(name) for name, file in adapter.tensors.items()}
-        merging = Adapter(adapter.name, adapter.config, tensors, built)
+        merging = Adapter(adapter, built)
     plan = Plan(model.tensors, built, merging, dtype, training, device)
     if built:
         compare(built, {name: made.like for name, made in plan.made.items()})
-    dequantized = sum(made.packed or made.quantized for made in plan.made.values())
+    dequantized = sum(made.dequantized for made in plan.made.values())
     if not dequantized and not adapter:
         raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not dequantized:
         say("The base is merged in 16 bit. If training loaded it in 4 bit, pass --trained-in nf4+double.")
-    new = dtype or (training and training.dtype)
-    config = changed(model.config, ["dtype", "torch_dtype"] if new else [], str(new).removeprefix("torch."))
-    if plan.untied:
-        config = untied(config, built)
     small = small_files(model.folder, adapter and adapter.folder)
-    write(out, config, plan, size, small, [model, adapter] if adapter else [model])
+    write(
+        out, new_config(model.config, plan), plan, shard_size, small, [model, adapter] if adapter else [model]
+    )
     return Counts(len(plan.made), dequantized, sum(plan.changed(name) for name in plan.made))
 
 
@@ -101,14 +94,7 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
             f"trained_in is {kind}, expected one of {', '.join(KINDS)}; load_dtype and skip_modules need it"
         )
     if any(PART.fullmatch(key) for key in model.tensors):
-        how = model.config.get("quantization_config") or {}
-        double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
-        stored = how.get("bnb_4bit_quant_type", "fp4") + double
-        if kind != stored or load_dtype or skip_modules:
-            raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
-        return None
-    if problem := missing("bitsandbytes", "accelerate"):
-        raise UnsupportedState(f"trained_in needs bitsandbytes. {problem}")
+        raise UnsupportedState(f"{model.name} is in 4 bit and used as it is: omit trained_in")
     with library(f"transformers cannot quantize {type(built).__name__}"):
         from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig
@@ -130,15 +116,12 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     return Training(load_dtype, float32, layers, how)
 
 
-def to_bytes(size) -> int:
-    """Return a size in bytes."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
-    number = found and float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(
-        found[2].upper() or " "
-    )
-    if not number:
-        raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB or 500MiB")
-    return int(number)
+def new_config(config, plan) -> dict:
+    """Return the config of the new checkpoint."""
+    dtype = plan.dtype or (plan.training and plan.training.dtype)
+    name = str(dtype).removeprefix("torch.")
+    config = changed(config, {"dtype": name, "torch_dtype": name} if dtype else {})
+    return untied(config, plan.model) if plan.untied else config
 
 
 def to_dtype(dtype):
@@ -152,9 +135,7 @@ def to_dtype(dtype):
 
 def to_device(device) -> torch.device:
     """Return a device that is here."""
-    try:
+    with library(f"device is {device}, expected one that is here, such as cpu"):
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(1, dtype=torch.uint8, device=device)
+        torch.empty(1, device=device)
         return device
-    except (AssertionError, RuntimeError) as error:
-        raise UnsupportedState(f"device is {device}, expected one that is here, such as cpu") from error

@@ -1,46 +1,18 @@
 """The model and its names: built on meta, without memory. Code that comes with a checkpoint is not run."""
 
-import contextlib
 import copy
 import json
-import logging
 import re
-import threading
 
 import torch
 
-from ..core.state import UnsupportedState
-from .sources import refuse
-
-LOCK = threading.RLock()  # around what transformers and PEFT do: their lazy imports race
-
-
-@contextlib.contextmanager
-def library(problem):
-    """Hold the lock, and raise what a library raises as an UnsupportedState, without its table of names."""
-    thread, report = threading.get_ident(), logging.getLogger("transformers.modeling_utils")
-
-    def of_others(record):
-        return record.thread != thread
-
-    with LOCK:
-        report.addFilter(of_others)
-        try:
-            yield
-        except UnsupportedState:
-            raise
-        except Exception as error:
-            raise UnsupportedState(f"{problem} ({type(error).__name__}: {error})") from error
-        finally:
-            report.removeFilter(of_others)
+from .problems import library, refuse
 
 
 def build(folder, config):
     """Return the model of a folder's config.json on meta, of transformers or diffusers."""
-    problem = "no library builds the model of config.json: update transformers, or pass --unchecked"
-    if "auto_map" in config:
-        problem = f"config.json names code that comes with the checkpoint, which is not run; {problem}"
-    with library(problem), torch.device("meta"):
+    problem = "no library builds the model of config.json, and code that comes with it is not run: update"
+    with library(f"{problem} transformers, or pass --unchecked"), torch.device("meta"):
         if "_class_name" in config:
             import diffusers
 
@@ -68,7 +40,7 @@ def names_in(model, names) -> dict:
     by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if target not in own and name in own:
+        if target not in own and name in own:  # so does transformers
             target, pattern = name, None
         found[name] = target, by_pattern.get(pattern)
     return found
@@ -88,13 +60,6 @@ def fuse(model, target, parts) -> dict:
         step.add_tensor(target, name, pattern, tensor)
     made = step.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def split(model, tensors) -> dict:
-    """Return {name in the file: tensor} of tensors of the model: what fuse() made of them, undone."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, tensors)
 
 
 def compare(model, likes):
@@ -142,12 +107,12 @@ def kept_in_float32(model, dtype):
     return build_glob_alternation(list(plan))[0] if plan else re.compile("(?!)")
 
 
-def changed(config, keys, value) -> dict:
-    """Return a config with another value where it has one of the keys, at any depth, and not quantized."""
+def changed(config, values) -> dict:
+    """Return a config with other values where it has their keys, at any depth, and not quantized."""
 
     def change(part):
         part.pop("quantization_config", None)
-        return {key: value if key in keys else old for key, old in part.items()}
+        return {key: values.get(key, old) for key, old in part.items()}
 
     return json.loads(json.dumps(config), object_hook=change)
 
@@ -155,7 +120,7 @@ def changed(config, keys, value) -> dict:
 def untied(config, model) -> dict:
     """Return the config of a model whose embeddings are no longer tied."""
     key, scales = "tie_word_embeddings", "scale_decoder_outputs"
-    config = changed(config | {key: False}, [key], False)
+    config = changed(config | {key: False}, {key: False})
     if hasattr(model.config, scales):  # T5 would read it from the key
         config[scales] = model.config.scale_decoder_outputs
     return config

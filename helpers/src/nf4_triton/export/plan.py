@@ -1,20 +1,19 @@
 """What each new tensor is made of, known before anything is written, and how it is made."""
 
-import dataclasses
+from typing import NamedTuple
 
 import torch
 
 from ..backend import dequantize
 from ..core.state import UnsupportedState
 from .checkpoint import PART, read_checkpoint
-from .model import fuse, names_in, split, tied_names
-from .sources import refuse
+from .model import fuse, names_in, tied_names
+from .problems import library, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclasses.dataclass
-class Training:
+class Training(NamedTuple):
     """How training loaded a 16-bit base."""
 
     dtype: torch.dtype
@@ -23,27 +22,22 @@ class Training:
     how: dict  # arguments of bitsandbytes.functional.quantize_4bit
 
 
-@dataclasses.dataclass
-class Made:
+class Made(NamedTuple):
     """A tensor of the new checkpoint."""
 
     source: str  # its name in the old one
     like: torch.Tensor  # on meta: its shape and dtype
-    packed: bool = False  # in 4 bits in the old one
-    loaded: torch.dtype | None = None  # what training loaded it in, if that is to be repeated
-    quantized: bool = False  # training quantized it
-    transposed: bool = False  # Conv1D holds the transposed weight, in 16 bits alone
-    names: list = dataclasses.field(default_factory=list)  # the parameters of the model that it stands for
-    fused: list = dataclasses.field(
-        default_factory=list
-    )  # all that become one tensor that the adapter changes
+    loaded: torch.dtype | None  # what training loaded it in, if that is to be repeated
+    dequantized: bool  # from 4 bits, stored or as training saw it
+    transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
+    names: tuple = ()  # the parameters of the model that it stands for
 
 
 class Plan:
     """What the tensors of a new checkpoint are made of. make() makes one."""
 
     def __init__(self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu"):
-        """tensors: {name: the tensor, or the open file that holds it}."""
+        """tensors: {name: the open file that holds it}."""
         self.tensors, self.model, self.adapter = tensors, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
@@ -55,6 +49,7 @@ class Plan:
         own = model.state_dict() if model else {}
         self.made = {name: self.without_adapter(name, own) for name in self.keys}
         self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
+        self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
         self.ready: dict = {}  # tensors that were made together, until each is asked for
         self.untied = False
         if adapter:
@@ -64,14 +59,10 @@ class Plan:
 
     def read(self, name, device="cpu") -> tuple:
         """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
-
-        def get(key):
-            file = self.tensors[key]
-            return file.get_tensor(key) if hasattr(file, "get_tensor") else file
-
-        if self.keys[name] == [name]:
-            return get(name), None
-        return read_checkpoint({key: get(key).to(device) for key in self.keys[name]}, name)
+        tensors = {key: self.tensors[key].get_tensor(key) for key in self.keys[name]}
+        if tensors.keys() == {name}:
+            return tensors[name], None
+        return read_checkpoint({key: tensors[key].to(device) for key in tensors}, name)
 
     def without_adapter(self, name, own) -> Made:
         """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
@@ -84,19 +75,17 @@ class Plan:
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        made = Made(name, torch.empty(shape, dtype=dtype, device="meta"), bool(state))
-        if known is not None:
-            made.quantized = self.training is not None and target in self.training.layers
-            conv1d = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
-            made.transposed = conv1d and (made.packed or made.quantized)
-        if made.transposed and state:
-            made.like = made.like.t()
+        like, loaded, dequantized, transposed = torch.empty(shape, device="meta"), None, bool(state), False
+        if self.training and dtype in FLOATS:
+            loaded = torch.float32 if self.training.float32.search(target) else self.training.dtype
+            dequantized = target in self.training.layers
+        if dequantized and known is not None:
+            transposed = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
+        if transposed and state:
+            like = like.t()
         if dtype in FLOATS:
-            if self.training:
-                kept = self.training.float32.search(target)
-                made.loaded = torch.float32 if kept else self.training.dtype
-            made.like = made.like.to(self.dtype or made.loaded or dtype)
-        return made
+            dtype = self.dtype or loaded or dtype
+        return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
     def connect_fused(self) -> set:
         """Note which tensors become one, such as experts, that the adapter changes. Return these changes."""
@@ -108,8 +97,8 @@ class Plan:
         for target, parts in groups.items():
             found = self.changes & fuse(self.model, target, parts).keys()
             used |= found
-            for name in parts if found else ():
-                self.made[name].fused = [*parts]
+            if found:
+                self.fused |= dict.fromkeys(parts, [*parts])
         return used
 
     def connect(self) -> set:
@@ -121,38 +110,41 @@ class Plan:
             if not there or self.changes.isdisjoint(names):
                 continue
             used |= {*names}
-            first = self.base(stored[there[0]])
-            # transformers ties what is stored if it is equal.
-            apart = [name for name in there[1:] if not first.equal(self.base(stored[name]).to(first))]
-            names = [name for name in names if name not in apart]
+            first, *others = there
+            for name in others:
+                tensor = self.base(stored[name])
+                if not tensor.equal(self.base(stored[first]).to(tensor)):  # transformers would not tie them
+                    raise UnsupportedState(
+                        f"{first} and {name} differ, expected the same tensor, as the config ties them: set"
+                        " its tie_word_embeddings to false"
+                    )
             kept = [name for name in names if name not in self.adapter.saved]
             if len(kept) < len(names) > 1:
                 self.untied = True
                 there += [name for name in names if name not in there]
             for name in there:
-                made = self.made[stored.get(name, stored[there[0]])]
-                own = kept if name in kept else [name]
-                self.made[stored.get(name, name)] = dataclasses.replace(made, names=own)
+                made = self.made[stored.get(name, stored[first])]
+                own = tuple(kept) if name in kept else (name,)
+                self.made[stored.get(name, name)] = made._replace(names=own)
         return used
 
     def changed(self, name) -> bool:
         """Return whether the adapter changes a tensor."""
-        made = self.made[name]
-        return bool(made.fused) or not self.changes.isdisjoint(made.names)
+        return name in self.fused or not self.changes.isdisjoint(self.made[name].names)
 
     def make(self, name) -> torch.Tensor:
         """Return a tensor of the new checkpoint."""
-        made = self.made[name]
-        if not made.fused:
-            return self.checked(name, self.adapted(self.base(name), made.names))
-        if name not in self.ready:
-            target = self.targets[name][0]
-            parts = {part: (self.targets[part][1], self.base(part)) for part in made.fused}
-            fused = fuse(self.model, target, parts)
-            self.ready = split(self.model, {key: self.adapted(fused[key], [key]) for key in fused})
-            lost = sorted(parts.keys() ^ self.ready.keys())
-            refuse(f"{target} cannot be split again", lost, "merge it with PEFT")
-        return self.checked(name, self.ready.pop(name))
+        if name not in self.fused:
+            return self.checked(name, self.adapted(self.base(name), self.made[name].names))
+        with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
+            from transformers.core_model_loading import revert_weight_conversion
+
+            if name not in self.ready:
+                parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
+                fused = fuse(self.model, self.targets[name][0], parts)
+                merged = {key: self.adapted(fused[key], [key]) for key in fused}
+                self.ready = revert_weight_conversion(self.model, merged)
+            return self.checked(name, self.ready.pop(name))
 
     def adapted(self, tensor, names) -> torch.Tensor:
         """Return a tensor with the adapter's changes of the parameters that it stands for."""
@@ -172,16 +164,13 @@ class Plan:
         tensor, state = self.read(made.source, self.device)
         if made.loaded:
             tensor = tensor.to(made.loaded)
-        if made.quantized:
+        if made.dequantized and not state:
             from bitsandbytes.functional import quantize_4bit
 
             tensor = tensor.t() if made.transposed else tensor
             tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
         if state:
-            try:
-                tensor = dequantize(tensor, state, dtype=made.like.dtype)
-            except UnsupportedState as error:
-                raise UnsupportedState(f"{name}: {error}") from error
+            tensor = dequantize(tensor, state, dtype=made.like.dtype)
         if made.transposed:
             tensor = tensor.t().contiguous()
         return tensor.to(made.like.dtype)
