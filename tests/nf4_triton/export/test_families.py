@@ -197,11 +197,14 @@ def check_merge(folder, tmp_path, family, **how):
             parameter.data += 0.05 * torch.randn_like(parameter)
     tuned.save_pretrained(tmp_path / "adapter")
     expected = tuned.merge_and_unload().state_dict()
-    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100 KB")
+    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100 KiB")
     got, written = load(family, out).state_dict(), tensors_of(out)
     assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
     changed = [name for name in written if not same_bits(written[name], unchanged[name])]
     assert counts.merged == len(changed) > 0 and counts.written == len(written)
+    if family == "Llama":
+        tied = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+        assert tied is ("lm_head.weight" not in written)
     if family not in BY_HAND:
         flat, skipped = family in FLAT, ["lm_head", "o_proj"]
         trained = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
@@ -209,6 +212,14 @@ def check_merge(folder, tmp_path, family, **how):
         assert export_checkpoint(tmp_path / "adapter", again, **trained) == counts
         got = tensors_of(again)
         assert got.keys() == written.keys() and all(same_bits(got[key], written[key]) for key in got)
+
+
+def test_another_dtype_holds_what_training_saw(make, tmp_path):
+    how = {"trained_in": "nf4+double", "load_dtype": "bf16"}
+    for name, dtype in (("one", None), ("two", "float32")):
+        export_checkpoint(make("Llama") / "full", tmp_path / name, dtype=dtype, **how)
+    one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+    assert all(same_bits(two[name], one[name].float()) for name in one)
 
 
 def test_a_model_that_transformers_does_not_know(make, tmp_path):

@@ -52,7 +52,7 @@ def export_checkpoint(
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
-    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MB".
+    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
@@ -64,6 +64,8 @@ def export_checkpoint(
         raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
     dtype, load_dtype, device = to_dtype(dtype), to_dtype(load_dtype), to_device(device)
     model, adapter = find(source, base)
+    if out.resolve().is_relative_to(model.folder.resolve()):
+        raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
     built = merging = None
     if adapter or trained_in or not unchecked:
         built = build(model.folder, model.config)
@@ -94,7 +96,12 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
             f"trained_in is {kind}, expected one of {', '.join(KINDS)}; load_dtype and skip_modules need it"
         )
     if any(PART.fullmatch(key) for key in model.tensors):
-        raise UnsupportedState(f"{model.name} is in 4 bit and used as it is: omit trained_in")
+        how = model.config.get("quantization_config") or {}
+        double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
+        stored = how.get("bnb_4bit_quant_type", "fp4") + double
+        if kind != stored or load_dtype or skip_modules:
+            raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
+        return None
     with library(f"transformers cannot quantize {type(built).__name__}"):
         from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig

@@ -170,7 +170,7 @@ class Plan:
             tensor = tensor.t() if made.transposed else tensor
             tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
         if state:
-            tensor = dequantize(tensor, state, dtype=made.like.dtype)
+            tensor = dequantize(tensor, state, dtype=made.loaded or made.like.dtype)
         if made.transposed:
             tensor = tensor.t().contiguous()
         return tensor.to(made.like.dtype)

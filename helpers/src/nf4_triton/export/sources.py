@@ -25,7 +25,7 @@ tokenizer* vocab* *.model *.tiktoken""".split()
 # [0-9]_*: a folder of sentence-transformers, such as 1_Pooling.
 SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_POLICY* [0-9]_*/*".split()]
 # Written anew, or of a training run.
-LEFT = re.compile(r"(.*\.index|config|adapter_config|trainer_state|.*_results)\.json")
+LEFT = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
 
 
 @dataclasses.dataclass
@@ -55,7 +55,7 @@ def find(source, base=None) -> tuple:
     trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
     if not base and not trained_on:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    name = os.path.expanduser(base or trained_on)
+    name = os.path.expanduser(str(base or trained_on))
     if not base and revision and not os.path.exists(name):
         name += f"@{revision}"
     model = read_source(name, fetch(name), WEIGHTS, "config.json")

@@ -19,6 +19,8 @@ def write(out, config, plan, shard_size, small, sources):
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
     likes = {name: made.like for name, made in plan.made.items()}
+    if isinstance(shard_size, str):  # huggingface_hub reads 5GB; 5 GiB is a little more, so files fit it, too
+        shard_size = shard_size.replace(" ", "").upper().replace("IB", "B")
     shards = split_torch_state_dict_into_shards(
         likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
     )
