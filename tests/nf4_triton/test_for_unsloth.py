@@ -2,7 +2,8 @@
 
 import pytest
 
-from helpers.machine import ROOT, python
+import processes
+from helpers.machine import ROOT
 
 DOCS = ROOT / "docs"
 
@@ -18,7 +19,7 @@ def test_the_patch_only_adds_lines():
 @pytest.mark.timeout(600)
 def test_unsloth_with_the_patch_gives_the_same_bits():
     """The times are printed: pytest -s."""
-    done = python([DOCS / "for_unsloth.py"], timeout=540, check=False)
+    done = processes.python([DOCS / "for_unsloth.py"], timeout=540, check=False)
     if "Not tried" in done.err:
         pytest.skip(done.err.strip())
     assert "the same bits" in done.out, done.err

@@ -89,7 +89,7 @@ def test_examples_print_help_without_importing_anything(alone):
 
 
 def test_the_doctor_says_what_is_here_and_what_to_do(printed):
-    text = printed[printed.index("nf4_triton 1.") :].partition("status 0")[0]
+    text = printed[printed.index("nf4_triton 2.") :].partition("status 0")[0]
     for part in ("torch ", "trl ", "GPU: ", "CPU: ", "TRITON_INTERPRET", "bit-identical", "\nDo: "):
         assert part in text
     assert "None" not in text
