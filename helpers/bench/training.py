@@ -63,7 +63,7 @@ VARIABLES = {
 }
 VARIANTS = ("without", "with")
 ROUNDS = 3
-SECONDS = 200  # of a section: after them, nothing else is measured
+SECONDS = 400  # of a section: after them, nothing else is measured
 TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
 RUNS = {  # section: library, sizes of a model, tokens

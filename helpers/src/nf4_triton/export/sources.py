@@ -60,7 +60,10 @@ def find(source, base=None) -> tuple:
         name += f"@{revision}"
     model = read_source(name, fetch(name), WEIGHTS, "config.json")
     commit = f", commit {model.folder.name}" if model.folder.parent.name == "snapshots" else ""
-    say(f"Base: {name}{commit}" + (f"; the adapter was trained on {trained_on}" if base else ""))
+    say(
+        f"Base: {name}{commit}"
+        + (f"; the adapter was trained on {trained_on}" if base and trained_on else "")
+    )
     return model, adapter
 
 
