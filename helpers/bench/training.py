@@ -62,8 +62,8 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-ROUNDS = 3
-SECONDS = 400  # of a section: after them, nothing else is measured
+ROUNDS = 2  # a sum repeats within 1%
+SECONDS = 280  # of a section: after them, nothing else is measured
 TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
 RUNS = {  # section: library, sizes of a model, tokens
