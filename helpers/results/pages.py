@@ -25,7 +25,7 @@ from helpers.results.store import CARDS, ROOT, Row, one, select
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-FOLDERS = (CARD, "nvidia-h200", SIMULATED)  # a block shows the first that has its section
+FOLDERS = (CARD, "nvidia-h100-80gb-hbm3", SIMULATED)  # a block shows the first that has its section
 COLUMNS = (  # of the claim
     "card",
     "score (of 14)",

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from helpers.names import FUNCTIONS, LABELS
 from helpers.results.store import CARDS, select
 
-CARD = "nvidia-h100-80gb-hbm3"  # the folder that pages and pictures show
+CARD = "nvidia-h200"  # the folder that pages and pictures show
 ON = f"on an {CARDS[CARD].name}"
 BYTES = 0.5 + 1 / 64 + 4 / 16384 + 2  # read and written per weight
 SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
