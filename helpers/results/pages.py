@@ -40,7 +40,6 @@ SHOWN = {  # cases of a section's table; the stored rows have more
 STEP_UNITS = ("GPU ms", "GPU ms dequantizing", "launches", "wall ms")
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
-    "copy_kernel": "a copy, best of several",
     "rows": "this kernel, `rows=`",
     "axolotl": "Axolotl",
     "zoo": "unsloth_zoo",
@@ -125,8 +124,7 @@ def claim(stored: dict) -> str:
         if scored := select(rows, "score"):
             points = sum(row.median for row in scored if row.contender == "today")
             ratios = [one(rows, "protocol", "puzzle's line", who).values for who in executed.UNSLOTH]
-            turns = plots.rounds_of(rows)[0]
-            both = (one(rows, "protocol", turns, who).values for who in ("bitsandbytes", "ours"))
+            both = (one(rows, "protocol", "100 rounds", who).values for who in ("bitsandbytes", "ours"))
             ratios.append([theirs / ours for theirs, ours in zip(*both, strict=True)])
             lines.append([card.name, f"{points:.0f}", *map(speedup, ratios)])
     if not select(stored.get("tesla-t4", ()), "score"):  # bitsandbytes was not simulated

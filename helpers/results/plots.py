@@ -48,23 +48,17 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def rounds_of(rows: list) -> tuple[str, int]:
-    """Return the case of the puzzle's test in turns, and its calls: 1,000 rounds until version 1.3."""
-    return ("100 rounds", 900) if select(rows, "protocol", "100 rounds") else ("total", 9000)
-
-
 def protocol(stored: dict) -> Figure:
     """Bars: seconds of the puzzle's test, one for each contender, sorted. This kernel's are blue."""
     figure, panel = panel_of("The puzzle's test", 3.8)
-    case, calls = rounds_of(stored[CARD])
-    rows = select(stored[CARD], "protocol", case)  # bars begin at the bottom
+    rows = select(stored[CARD], "protocol", "100 rounds")  # bars begin at the bottom
     for row in sorted(rows, key=lambda row: -row.median):
         ours = NAMES.get(row.contender, row.contender).startswith("this kernel")
         name = (NAMES | FUNCTIONS).get(row.contender, row.contender)
         bar = panel.barh(name, row.median, color=COLORS["ours"] if ours else GREY)
         panel.bar_label(bar, fmt="%.4f s", padding=4)
     panel.margins(x=0.15)
-    panel.set_xlabel(f"seconds for {calls:,} calls, each with a synchronize (blue: this kernel)")
+    panel.set_xlabel("seconds for 900 calls, each with a synchronize (blue: this kernel)")
     return figure
 
 
