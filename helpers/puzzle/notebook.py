@@ -19,6 +19,7 @@ from helpers import machine
 from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
+FOLDER = machine.ROOT / "build"  # of the executed notebook
 MODULES = [
     "helpers/src/nf4_triton/core/supported.py",
     "helpers/src/nf4_triton/core/kernel.py",
@@ -164,30 +165,23 @@ def store(notebook, path: Path) -> int:
 
 
 def options_of(argv: list[str]) -> argparse.Namespace:
-    """Return the options of `run`, checked before anything runs. `path`: of the executed notebook."""
+    """Return the options of `run`, checked before anything runs."""
     parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
     help = "store a GPU's rows in results/ and its outputs in the notebook (not with NF4_FORCE)"
     parser.add_argument("--in-place", action="store_true", help=help)
-    help = "folder for the executed notebook, build by default; relative to the repository"
-    parser.add_argument("--out", type=Path, default="build", metavar="FOLDER", help=help)
     options = parser.parse_args(argv)
     if options.in_place and not machine.has_gpu():
         parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
     if options.in_place and os.environ.get("NF4_QUICK"):
         parser.error("--in-place stores 1000 timed rounds: leave out NF4_QUICK")
-    folder = machine.ROOT / options.out.expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out needs a folder: {error}")
-    options.path = folder / f"{machine.NOTEBOOK.stem}.executed.ipynb"
     return options
 
 
 def run(argv: list[str]) -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     options = options_of(argv)
-    path = options.path
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{machine.NOTEBOOK.stem}.executed.ipynb"
     if path.exists():
         print(f"{path} is of {time.ctime(path.stat().st_mtime)} until this run replaces it")
     card = describe()["card"] or "the CPU (Triton interpreter)"

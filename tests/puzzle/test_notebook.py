@@ -75,7 +75,7 @@ SCORE = "print('sum 14')"
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """small({id: source}) -> options of a run: the repository's notebook is one with these cells."""
+    """small({id: source}): the repository's notebook is one with these cells."""
     for name in ("NF4_QUICK", "NF4_FORCE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -85,17 +85,17 @@ def small(tmp_path, monkeypatch):
         notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernelspec})
         monkeypatch.setattr(machine, "NOTEBOOK", tmp_path / "some.ipynb")
         book.save(notebook, machine.NOTEBOOK)
-        write.executed.parent.mkdir()
-        return ["--out", str(write.executed.parent)]
 
-    write.executed = tmp_path / "out" / "some.executed.ipynb"
+    monkeypatch.setattr(book, "FOLDER", tmp_path)
+    write.executed = tmp_path / "some.executed.ipynb"
     return write
 
 
 def test_it_prints_the_score_and_keeps_the_outputs(small, capsys):
     """This very Python runs it; no folder of this machine is in the outputs."""
     same = f"\nassert sys.executable == {sys.executable!r}"
-    assert book.run(small({"facts": FACTS + same, "score": SCORE})) == 0
+    small({"facts": FACTS + same, "score": SCORE})
+    assert book.run([]) == 0
     assert capsys.readouterr().out.endswith(f"\nsum 14\n\nthe executed notebook is {small.executed}\n")
     text = printed(nbformat.read(small.executed, 4), "facts")
     assert str(Path.home()) not in text and sys.prefix not in text
@@ -121,7 +121,8 @@ def test_the_repositorys_notebook_stays_if_drawing_fails(small):
 )
 def test_what_ran_is_kept_and_one_line_says_why_it_stopped(bad, message, small, capsys, monkeypatch):
     monkeypatch.setattr(book, "LIMIT", 3)
-    assert book.run(small({"a": SCORE, "b": bad})) == 1
+    small({"a": SCORE, "b": bad})
+    assert book.run([]) == 1
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1
     assert printed(nbformat.read(small.executed, 4), "a") == "sum 14\n"
@@ -132,17 +133,19 @@ KILL = "os.kill(os.getppid(), signal.{})\ntime.sleep(60)"
 RUN = """
 import pathlib, signal, sys
 from helpers import __main__ as commands, machine
+from helpers.puzzle import notebook
 signal.signal(signal.{}, signal.SIG_DFL)  # nohup ignores SIGHUP
 machine.NOTEBOOK = pathlib.Path({!r})
-sys.exit(commands.main(["run", *{}]))
+notebook.FOLDER = machine.NOTEBOOK.parent
+sys.exit(commands.main(["run"]))
 """
 
 
 @pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP"])
 def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
-    options = small({"a": START, "b": KILL.format(ending)})
+    small({"a": START, "b": KILL.format(ending)})
     small.executed.write_text("of an earlier run")
-    code = RUN.format(ending, str(machine.NOTEBOOK), options)
+    code = RUN.format(ending, str(machine.NOTEBOOK))
     done = processes.python(["-c", code], check=False, timeout=60)
     assert f"{small.executed} is of " in done.out and "until this run replaces it" in done.out
     assert done.err == f"stopped: interrupted in cell b; what ran is in {small.executed}\n"
@@ -156,7 +159,7 @@ def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
 def test_options_are_checked_before_anything_runs(monkeypatch):
     monkeypatch.setattr(machine, "has_gpu", lambda: True)
     monkeypatch.setenv("NF4_QUICK", "1")
-    for wrong in ("--quik", "--out=/proc/none", "--in-place"):
+    for wrong in ("--quik", "--in-place"):
         with pytest.raises(SystemExit):
             book.options_of(wrong.split())
 
