@@ -1,9 +1,9 @@
 """GPU time of QLoRA steps with the kernel and without: real libraries on random models, in new processes.
 
 Sections of `python -m helpers bench`, named in RUNS. A step's GPU time is the sum of its kernels' durations,
-which repeats within 1%, also on a busy host; its wall clock does not. Loss and gradients must have the same
-bits with and without the kernel, or nothing is measured. Unsloth changes the other libraries for good, and
-asks to be imported first, so each section gets a process of its own.
+which two runs on two hosts repeated within 1.5%; its wall clock does not. Loss and gradients must have the
+same bits with and without the kernel, or nothing is measured. Unsloth changes the other libraries for good,
+and asks to be imported first, so each section gets a process of its own.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-ROUNDS = 2  # a sum repeats within 1%
+ROUNDS = 2
 SECONDS = 280  # of a section: after them, nothing else is measured
 TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))

@@ -13,7 +13,7 @@ import nbformat
 
 from helpers.machine import NOTEBOOK
 from helpers.names import CRITERIA
-from helpers.results.store import Record, Row
+from helpers.results.store import CARDS, Record, Row, slug
 
 UNSLOTH = ("unsloth_today", "unsloth_classic")
 
@@ -41,6 +41,14 @@ def check_rows(rows: list[Row]) -> None:
         raise ValueError(f"not scored: {missing}. Install what its cells say is missing; run all cells again")
 
 
+def check_card(environment: dict) -> None:
+    """Raise ValueError for a card with the capability of another."""
+    card = CARDS.get(slug(environment))
+    if card and environment["capability"] != card.capability:
+        found = f"capability is {environment['capability']}"
+        raise ValueError(f"{found}, expected {card.capability} of {card.name}")
+
+
 def read(path: Path) -> Record:
     """Return what an executed notebook printed. Its code must be this checkout's."""
     check_code(path)
@@ -53,5 +61,6 @@ def read(path: Path) -> Record:
         raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
     sent = json.loads(found[0])
     record = Record(sent["environment"], [Row(*fields) for fields in sent["rows"]])
+    check_card(record.environment)
     check_rows(record.rows)
     return record

@@ -18,7 +18,7 @@ ROWS = [
     ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
     *(["score", criterion, "today", "points", [won]] for criterion, won, _, _ in CRITERIA),
 ]
-MACHINE = {"card": "Tesla T4", "date": "2026-11-22", "forced": None}
+MACHINE = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-22", "forced": None}
 
 
 def written(content):
@@ -67,6 +67,7 @@ def test_other_code_is_refused(draw):
 @pytest.mark.parametrize(
     "problem, right, wrong",
     [
+        ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
         ("0 rows for .*line.*unsloth_today", f"{written(ROWS[4])},", ""),  # it could not load
         ("not scored: Custom assembly works, .*", written(ROWS), written(ROWS[:12])),  # a broken rule
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
