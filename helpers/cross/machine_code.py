@@ -16,7 +16,8 @@ import torch
 
 from helpers.puzzle.layers import quantized_layer
 from nf4_triton.core import launch, launch_general, settings
-from nf4_triton.core.state import check, read_state
+from nf4_triton.core.checks import check_state
+from nf4_triton.core.state import read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}
@@ -54,9 +55,12 @@ def settings_of(arch: int):
 def prepared(tensors, layout, out, general: bool) -> tuple:
     """Return (kernel, grid, arguments, launch options) of a launch."""
     if general:
-        kernel = launch_general._dequantize_general_kernel
-        return kernel, *launch_general.prepare_general(tensors, layout, check(tensors, layout), out)
-    return launch._your_dequantize_nf4_kernel, *launch.prepare(tensors, layout, out)
+        kernel, sizes = launch_general._dequantize_general_kernel, check_state(tensors, layout)
+        grid, pointers, after, options = launch_general.prepare(tensors, layout, sizes, out)
+    else:
+        kernel = launch._your_dequantize_nf4_kernel
+        grid, pointers, after, options = launch.prepare(tensors, layout, out)
+    return kernel, grid, pointers + after, options
 
 
 def compile_for(arch: int, kernel, arguments: tuple, options: dict):

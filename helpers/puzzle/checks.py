@@ -22,7 +22,7 @@ from helpers.puzzle.protocol import (
     synchronize,
     wrong_elements,
 )
-from nf4_triton.core.launch import read
+from nf4_triton.core.launch import read_nested
 from nf4_triton.core.reference import dequantize_in_pytorch
 from nf4_triton.core.settings import force, has_no_bf16, settings
 
@@ -99,7 +99,7 @@ def exact(candidate):
         for dtype in SHORT:
             layer = bnb_Linear4bit(columns, rows, dtype)
             candidate(layer)
-            for tensor in read(layer.weight.data, layer.weight.quant_state)[0]:  # every byte, every scale
+            for tensor in read_nested(layer.weight.data, layer.weight.quant_state)[0]:  # bytes and scales
                 tensor.random_(256) if tensor.dtype == torch.uint8 else tensor.mul_(1.25)
             wrong.append(wrong_elements(candidate, layer))
         plain = wrong_elements(dequantize_in_pytorch, layer)

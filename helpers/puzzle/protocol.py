@@ -21,7 +21,7 @@ from helpers.puzzle.layers import (
 )
 from nf4_triton.core import operators  # noqa: F401  it registers the operator
 from nf4_triton.core.kernel import _your_dequantize_nf4_kernel
-from nf4_triton.core.launch import prepare, read
+from nf4_triton.core.launch import prepare, read_nested
 from nf4_triton.core.settings import settings
 
 # %% The libraries, and how cells run checks id="protocol-libraries" folded=true call="baselines();"
@@ -121,12 +121,12 @@ prepared = {}  # {layout: what prepare() returns}
 
 def kernel_grid(layer):
     """Dequantize by this kernel and Triton's own kernel[grid]."""
-    tensors, layout = read(layer.weight, layer.weight.quant_state)
+    tensors, layout = read_nested(layer.weight, layer.weight.quant_state)
     if layout not in prepared:
         prepared[layout] = prepare(tensors, layout, None)
-    grid, arguments, options = prepared[layout]
+    grid, _, after, options = prepared[layout]
     result = torch.empty(layout[0], dtype=layout[1], device=DEVICE)
-    _your_dequantize_nf4_kernel[(grid,)](tensors[0], result, *tensors[1:], *arguments[6:], **options)
+    _your_dequantize_nf4_kernel[(grid,)](tensors[0], result, *tensors[1:], *after, **options)
     return result
 
 

@@ -12,8 +12,8 @@ import torch
 import triton
 
 from nf4_triton.core import reference
+from nf4_triton.core.checks import DTYPES, OFFSETS
 from nf4_triton.core.settings import settings
-from nf4_triton.core.state import DTYPES, OFFSETS
 
 TABLES = {quant_type: np.float32(values) for quant_type, values in reference.VALUES.items()}
 # Of the puzzle's kernel: what only the general one takes as arguments.

@@ -9,7 +9,8 @@ import torch
 
 from helpers.puzzle.layers import DEVICE
 from nf4_triton.core import reference
-from nf4_triton.core.state import OFFSETS, read_state
+from nf4_triton.core.checks import OFFSETS
+from nf4_triton.core.state import read_state
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)

@@ -15,7 +15,7 @@ from nf4_triton import backend, environment
 from nf4_triton.backend import choose, dequantize
 from nf4_triton.core import launch, launch_general
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.settings import UnsupportedState
+from nf4_triton.core.supported import UnsupportedState
 from states import freed, oracle, random_state, strided
 
 BOTH = ["triton", "torch"]
@@ -203,7 +203,7 @@ def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device,
     def broken(*_):
         raise error
 
-    monkeypatch.setattr(launch_general, "run_kernel", broken)
+    monkeypatch.setattr(launch_general, "dequantize_tensors", broken)
     with pytest.raises(RuntimeError, match=f"{error}.: set NF4_BACKEND=torch"):
         dequantize(*random_state((8, 64), torch.float16))
 

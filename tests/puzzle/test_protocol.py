@@ -8,7 +8,7 @@ import torch
 
 from helpers.puzzle import layers, protocol
 from nf4_triton.core import reference
-from nf4_triton.core.launch import read, your_dequantize_nf4
+from nf4_triton.core.launch import read_nested, your_dequantize_nf4
 from nf4_triton.core.state import read_state
 
 pytest.importorskip("bitsandbytes")
@@ -128,7 +128,7 @@ def test_bytes_that_stay_between_calls_fail_the_test(monkeypatch):
 
 def keeps_results(layer, kept={}):  # noqa: B006
     """Return one of two kept results, which are computed again when a tensor has changed."""
-    tensors = read(layer.weight.data, layer.weight.quant_state)[0]
+    tensors = read_nested(layer.weight.data, layer.weight.quant_state)[0]
     copies, *results = kept.get(layer, [()])
     if not copies or not all(map(torch.equal, tensors, copies)):
         copies = [tensor.clone() for tensor in tensors]

@@ -48,7 +48,7 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from .backend import dequantize as dequantize
-    from .core.state import UnsupportedState as UnsupportedState
+    from .core.supported import UnsupportedState as UnsupportedState
     from .export.checkpoint import read_checkpoint as read_checkpoint
     from .export.export import export_checkpoint as export_checkpoint
     from .libraries.site import UnknownInternals as UnknownInternals
@@ -59,7 +59,7 @@ else:
     _HOMES = {
         "Switch": "libraries.switch.Switch",
         "UnknownInternals": "libraries.site.UnknownInternals",
-        "UnsupportedState": "core.state.UnsupportedState",
+        "UnsupportedState": "core.supported.UnsupportedState",
         "dequantize": "backend.dequantize",
         "export_checkpoint": "export.export.export_checkpoint",
         "read_checkpoint": "export.checkpoint.read_checkpoint",

@@ -12,19 +12,9 @@ import torch
 
 from . import environment
 from .core import private, reference
-from .core.state import (
-    DTYPES,
-    UnsupportedState,
-    check_call,
-    check_out,
-    from_fields,
-    read_rows,
-    read_state,
-    result_shape,
-    to_fields,
-    transposed,
-)
-from .core.supported import NEWEST_TRITON
+from .core.checks import DTYPES, check_call, check_out, result_shape
+from .core.state import from_fields, read_rows, read_state, to_fields, transposed
+from .core.supported import NEWEST_TRITON, UnsupportedState
 from .log import say
 
 try:
@@ -101,7 +91,7 @@ def run(tensors, layout, out, selection=None):
         f"{__package__}.core.launch_general"
     )  # it says what is missing
     try:
-        return room.run_kernel(tensors, layout, out, selection)
+        return room.dequantize_tensors(tensors, layout, out, selection)
     except room.CANNOT_LAUNCH as error:
         problem = f"the kernel could not be launched ({type(error).__name__}: {error})"
         raise RuntimeError(f"{problem}: set NF4_BACKEND=torch to dequantize in PyTorch") from error
@@ -210,10 +200,10 @@ def choose(device) -> str:
 @functools.cache
 def why_torch(device: torch.device | None) -> str | None:
     """Return why the kernel cannot dequantize on a device, None if it can. Log what is unexpected there."""
-    problem, version = environment.cannot_run(device), environment.triton_version()
+    problem = environment.cannot_run(device)
     if problem and device is not None and device.type == "cuda":
         say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
-    elif not problem and version and version > NEWEST_TRITON:
+    elif not problem and launch.TRITON > NEWEST_TRITON:
         newest = ".".join(map(str, NEWEST_TRITON))
         text = f"Triton is newer here than the tested ones (up to {newest}). If it fails: NF4_BACKEND=torch."
         say(text, logging.WARNING)

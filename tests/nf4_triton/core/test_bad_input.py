@@ -7,7 +7,7 @@ import triton
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.settings import UnsupportedState
+from nf4_triton.core.supported import UnsupportedState
 from states import SECOND, freed, random_state, replace, right, strided
 
 bitsandbytes = pytest.importorskip("bitsandbytes")

@@ -8,7 +8,8 @@ from helpers.bench.training import gpu_events
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import Selection, UnsupportedState, read_state, to_fields
+from nf4_triton.core.state import Selection, read_state, to_fields
+from nf4_triton.core.supported import UnsupportedState
 from states import (
     CHANGES,
     SECOND,

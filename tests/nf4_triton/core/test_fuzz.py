@@ -21,8 +21,10 @@ import triton
 from helpers.puzzle.layers import DEVICE
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, reference, settings
+from nf4_triton.core.checks import STORAGES
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import STORAGES, Selection, UnsupportedState, read_state
+from nf4_triton.core.state import Selection, read_state
+from nf4_triton.core.supported import UnsupportedState
 from nf4_triton.libraries import bitsandbytes
 from nf4_triton.libraries.site import Site
 from states import CHANGES, DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
@@ -132,7 +134,7 @@ def through(door, layer, out, dtype, rows, selection):
     doors = {
         "package": lambda: dequantize(layer, None, out, dtype),
         "rows": lambda: dequantize(layer, None, out, dtype, rows),
-        "selection": lambda: launch_general.run_kernel(*read_state(weight, state), out, selection),
+        "selection": lambda: launch_general.dequantize_tensors(*read_state(weight, state), out, selection),
         "bitsandbytes": lambda: bitsandbytes.dequantize_4bit(SITE, weight, state, out=out),
         "puzzle": lambda: launch.your_dequantize_nf4(layer),
     }

@@ -8,8 +8,9 @@ import torch
 
 import processes
 from nf4_triton.core import launch, launch_general, settings
+from nf4_triton.core.checks import check_state
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import Selection, check, read_state
+from nf4_triton.core.state import Selection, read_state
 from states import oracle, random_state
 
 # Options of random_state, and of settings.force.
@@ -38,12 +39,13 @@ def written(name, layout, forced):
     with settings.force(**forced):
         if name.startswith("puzzle"):
             kernel = launch._your_dequantize_nf4_kernel
-            _, arguments, _ = launch.prepare(*weight, out)
+            _, pointers, after, _ = launch.prepare(*weight, out)
         else:
             kernel = launch_general._dequantize_general_kernel
             selection = SELECTIONS.get(name)
-            _, arguments, _ = launch_general.prepare_general(*weight, check(*weight), out, selection)
-    named = dict(zip(kernel.arg_names, arguments, strict=True))
+            sizes = check_state(*weight)
+            _, pointers, after, _ = launch_general.prepare(*weight, sizes, out, selection)
+    named = dict(zip(kernel.arg_names, pointers + after, strict=True))
     assert type(named["n"]) is int
     analyze = getattr(triton_kernel_wrap, "identify_accessed_tensors", None)
     if analyze:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from nf4_triton import dequantize
 from nf4_triton.core import launch, private
-from nf4_triton.core.settings import UnsupportedState
+from nf4_triton.core.supported import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
 pytest.importorskip("bitsandbytes")

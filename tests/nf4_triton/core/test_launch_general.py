@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from nf4_triton.core import launch
-from nf4_triton.core.settings import UnsupportedState
+from nf4_triton.core.supported import UnsupportedState
 from states import exact, freed, odd_states, strided
 
 pytest.importorskip("bitsandbytes")

@@ -6,7 +6,8 @@ import torch
 from nf4_triton import dequantize
 from nf4_triton.core import launch_general, reference
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import Selection, UnsupportedState, read_rows, read_state, to_fields
+from nf4_triton.core.state import Selection, read_rows, read_state, to_fields
+from nf4_triton.core.supported import UnsupportedState
 from states import oracle, part, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
@@ -24,7 +25,7 @@ def whole(packed):
 
 def select(packed, rows, out=None):
     """Return rows of a weight as read_state returns it, by the kernel."""
-    return launch_general.run_kernel(*packed, out, read_rows(rows, *packed))
+    return launch_general.dequantize_tensors(*packed, out, read_rows(rows, *packed))
 
 
 def test_ids_out_of_range(packed, whole, device):
@@ -93,7 +94,7 @@ def test_an_out_over_the_ids(device):
 def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
     """Its guards do not depend on how many slices are selected, or on where a range begins. It is not that of
     the whole weight."""
-    assert same_bits(launch_general.run_kernel(*packed), whole)
+    assert same_bits(launch_general.dequantize_tensors(*packed), whole)
     for count in (3, 5, 0, 8, 1):
         rows = kind(count, 2 * count)
         assert same_bits(select(packed, rows), whole[rows])

@@ -14,9 +14,9 @@ from .private import (
     is_compiling, is_traced, launcher, plain_tensors,
 )
 from .settings import (
-    INTERPRETED, KERNEL_DEVICE, UnsupportedState, cache_key, has_no_bf16, launches, of_card, settings,
+    INTERPRETED, KERNEL_DEVICE, cache_key, has_no_bf16, launches, of_card, settings,
 )
-from .supported import NEWEST_TRITON
+from .supported import NEWEST_TRITON, UnsupportedState
 
 # %% id="launch-path"
 def your_dequantize_nf4(layer):
@@ -32,9 +32,9 @@ def your_dequantize_nf4(layer):
 
 def _your_dequantize_nf4(weight, quant_state):
     """Return a weight dequantized in one launch, bit-identical to bitsandbytes. Raises UnsupportedState."""
-    tensors, layout = read(weight, quant_state)
+    tensors, layout = read_nested(weight, quant_state)
     result = relaunch(tensors, layout)
-    return check_and_launch(tensors, layout) if result is None else result
+    return launch_first(tensors, layout) if result is None else result
 
 
 def relaunch(tensors, layout):
@@ -42,13 +42,11 @@ def relaunch(tensors, layout):
     if is_compiling():
         return None  # torch.compile must see the operator
     try:
-        known = launches.get(layout)
+        known = launches.get(layout, ())
     except TypeError:  # a list among the fields
-        known = None
-    if known is None:
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
+        for same_kind, device, run, before, output, grid, after, aligned, _, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -77,7 +75,7 @@ CAN_RELAUNCH = GUARDED and current_device is not None and not INTERPRETED and TR
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
 
-def read(weight, quant_state):
+def read_nested(weight, quant_state):
     """Return a weight's five tensors and its layout. Raises UnsupportedState unless the absmax is
     quantized, too."""
     try:
@@ -117,44 +115,38 @@ def fits(tensors, layout):
 
 
 def prepare(tensors, layout, result):
-    """Return the grid, the kernel's arguments, and Triton's options to write `result`."""
+    """Return the grid, the kernel's pointers, its arguments after them, and Triton's options."""
     shape, _, _, blocksize, blocksize2, _ = layout
     weight, *scales = tensors
     s, n = settings(weight.device), math.prod(shape)
     log2_block, log2_block2 = int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1
     constexprs, options = of_card(s)
-    arguments = weight, result, *scales, n, log2_block, log2_block2, *constexprs
-    return -(-n // (64 * s.rows)), arguments, options
+    pointers, after = (weight, result, *scales), (n, log2_block, log2_block2, *constexprs)
+    return -(-n // (64 * s.rows)), pointers, after, options
 
 
-def launch_ordinary(kernel, grid, arguments, options):
+def launch_by_triton(kernel, grid, pointers, after, options):
     """Launch with kernel[grid](...). Return Triton's CompiledKernel, None from its interpreter."""
-    for tensor in arguments[:6]:
+    for tensor in pointers:
         if tensor.is_neg() or tensor.untyped_storage().nbytes() < tensor.nbytes:
             raise not_the_puzzles("a tensor is a negated view, or its memory was freed")
-    with torch.cuda.device(tensor.get_device()):  # -1, the CPU, changes nothing
-        return kernel[(grid,)](*arguments, **options)
+    with torch.cuda.device(pointers[0].get_device()):  # -1, the CPU, changes nothing
+        return kernel[(grid,)](*pointers, *after, **options)
 
 
-def check_and_launch(tensors, layout):
-    """Check everything, launch the ordinary way, and keep the launch for later calls."""
-    weight = tensors[0]
+def launch_first(tensors, layout):
+    """Check everything, launch by Triton, and keep the launch for later calls."""
+    weight, (shape, dtype, *_) = tensors[0], layout
     if is_traced(weight):
         return call_operator(tensors, layout)
     with plain_tensors():
         if not fits(tensors, layout) or weight.data_ptr() % 16:
             raise not_the_puzzles()
-        return launch_and_keep(tensors, layout)
-
-
-def launch_and_keep(tensors, layout):
-    """Launch what fits() the ordinary way, and keep the launch."""
-    shape, dtype, *_ = layout
-    result = torch.empty(shape, dtype=dtype, device=tensors[0].device)
-    grid, arguments, options = prepare(tensors, layout, result)
-    compiled = launch_ordinary(_your_dequantize_nf4_kernel, grid, arguments, options)
-    keep(layout, tensors, compiled, result, grid, arguments[6:], True)
-    return result
+        result = torch.empty(shape, dtype=dtype, device=weight.device)
+        grid, pointers, after, options = prepare(tensors, layout, result)
+        compiled = launch_by_triton(_your_dequantize_nf4_kernel, grid, pointers, after, options)
+        keep(layout, tensors, compiled, result, grid, after, True)
+        return result
 
 
 def call_operator(tensors, layout):
@@ -164,7 +156,7 @@ def call_operator(tensors, layout):
     if not fits(tensors, layout):
         raise not_the_puzzles()
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return run_eagerly(check_and_launch, tensors, layout)
+        return run_eagerly(launch_first, tensors, layout)
     return torch.ops.nf4_triton.dequantize(
         weight.detach(), *scales, list(shape), dtype, blocksize, blocksize2, cache_key())
 
@@ -175,9 +167,11 @@ def run_eagerly(function, *arguments):
     return function(*arguments)
 
 
-def keep(key, tensors, compiled, result, *launch, sizes=None, strides=None):
-    """Keep a launch for later calls on such tensors. result: as callers get it. launch: what else is needed to
-    launch again. sizes, strides: of the tensors, where None stands for any."""
+def keep(key, tensors, compiled, result, grid, after, aligned, tiling=None, sizes=None, strides=None):
+    """Keep a launch for later calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
+
+    result: as callers get it. aligned: whether the weight's address is a multiple of 16. tiling: what the
+    grid is counted from, where calls differ. sizes, strides: of the tensors, None stands for any."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     kept = (
@@ -186,7 +180,10 @@ def keep(key, tensors, compiled, result, *launch, sizes=None, strides=None):
         result.get_device(),
         *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        *launch,  # of a whole weight: programs, the kernel's arguments after its pointers, whether aligned
+        grid,  # programs
+        after,  # the kernel's arguments after its pointers
+        aligned,
+        tiling,
         compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
     launches[key] = [kept, *launches.get(key, ())][:32]

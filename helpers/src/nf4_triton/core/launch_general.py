@@ -13,8 +13,15 @@ import torch
 import triton
 
 from . import launch, operators
+from .checks import (
+    check_call,
+    has_derivative,
+    overlap,
+    result_shape,
+    slice_elements,
+)
 from .kernel_general import _dequantize_general_kernel
-from .launch import has_hooks, keep, run_eagerly
+from .launch import has_hooks, run_eagerly
 from .private import (
     address_of,
     current_device,
@@ -33,17 +40,7 @@ from .settings import (
     of_card,
     settings,
 )
-from .state import (
-    check_call,
-    from_fields,
-    has_derivative,
-    overlap,
-    read_state,
-    result_shape,
-    slice_elements,
-    to_fields,
-    transposed,
-)
+from .state import from_fields, read_state, to_fields, transposed
 
 # Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
 CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
@@ -55,103 +52,72 @@ def dequantize_weight(weight, quant_state, out=None):
     Transposed if weight.shape[0] is 1, as in bitsandbytes. Raises UnsupportedState.
     """
     tensors, layout = read_state(weight, quant_state)
-    return run_kernel(tensors, layout, out)
+    return dequantize_tensors(tensors, layout, out)
 
 
-def run_kernel(tensors, layout, out=None, selection=None):
+def dequantize_tensors(tensors, layout, out=None, selection=None):
     """Return the weight of read_state's tensors and layout by a kept launch or by a new one.
 
     selection: of read_rows: only these slices along the first dimension, never transposed. An id on a GPU
     that is out of range gives a slice of NaN. Raises UnsupportedState.
     """
-    if out is not None or selection is not None:
-        result = relaunch_with(tensors, layout, out, selection)
-    else:
+    if out is None and selection is None:
         result = launch.relaunch(tensors, layout)
+    else:
+        result = relaunch(tensors, layout, out, selection)
     if result is not None:
         return result
     if is_traced(tensors[0]):
-        return call_general_operator(tensors, layout, out, selection)
+        return call_operator(tensors, layout, out, selection)
     return launch_first(tensors, layout, out, selection)
 
 
 # --- kept launches with `out=` or selected rows ---
 
 
-def key_and_given(tensors, layout, out, selection):
-    """Return the key of a call's kept launches, and the tensors that they compare: ids and `out` last."""
-    if out is None and selection is None:
-        return layout, tensors
-    ids, given = selection and selection.ids, tensors
-    if ids is not None:
-        given = *given, ids
-    if out is not None:
-        given = *given, out
-    return (layout, out is None, selection and ids is None), given
-
-
-def relaunch_with(tensors, layout, out, selection):
-    """Launch again on tensors of a layout that was checked. Return the result, None if no launch fits."""
+def relaunch(tensors, layout, out, selection):
+    """Launch again, into `out` or of selected slices. Return the result, None if no kept launch fits."""
     if is_compiling():
         return None  # torch.compile must see the operator
-    key, given = key_and_given(tensors, layout, out, selection)
+    key, more = key_and_more(layout, out, selection)
     try:
         known = launch.launches.get(key, ())
     except TypeError:  # a list among the fields
         return None
-    weight, *scales = tensors
+    compared, weight = (*tensors, *more), tensors[0]
+    unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
     with plain_tensors():
-        for same_kind, device, run, before, output, elements, tile, unread, after, aligned, _ in known:
-            if not same_kind(*given) or has_hooks():
+        for same_kind, device, run, before, output, _, after, aligned, tiling, _ in known:
+            if not same_kind(*compared) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
                 with torch.cuda.device(device):
-                    return relaunch_with(tensors, layout, out, selection)
+                    return relaunch(tensors, layout, out, selection)
+            elements, tile = tiling
             n, skip, grid = extent(elements, tile, selection)
-            address = weight.data_ptr()
+            address, *scales = map(torch.Tensor.data_ptr, tensors)
             freed = address == weight.storage_offset() * weight.itemsize
             if freed or ((address + skip // 2) % 16 == 0) is not aligned:
                 continue
-            ids_address, result = 0, out
-            if selection is not None:
-                if not are_whole(selection.number, given[len(tensors) :]):
-                    continue
-                if selection.ids is not None:
-                    ids_address = selection.ids.data_ptr()
-            if out is None:
-                size, stride, dtype = output
-                result = empty_cuda((selection.number, *size[1:]), stride, dtype)
-            elif not can_write(given):
+            result = memory_for(output, compared, more, out, selection)
+            if result is None:
                 continue
+            ids = 0 if selection is None or selection.ids is None else selection.ids.data_ptr()
             if grid:
                 run(
                     grid, 1, 1, current_stream(device), *before, address, result.data_ptr(),
-                    *map(torch.Tensor.data_ptr, scales), *unread, ids_address, n, skip, *after,
+                    *scales, *unread, ids, n, skip, *after,
                 )  # fmt: skip
             return transposed(result, weight) if selection is None else result
 
 
-def are_whole(number, tensors):
-    """Return whether ids and `out` have so many slices, one after the other: guards leave the first size and
-    its stride open."""
-    for tensor in tensors:
-        if tensor.shape[0] != number or not tensor.is_contiguous():
-            return False
-    return True
-
-
-def can_write(given):
-    """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
-    changes."""
-    *tensors, out = given
-    start = out.data_ptr()
-    if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
-        return False
-    for tensor in tensors:
-        if overlap(out, tensor):
-            return False
-    torch.autograd.graph.increment_version(out)
-    return True
+def key_and_more(layout, out, selection):
+    """Return the key of a call's kept launches, and what they compare after the tensors: ids and `out`."""
+    ids = selection and selection.ids
+    more = () if ids is None else (ids,)
+    if out is not None:
+        more = *more, out
+    return (layout, out is None, selection and ids is None), more
 
 
 def extent(elements, tile, selection):
@@ -167,47 +133,69 @@ def extent(elements, tile, selection):
     return number * elements, start * elements, -(-number * elements // tile)
 
 
+def memory_for(output, compared, more, out, selection):
+    """Return the memory that a kept launch writes: `out`, or a new tensor. None: the launch does not fit."""
+    if selection is not None and not are_whole(selection.number, more):
+        return None
+    if out is None:
+        size, stride, dtype = output
+        return empty_cuda((selection.number, *size[1:]), stride, dtype)
+    return out if can_write(compared) else None
+
+
+def are_whole(number, tensors):
+    """Return whether ids and `out` have so many slices, one after the other: guards leave the first size and
+    its stride open."""
+    for tensor in tensors:
+        if tensor.shape[0] != number or not tensor.is_contiguous():
+            return False
+    return True
+
+
+def can_write(compared):
+    """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
+    changes."""
+    *tensors, out = compared
+    start = out.data_ptr()
+    if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
+        return False
+    for tensor in tensors:
+        if overlap(out, tensor):
+            return False
+    torch.autograd.graph.increment_version(out)
+    return True
+
+
 # --- the first launch ---
 
 
 def launch_first(tensors, layout, out=None, selection=None):
-    """Check everything, launch the ordinary way, and keep the launch for later calls."""
+    """Check everything, launch by Triton, and keep the launch for later calls."""
     with plain_tensors():
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
-        key, given = key_and_given(tensors, layout, out, selection)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
-        if key is layout and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
-            return launch.launch_and_keep(tensors, layout)
+        whole = out is None and selection is None
+        if whole and launch.fits(tensors, layout) and weight.data_ptr() % 16 == 0:
+            return launch.launch_first(tensors, layout)
         if out is None:
             result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
         else:
             torch.autograd.graph.increment_version(out)  # so that autograd notices the change
-        grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
+        grid, pointers, after, options = prepare(tensors, layout, sizes, result, selection)
         compiled = None
         if grid:
-            compiled = launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
-        n, skip, *after = arguments[7:]
-        aligned = (weight.data_ptr() + skip // 2) % 16 == 0
-        unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
+            compiled = launch.launch_by_triton(_dequantize_general_kernel, grid, pointers, after, options)
         if selection is None:
             result = transposed(result, weight)
-        if key is layout:
-            keep(key, given, compiled, result, grid, (*unread, 0, n, skip, *after), aligned)
-        elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-            sizes, strides, elements = [list(x.shape) for x in given], [list(x.stride()) for x in given], n
-            if selection is not None:
-                elements = slice_elements(shape)
-                for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
-                    numbers[0] = None
-            more = elements, 64 * settings(weight.device).rows, unread, after, aligned
-            keep(key, given, compiled, result, *more, sizes=sizes, strides=strides)
+        keep(tensors, layout, out, selection, compiled, result, grid, after)
         return result
 
 
-def prepare_general(tensors, layout, sizes, result, selection=None):
-    """Return the grid, the general kernel's arguments, and Triton's options. sizes: of check()."""
+def prepare(tensors, layout, sizes, result, selection=None):
+    """Return the grid, the kernel's pointers, its arguments after them, and Triton's options. sizes: of
+    check_state()."""
     (weight, absmax, *second), (shape, _, quant_type, _, _, nested) = tensors, layout
     n, log2_block, log2_block2 = sizes
     s, log2_row, slices = settings(weight.device), min(6, log2_block), 1
@@ -226,18 +214,37 @@ def prepare_general(tensors, layout, sizes, result, selection=None):
     constexprs = nested, quant_type, log2_block, log2_block2, select, by_bytes, log2_row, unit
     aligned = address_of(result) % 16 == 0
     last, options = of_card(s)
-    return grid, (*pointers, count, skip, slices, *constexprs, aligned, *last), options
+    return grid, pointers, (count, skip, slices, *constexprs, aligned, *last), options
+
+
+def keep(tensors, layout, out, selection, compiled, result, grid, after):
+    """Keep a launch: of a whole weight for launch.relaunch(), with `out` or slices for relaunch()."""
+    weight, (n, skip, *rest) = tensors[0], after
+    aligned = (weight.data_ptr() + skip // 2) % 16 == 0
+    if out is None and selection is None:
+        unread = (0,) * (6 - len(tensors))  # pointers that a flat layout does not have, and that of the ids
+        launch.keep(layout, tensors, compiled, result, grid, (*unread, *after), aligned)
+    elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
+        key, more = key_and_more(layout, out, selection)
+        compared, elements = (*tensors, *more), n
+        sizes, strides = [list(x.shape) for x in compared], [list(x.stride()) for x in compared]
+        if selection is not None:  # any number of slices fits
+            elements = slice_elements(layout[0])
+            for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
+                numbers[0] = None
+        tiling = elements, 64 * settings(weight.device).rows
+        launch.keep(key, compared, compiled, result, grid, rest, aligned, tiling, sizes, strides)
 
 
 # --- torch.compile, export, and torch.func ---
 
 
-def call_general_operator(tensors, layout, out=None, selection=None):
+def call_operator(tensors, layout, out=None, selection=None):
     """Dequantize by an operator, which tracers record as one call."""
     check_call(tensors, layout, out, selection, KERNEL_DEVICE)
     weight, dtype = tensors[0], layout[1]
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return run_eagerly(run_kernel, tensors, layout, out, selection)
+        return run_eagerly(dequantize_tensors, tensors, layout, out, selection)
     # Scales have gradients if bitsandbytes quantized a parameter.
     tensors = tuple(tensor.detach() for tensor in tensors)
     if selection is None and launch.fits(tensors, layout):
@@ -275,14 +282,14 @@ def _dequantize_general(
     )  # fmt: skip
     sizes = check_call(tensors, layout, None, selection, KERNEL_DEVICE)
     result = torch.empty(result_shape(shape, selection), dtype=dtype, device=weight.device)
-    grid, arguments, options = prepare_general(tensors, layout, sizes, result, selection)
+    grid, pointers, after, options = prepare(tensors, layout, sizes, result, selection)
     if not is_fake(weight):
         if grid:
-            launch.launch_ordinary(_dequantize_general_kernel, grid, arguments, options)
+            launch.launch_by_triton(_dequantize_general_kernel, grid, pointers, after, options)
     elif not INTERPRETED and (not isinstance(grid, int) or grid > 0):  # a dynamic grid may be empty
         # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_dequantize_general_kernel)
-        kernel[(grid,)](*arguments, num_warps=options["num_warps"])
+        kernel[(grid,)](*pointers, *after, num_warps=options["num_warps"])
     return result
 
 

@@ -6,7 +6,7 @@ cell."""
 import torch
 
 from .kernel import _your_dequantize_nf4_kernel
-from .launch import fits, launch_ordinary, not_the_puzzles, prepare
+from .launch import fits, launch_by_triton, not_the_puzzles, prepare
 from .private import address_of, is_fake
 from .settings import INTERPRETED
 
@@ -35,13 +35,13 @@ def _dequantize(
     if not fits(tensors, layout):
         raise not_the_puzzles()
     result = torch.empty(shape, dtype=dtype, device=weight.device)
+    grid, pointers, after, options = prepare(tensors, layout, result)
     if not is_fake(weight):
-        launch_ordinary(_your_dequantize_nf4_kernel, *prepare(tensors, layout, result))
+        launch_by_triton(_your_dequantize_nf4_kernel, grid, pointers, after, options)
     elif not INTERPRETED:
-        grid, arguments, options = prepare(tensors, layout, result)
         # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)
-        kernel[(grid,)](*arguments, num_warps=options["num_warps"])
+        kernel[(grid,)](*pointers, *after, num_warps=options["num_warps"])
     return result
 
 

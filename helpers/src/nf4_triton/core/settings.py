@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from .supported import TILES, VERSION, interpreted
+from .supported import TILES, VERSION, UnsupportedState as UnsupportedState, interpreted
 
 INTERPRETED = interpreted()
 
@@ -15,11 +15,6 @@ import dataclasses
 import functools
 
 KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
-
-
-class UnsupportedState(ValueError):
-    """A weight or quant_state that cannot be dequantized. The message says what is wrong, what was
-    expected, and what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +42,14 @@ def settings(device=0):
         own = Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
     else:
         card = torch.cuda.get_device_properties(getattr(device, "index", device))
-        rows, num_warps = TILES.get((card.major, card.minor), TILES[9, 0] if card.major >= 8 else TILES[7, 5])
-        own = Settings(asm=True, hints=True, int_bf16=card.major < 8, rows=rows, num_warps=num_warps)
+        own = of_capability(card.major, card.minor)
     return dataclasses.replace(own, **_forced)
+
+
+def of_capability(major, minor):
+    """Return the Settings of a GPU of this compute capability."""
+    rows, num_warps = TILES.get((major, minor), TILES[9, 0] if major >= 8 else TILES[7, 5])
+    return Settings(asm=True, hints=True, int_bf16=major < 8, rows=rows, num_warps=num_warps)
 
 
 def cache_key():

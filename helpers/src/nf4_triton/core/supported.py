@@ -1,4 +1,4 @@
-"""What is supported: the version, Triton's versions, cards, and tiles. Imports neither torch nor Triton.
+"""What is supported: versions, cards, tiles, and the error for what is not. Imports neither torch nor Triton.
 
 `# %%`: a notebook cell.
 """
@@ -15,6 +15,12 @@ TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
     (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)
     (9, 0): (32, 2),  # 16 or 64 rows: 6 to 7% slower; 1 or 4 warps: 1 to 2% (H200, 16.8M elements)
 }
+
+
+class UnsupportedState(ValueError):
+    """A weight or quant_state that cannot be dequantized. The message says what is wrong, what was
+    expected, and what to do."""
+
 
 # %% tags=["module-only"]
 CARDS = {  # by compute capability: those whose machine code is checked

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.checks import check_state
 from ..core.reference import VALUES
-from ..core.state import UnsupportedState, check, read_state
+from ..core.state import UnsupportedState, read_state
 
 if TYPE_CHECKING:
     import safetensors
@@ -77,7 +78,7 @@ def read(tensors, name) -> tuple:
             blocksize=facts["nested_blocksize"],
         )
     packed = get(name)
-    count, *_ = check(*read_state(packed, state))
+    count, *_ = check_state(*read_state(packed, state))
     for level in (state, state.state2) if state.nested else (state,):
         count = -(-count // level.blocksize)
         if level.absmax.numel() != count:  # a file has no others

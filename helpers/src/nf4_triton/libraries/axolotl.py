@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from ..core.settings import UnsupportedState
-from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
+from ..core.supported import UnsupportedState
+from .site import Site, dequantize_stack, dequantized, launch_general, small_stack
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
 FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # from 0.21 on
@@ -18,7 +18,7 @@ def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, block
     """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
     tensors = W, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
-    return site.by_kernel(launch_general.run_kernel, tensors, layout)
+    return site.by_kernel(launch_general.dequantize_tensors, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
@@ -38,7 +38,7 @@ def selected_experts(raw_param, quant_state, active_experts, expert_shape):
     if raw_param.dtype != torch.uint8:
         raise UnsupportedState("Axolotl selects experts by bytes, and this stack is not stored in uint8")
     experts = math.prod(quant_state.shape) // max(1, math.prod(expert_shape))
-    return dequantize_rows(raw_param, quant_state, (experts, *expert_shape), active_experts)
+    return dequantize_stack(raw_param, quant_state, (experts, *expert_shape), active_experts)
 
 
 def dequantized_from_parts(packed, quant_state, weight):

@@ -25,7 +25,7 @@ def dequant_linear_fallback(
     nested = absmax_8bit is not None  # then `absmax` scales the scales
     tensors = (B, absmax_8bit, absmax_code, absmax, absmax_offset) if nested else (B, absmax)
     layout = tuple(shapeB), A.dtype, quant_type, blocksize, 256 if nested else None, nested
-    weight = site.by_kernel(launch_general.run_kernel, tensors, layout)
+    weight = site.by_kernel(launch_general.dequantize_tensors, tensors, layout)
     if weight is None:
         return None
     return linear(A, weight.t() if B.shape[0] == 1 else weight, bias)  # here a row is not a transposed weight

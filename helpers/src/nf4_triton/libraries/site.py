@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ..core import private
+from ..core.checks import DTYPES
 from ..core.reference import VALUES, exact_weight, same_bits
 from ..core.settings import INTERPRETED
-from ..core.state import DTYPES, UnsupportedState, read_rows, read_state
+from ..core.state import read_rows, read_state
+from ..core.supported import UnsupportedState
 from ..log import local_rank, say
 
 try:
@@ -138,11 +140,12 @@ class Site:
         return replacement
 
 
-def dequantize_rows(weight, quant_state, shape, rows) -> torch.Tensor:
-    """Return these rows, ids or a slice, of a stack of this shape. Raises UnsupportedState."""
+def dequantize_stack(weight, quant_state, shape, rows=None, out=None) -> torch.Tensor:
+    """Return a stack of this shape, or its rows: ids or a slice. Raises UnsupportedState."""
     tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
     layout = tuple(shape), *layout[1:]
-    return launch_general.run_kernel(tensors, layout, selection=read_rows(rows, tensors, layout))
+    selection = None if rows is None else read_rows(rows, tensors, layout)
+    return launch_general.dequantize_tensors(tensors, layout, out, selection)
 
 
 def contents(module) -> dict[str, Any]:
@@ -172,34 +175,37 @@ def self_test(trial: Site) -> None:
     # On a CPU bitsandbytes has other zeros in fp4, and compiles code for long blocks, which takes seconds.
     layouts = LAYOUTS if device.type == "cuda" else LAYOUTS[:6]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        theirs = list(outcomes(trial, trial.original, layouts, device))
-        ours = list(outcomes(trial, replacement, layouts[:2], device))
-    problems = [different for different, _ in theirs]
-    if all(declined for _, declined in theirs):
-        problems.append(theirs[0][1])
-    for problem in filter(None, problems):
-        raise RuntimeError(f"{trial.name} failed its self-test: {problem}")
-    problems = [trial.why_not, *(different or declined for different, declined in ours)]
+        failed = f"{trial.name} failed its self-test"
+        declined = compare(trial.original, trial.calls_of, layouts, device, failed)
+        if all(declined):
+            raise RuntimeError(f"{failed}: {declined[0]}")
+        failed = f"the kernel failed the self-test of {trial.name}"
+        declined = compare(replacement, trial.calls_of, layouts[:2], device, failed)
     if not trial.calls[KERNEL]:
-        problems.append("it answered no call")
-    for problem in filter(None, problems):
-        raise RuntimeError(f"the kernel failed the self-test of {trial.name}: {problem}")
+        declined.append("it answered no call")
+    for problem in filter(None, (trial.why_not, *declined)):
+        raise RuntimeError(f"{failed}: {problem}")
 
 
-def outcomes(trial, function, layouts, device):
-    """Yield two texts for each call: how its bits differ from PyTorch's, and why there are none."""
+def compare(function, calls_of, layouts, device, failed) -> list[str]:
+    """Compare the bits of each call with PyTorch's. Return why a call declines, "" if it does not, of each.
+
+    failed: how the RuntimeError for other bits begins.
+    """
+    declined = []
     for layout in layouts:
-        for arguments, named, expected in trial.calls_of(*small_layer(device, *layout)):
-            different = declined = ""
+        for arguments, named, expected in calls_of(*small_layer(device, *layout)):
             try:
                 result = function(*arguments, **named)
-                filled = named.get("out", result)
-                if not (same_bits(result, expected) and same_bits(filled, expected)):
-                    how = [*named, *([] if expected.is_contiguous() else ["transposed"])]
-                    different = ", ".join(["other bits in {}, {}, {}, blocksize {}".format(*layout), *how])
+                same = same_bits(result, expected) and same_bits(named.get("out", result), expected)
             except Exception as error:
-                declined = f"{type(error).__name__}: {error}".split("\n")[0]
-            yield different, declined
+                declined.append(f"{type(error).__name__}: {error}".split("\n")[0])
+                continue
+            if not same:
+                how = ", ".join(["{}, {}, {}, blocksize {}".format(*layout), *named])
+                raise RuntimeError(f"{failed}: other bits in {how}")
+            declined.append("")
+    return declined
 
 
 def self_test_device() -> torch.device:

@@ -4,8 +4,8 @@ import importlib
 
 import torch
 
-from ..core.state import UnsupportedState, read_state
-from .site import Site, dequantize_rows, dequantized, launch_general, small_stack
+from ..core.supported import UnsupportedState
+from .site import Site, dequantize_stack, dequantized, launch_general, small_stack
 
 FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"
 EXPERT_STACK = "unsloth_zoo.temporary_patches.moe_triton_kernels.nf4_dequant_triton"
@@ -24,15 +24,15 @@ def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False
 
 def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
     """Answer for whole stacks of experts, in batches that use most of them. They are never transposed."""
-    return site.by_kernel(expert_stack, packed, quant_state, out_shape, out)
+    return site.by_kernel(expert_stack, packed, quant_state, out_shape, None, out)
 
 
-def expert_stack(weight, quant_state, out_shape, out):
-    require_unrounded(quant_state)
-    tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
-    if out_shape is not None:
-        layout = tuple(out_shape), *layout[1:]
-    return launch_general.run_kernel(tensors, layout, out)
+def expert_stack(weight, quant_state, shape, rows=None, out=None):
+    """Return a stack or its rows. Raises UnsupportedState for fp16: Unsloth's own tests allow its experts one
+    unit in the last place."""
+    if quant_state.dtype is torch.float16:
+        raise UnsupportedState("Unsloth rounds some fp16 experts differently from bitsandbytes")
+    return dequantize_stack(weight, quant_state, shape or quant_state.shape, rows, out)
 
 
 def dequantize_experts(site, param, experts, target_dtype=None):
@@ -43,17 +43,9 @@ def dequantize_experts(site, param, experts, target_dtype=None):
 
 
 def selected_experts(param, experts, target_dtype):
-    quant_state = param.quant_state
-    require_unrounded(quant_state)
-    shape = getattr(param, "_original_shape", None) or quant_state.shape
-    result = dequantize_rows(param.data, quant_state, shape, experts)
+    shape = getattr(param, "_original_shape", None)
+    result = expert_stack(param.data, param.quant_state, shape, experts)
     return result.to(target_dtype or result.dtype)
-
-
-def require_unrounded(quant_state) -> None:
-    """Raise UnsupportedState for fp16: Unsloth's own tests allow its experts one unit in the last place."""
-    if quant_state.dtype is torch.float16:
-        raise UnsupportedState("Unsloth rounds some fp16 experts differently from bitsandbytes")
 
 
 def stacked(packed, quant_state, weight):
