@@ -1,17 +1,21 @@
-"""Try for_unsloth.patch on a copy of the installed Unsloth: compare the bits, print times before and after.
+"""Try each proposal of for_unsloth.md on a copy of the installed Unsloth: bits, memory, times.
 
-python docs/for_unsloth.py    (needs a GPU; the installed package stays as it is)
+python docs/for_unsloth.py    (needs a GPU, Unsloth 2026.10.9, and pytest; takes about a minute)
+
+Prints rows and stores them in results/. The installed package stays as it is.
 """
 
-import collections
 import concurrent.futures
 import contextlib
-import copy
 import functools
 import gc
+import hashlib
 import importlib.util
+import itertools
+import multiprocessing
+import os
+import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -21,258 +25,259 @@ from unittest import mock
 import torch
 import triton
 
-PATCH = Path(__file__).with_name("for_unsloth.patch")
-B200 = (1024, 2, True, True, 2)  # Unsloth's settings for more than 65,536 bytes
-PUZZLE = ((torch.float16, 2048, 8192), (torch.bfloat16, 1024, 4096), (torch.bfloat16, 4096, 14336))
+DOCS = Path(__file__).resolve().parent
+VERSION = "2026.10.9"  # the patches have its line numbers
+TODAY, SECOND = "unsloth_today", "proposal 2"
+PATCHES = {TODAY: [], "proposal 1": ["for_unsloth_1.patch"], SECOND: ["for_unsloth_2.patch"]}
+TEST = "for_unsloth_test.py"  # of proposal 2
+BUFFER = {"use_global_buffer": True}
+HOST = {"until return: fresh": {}, "until return: one buffer": BUFFER, "until return: launcher off": {}}
+GPU = {"GPU time: 65,536": 2**16, "GPU time: 4.2M": 2**22, "GPU time: 16.8M": 2**24}
+SHOWN = ("until return: fresh", "until return: one buffer", "GPU time: 4.2M")  # in for_unsloth.md
+ROUNDS = 20
 
 
-def patched_copy(folder):
-    """Copy the installed package into a folder and patch the copy. Return the installed kernels' folder."""
-    spec = importlib.util.find_spec("unsloth")
-    if spec is None:
-        sys.exit("Not tried: Unsloth is not installed")
-    package = Path(spec.origin).parent
-    shutil.copytree(package, folder / "unsloth")
-    for part in PATCH.read_text().split("--- a/")[1:]:
-        name, _, *patch = part.splitlines()
-        try:
-            lines = inserted((folder / name).read_text().splitlines(), patch)
-        except ValueError as error:
-            sys.exit(f"Not tried: the patch is for Unsloth 2026.10.9, not for this {name} ({error})")
-        (folder / name).write_text("\n".join(lines) + "\n")
-    return package / "kernels"
+# --- in the process of a copy ---
 
 
-def inserted(lines, patch):
-    """Return a file's lines with those of a patch. Raises ValueError if a context line differs."""
-    at = 0
-    for line in patch:
-        if line.startswith("@@"):
-            at = int(line.split("+")[1].split(",")[0]) - 1
-            continue
-        if line.startswith("+"):
-            lines.insert(at, line[1:])
-        elif lines[at : at + 1] != [line[1:]]:
-            raise ValueError(f"line {at + 1} differs")
-        at += 1
-    return lines
+def start(folder):
+    """Import the copy of Unsloth in this folder, and work there: Unsloth writes files."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    import unsloth
+
+    assert Path(unsloth.__file__).is_relative_to(folder), unsloth.__file__
 
 
-def unpatched_function(utils):
-    """Return fast_dequantize of the installed utils.py, loaded beside the patched copy's."""
-    spec = importlib.util.spec_from_file_location("unsloth.kernels.utils_today", utils)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.fast_dequantize
+def quantized(rows, columns, dtype=torch.bfloat16, nested=True):
+    """Return a random weight in NF4."""
+    from bitsandbytes.nn import Params4bit
+
+    data = torch.randn(rows, columns, dtype=dtype, device="cuda")
+    return Params4bit(data, quant_type="nf4", compress_statistics=nested).cuda()
 
 
-def linear4bit(out_features, in_features, dtype, nested=True):
-    """Return a Linear4bit with a random weight in NF4."""
-    from bitsandbytes.nn import Linear4bit
+def call_of(weight, **how):
+    """Return a function that dequantizes W.t(), as a backward pass does."""
+    from unsloth.kernels.utils import fast_dequantize
 
-    how = {"bias": False, "compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": nested}
-    layer = Linear4bit(in_features, out_features, **how).to("cuda")
-    layer.weight.quant_state.dtype = dtype
-    return layer
+    return functools.partial(fast_dequantize, weight.t(), weight.quant_state, **how)
 
 
+@contextlib.contextmanager
 def side_stream():
-    """Return a context on another stream than the default one."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    return torch.cuda.stream(stream)
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.synchronize()
 
 
-def changes(weight, state):
-    """Yield the weight and state of a layer after each change that a launch must notice."""
-    flip = functools.partial(torch.flip, dims=(0,))
-    replaced = [(state, "absmax", flip), (state, "code", flip), (state, "shape", lambda old: old[::-1])]
-    replaced.append((state, "dtype", lambda old: torch.float32))
-    if state.nested:
-        replaced += [(state.state2, "absmax", flip), (state.state2, "code", flip)]
-        replaced.append((state, "offset", lambda old: old + 1))
-    for owner, name, change in replaced:
-        old = getattr(owner, name)
-        setattr(owner, name, change(old))
-        yield weight, state
-        setattr(owner, name, old)
-    for tensor in (state.absmax, weight.data):
-        tensor.copy_(flip(tensor))
-        yield weight, state
-    weight.data = flip(weight.data)  # other memory
-    yield weight, state
-    yield torch.cat([weight.data[:1], weight.data])[1:], state  # misaligned
-    if state.nested:  # as old versions of bitsandbytes had it
-        nested = [state.offset, [state.state2.absmax, state.state2.code, state.state2.blocksize]]
-        listed = [state.absmax, state.shape, state.dtype, state.blocksize, nested, "nf4", state.code]
-        yield weight, listed
+def hooked():
+    """Hook launches, as profilers do."""
+    return mock.patch.object(triton.knobs.runtime.launch_enter_hook, "calls", [lambda *_: None])
 
 
-def compare(check, launcher):
-    """Call check(weight, state, buffer) in the states that torch can be in, then after changes."""
-    hooks = triton.knobs.runtime.launch_enter_hook  # profilers add to it
-    places = [
-        contextlib.nullcontext,
-        torch.no_grad,
-        torch.inference_mode,
-        side_stream,
-        lambda: mock.patch.object(hooks, "calls", [lambda *_: None]),
-        lambda: mock.patch.object(launcher, "_ENABLED", False),
-    ]
-    if torch.cuda.device_count() > 1:
-        places.append(lambda: torch.cuda.device(1))
-    for dtype in (torch.float16, torch.bfloat16):
-        for nested in (True, False, True):  # a layer is likely to get the memory of the one before
-            weight = linear4bit(320, 64, dtype, nested).weight
-            state = weight.quant_state
-            for place in places:
-                with place():
-                    for form in (weight, weight.t(), weight.data):
-                        check(form, state, True)
-                torch.cuda.synchronize()
-            for changed in changes(weight, state):
-                check(*changed, False)  # its own plan for the buffer does not compare all of these
-            with concurrent.futures.ThreadPoolExecutor(4) as pool:
-                for done in [pool.submit(check, weight, state, False) for _ in range(50)]:
-                    done.result()
-            assert getattr(copy.deepcopy(state), "_unsloth_nf4_fresh", None) is None, "a copy has the plan"
+def launcher_off():
+    from unsloth.kernels import triton_launch
+
+    return mock.patch.object(triton_launch, "_ENABLED", False)
 
 
-def compare_graphs(today, patched):
-    """Compare a call that a CUDA graph captures, and one that torch.compile traces."""
-    weight = linear4bit(320, 64, torch.bfloat16).weight
+def fingerprint(result):
+    """Return a result's dtype, strides, and hash."""
+    data = result.contiguous().view(torch.uint8).cpu().numpy()
+    return str(result.dtype), result.stride(), hashlib.sha256(data).hexdigest()
+
+
+def results():
+    """Return the fingerprints of many calls' results."""
+    from unsloth.kernels.utils import fast_dequantize
+
+    torch.manual_seed(0)
+    shapes = ((3, 50), (320, 64), (1000, 520))  # not of whole words, a small weight's tile, a large one's
+    dtypes = (torch.float16, torch.bfloat16)
+    places = (contextlib.nullcontext, torch.inference_mode, side_stream, hooked, launcher_off)
+    found = []
+    for shape, dtype, nested, place in itertools.product(shapes, dtypes, (True, False), places):
+        weight = quantized(*shape, dtype, nested)
+        with place():
+            for form, how in itertools.product((weight, weight.t(), weight.data), ({}, BUFFER)):
+                torch.full(shape, torch.nan, dtype=dtype, device="cuda")  # freed: likely the result's memory
+                found.append(fingerprint(fast_dequantize(form, weight.quant_state, **how)))
+    return found
+
+
+def compiled():
+    """Return the fingerprint of a product that torch.compile traced, in a list."""
+    from unsloth.kernels.utils import fast_dequantize
+
+    torch.manual_seed(0)
+    weight = quantized(320, 64)
     state = weight.quant_state
-    patched(weight, state)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = patched(weight, state)
-    weight.data.copy_(weight.data.flip(0))
-    graph.replay()
-    assert torch.equal(result, today(weight, state)), "a CUDA graph has other bits"
-    x = torch.randn(8, 64, dtype=torch.bfloat16, device="cuda")
-
-    def product(call):
-        return torch.compile(lambda x: x @ call(weight, state).t())(x)
-
-    assert torch.equal(product(today), product(patched)), "compiled code has other bits"
+    fast_dequantize(weight, state)
+    product = torch.compile(lambda x: x @ fast_dequantize(weight, state).t())
+    return [fingerprint(product(torch.eye(64, dtype=state.dtype, device="cuda")))]
 
 
-def kept_bytes(call):
-    """Return the bytes that stay after a layer's W and W.t() were dequantized, and the layer deleted."""
+def repeated():
+    """Return how many calls of results() repeat a launch."""
+    from unsloth.kernels import nf4, triton_launch, utils
+
+    with mock.patch.object(nf4, "relaunch", wraps=nf4.relaunch) as relaunch:
+        results()
+    assert utils._USE_NF4_KERNELS and triton_launch._ENABLED, "an error turned it off"
+    return relaunch.call_count
+
+
+def tested():
+    """Return whether proposal 2's test passes."""
+    import pytest
+
+    return pytest.main(["-q", "--tb=line", TEST]) == pytest.ExitCode.OK
+
+
+def kept():
+    """Return the bytes that stay after W.t() was dequantized into the one buffer, and W deleted."""
     counts = []
     for _ in range(2):  # the second time, what is allocated once is there
-        layer = linear4bit(1024, 1024, torch.bfloat16)
-        for weight in (layer.weight, layer.weight.t()):
-            call(weight, layer.weight.quant_state)
-        del layer, weight
+        weight = quantized(1024, 1024)
+        call_of(weight, **BUFFER)()
+        del weight
         gc.collect()
         counts.append(torch.cuda.memory_allocated())
     return counts[1] - counts[0]
 
 
-def timed(call, count):
-    """Return the microseconds until one of `count` calls returns."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
+@functools.cache
+def host_call(case):
+    return call_of(quantized(1024, 4096), **HOST[case])
+
+
+def host_us(case, count=100):
+    """Return the microseconds until a call returns."""
+    call = host_call(case)
+    with launcher_off() if "off" in case else contextlib.nullcontext():
         call()
-    us = 1e6 * (time.perf_counter() - start) / count
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        us = 1e6 * (time.perf_counter() - start) / count
+        torch.cuda.synchronize()
     return us
 
 
-def medians(calls, count, rounds):
-    """Return {name: median microseconds}. The calls take turns, in changing order."""
-    us = collections.defaultdict(list)
-    for number in range(rounds):
-        for name in list(calls)[:: 1 if number % 2 else -1]:
-            us[name].append(timed(calls[name], count))
-    return {name: statistics.median(values) for name, values in us.items()}
+@functools.cache
+def graph_of(numel):
+    """Return a graph of calls on weights that fill the L2 cache many times, and the calls."""
+    count = min(2048, 440_000_000 // numel)
+    calls = [call_of(quantized(64, numel // 64)) for _ in range(count)]
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _results = [call() for call in calls]  # each in memory of its own
+    return graph, calls
 
 
-def until_return(contenders, form, **how):
-    """Return {name: microseconds until a call returns} for W (1024x4096, bf16) or what form() makes of it."""
-    weight = linear4bit(1024, 4096, torch.bfloat16).weight
-    calls = {}
-    for name, call in contenders.items():  # each with its own plans
-        calls[name] = functools.partial(call, form(weight), copy.copy(weight.quant_state), **how)
-    medians(calls, 5, 1)
-    return medians(calls, 100, 25)
+def gpu_us(numel):
+    """Return the GPU microseconds of a call."""
+    graph, calls = graph_of(numel)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(3):
+        graph.replay()
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return 1e3 * start.elapsed_time(stop) / len(calls)
 
 
-def puzzle(contenders):
-    """Return {name: seconds} of 100 rounds of the puzzle's test: three weights, each waited for."""
-
-    def one_round(call, layers):
-        for weight, state in layers:
-            call(weight, state).t()
-            torch.cuda.synchronize()
-
-    seconds = collections.Counter()
-    for dtype, hidden, inner in PUZZLE:
-        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-        weights = [linear4bit(*shape, dtype).weight for shape in shapes]
-        calls = {}
-        for name, call in contenders.items():
-            layers = [(weight, copy.copy(weight.quant_state)) for weight in weights]
-            calls[name] = functools.partial(one_round, call, layers)
-        medians(calls, 5, 1)
-        seconds.update({name: 100e-6 * us for name, us in medians(calls, 100, 7).items()})
-    return seconds
+def measured(case):
+    return gpu_us(GPU[case]) if case in GPU else host_us(case)
 
 
-def main(kernels):
-    import unsloth  # noqa: F401  it asks to come first
-    from unsloth.kernels import nf4, triton_launch, utils
+# --- in the process that compares ---
 
-    today, patched = unpatched_function(kernels / "utils.py"), utils.fast_dequantize
-    assert nf4._CONFIGS.pop((9, 0)) == nf4._CONFIGS[(10,)]  # below, (a) is an override of today's settings
 
-    def with_settings(settings, function, *arguments, **how):
-        nf4._CONFIG_OVERRIDE = settings
-        return function(*arguments, **how)
+def patched_copy(folder, patches):
+    """Copy the installed package into a folder and insert the lines of patches; return the folder."""
+    package = Path(importlib.util.find_spec("unsloth").origin).parent
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, folder / "unsloth", ignore=ignored, copy_function=shutil.copyfile)
+    shutil.copy(DOCS / TEST, folder)
+    for patch in patches:
+        for part in (DOCS / patch).read_text().split("--- a/")[1:]:
+            name, _, place, *added = part.splitlines()
+            lines = (folder / name).read_text().splitlines()
+            after = int(re.match(r"@@ -(\d+),0 ", place)[1])
+            lines[after:after] = [line.removeprefix("+") for line in added]
+            (folder / name).write_text("\n".join(lines) + "\n")
+    return folder
 
-    def check(weight, state, buffer):
-        expected = today(weight, state)
-        out = torch.full_like(expected.t() if weight.shape[0] == 1 else expected, torch.nan)
-        ways = [{}, {}, {"dtype": torch.float32}, {"out": out}, {}]
-        if buffer:
-            ways[2:2] = [{"use_global_buffer": True}] * 2
-        for settings in (B200, None):
-            for how in ways:
-                torch.full_like(expected, torch.nan)  # freed: a result is likely to get this memory
-                found = with_settings(settings, patched, weight, state, **how)
-                assert found.dtype == expected.dtype and found.stride() == expected.stride(), how
-                bits = torch.int16 if expected.element_size() == 2 else torch.int32
-                assert torch.equal(found.view(bits), expected.view(bits)), how
 
-    with mock.patch.object(nf4, "relaunch", wraps=nf4.relaunch) as relaunch:
-        compare(check, triton_launch)
-    compare_graphs(today, patched)
-    assert relaunch.called and utils._USE_NF4_KERNELS and triton_launch._ENABLED, "an error, or no relaunch"
-    print(f"{torch.cuda.get_device_name()}: the same bits; {relaunch.call_count} launches repeated")
+def at_once(pools, job, *arguments):
+    """Return {name: what the job returned in its process}."""
+    futures = {name: pool.submit(job, *arguments) for name, pool in pools.items()}
+    return {name: future.result() for name, future in futures.items()}
 
-    contenders = {"today": (None, today), "(b)": (None, patched), "(a) and (b)": (B200, patched)}
-    contenders = {name: functools.partial(with_settings, *one) for name, one in contenders.items()}
-    rows = {
-        "W": until_return(contenders, lambda weight: weight),
-        "W.t()": until_return(contenders, torch.t),
-        "into Unsloth's buffer": until_return(contenders, torch.t, use_global_buffer=True),
-    }
-    with mock.patch.object(triton_launch, "_ENABLED", False):
-        rows["W, launcher off"] = until_return(contenders, lambda weight: weight)
-    print(f"{'us until a call returns':32}", *(f"{name:>12}" for name in contenders))
-    for title, row in rows.items():
-        print(f"{title:32}", *(f"{row[name]:12.1f}" for name in contenders))
-    seconds = puzzle(contenders)
-    print(f"{'the puzzle, 100 rounds, s':32}", *(f"{seconds[name]:12.4f}" for name in contenders))
-    for title, how in {"fresh": {}, "into Unsloth's buffer": {"use_global_buffer": True}}.items():
-        kept = [kept_bytes(functools.partial(call, **how)) for call in contenders.values()]
-        print(f"{'bytes kept, ' + title:32}", *(f"{count:12,}" for count in kept))
+
+def compare(pools):
+    """Return what is wrong: other bits, or a test that does not tell proposal 2 from the others."""
+    problems = []
+    for job in (results, compiled):
+        found = at_once(pools, job)
+        for name, (number, bits) in itertools.product(pools, enumerate(found[TODAY])):
+            if found[name][number] != bits:
+                problems.append(f"{name}: other bits in call {number} of {job.__name__}()")
+    for name, pool in pools.items():
+        print(f"{name}, {TEST} (for {SECOND} alone):", flush=True)
+        if pool.submit(tested).result() != (name == SECOND):
+            problems.append(f"{TEST} must pass for {SECOND} alone")
+    return problems
+
+
+def measure(pools):
+    """Yield the fields of rows. The copies take turns on the clock, in changing order."""
+    jobs = (("launches repeated", repeated, "launches"), ("kept of a deleted weight", kept, "bytes"))
+    for case, job, unit in jobs:
+        for name, value in at_once(pools, job).items():
+            yield "for_unsloth_more", case, name, unit, [value]
+    order = list(pools)
+    for case in (*HOST, *GPU):
+        at_once(pools, measured, case)  # not timed
+        us = {name: [] for name in pools}
+        for _ in range(ROUNDS):
+            for name in order:
+                us[name].append(pools[name].submit(measured, case).result())
+            order.reverse()
+        for name in pools:
+            yield "for_unsloth" if case in SHOWN else "for_unsloth_more", case, name, "us", us[name]
+
+
+def main():
+    sys.path.insert(0, str(DOCS.parent))
+    from helpers.results import store
+    from nf4_triton.environment import versions
+
+    if (installed := versions(["unsloth"])["unsloth"]) != VERSION:
+        sys.exit(f"Not tried: Unsloth {installed} is installed, expected {VERSION}")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        pools = {}
+        for name, patches in PATCHES.items():
+            copy = patched_copy(Path(folder).resolve() / name, patches)
+            spawn = multiprocessing.get_context("spawn")  # a forked process could not use the GPU
+            pool = concurrent.futures.ProcessPoolExecutor(1, spawn, start, (copy,))
+            pools[name] = stack.enter_context(pool)
+        problems = compare(pools)
+        rows = [store.Row(*fields) for fields in measure(pools)]
+    for row in rows:
+        print(f"{row.case:30} {row.contender:15} {row.median:10,.2f} {row.unit}")
+    if problems:
+        sys.exit("\n".join(problems))
+    print(f"the same bits; stored in {store.write('for_unsloth', rows)}")
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = patched_copy(Path(folder))
-        sys.path.insert(0, folder)
-        main(kernels)
+    main()
