@@ -20,7 +20,6 @@ TABLES = {  # the oracle's own
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1],
     "fp4": [*FP4, *(-x for x in FP4)],
 }
-GUARD = 64
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 
 
@@ -183,14 +182,6 @@ def part(weight, state, start, shape):
     few.state2 = copy.copy(state.state2)
     few.state2.absmax = state.state2.absmax[start // 64 // 256 :]
     return weight[start // 2 :][: math.prod(shape) // 2], few
-
-
-def between_guards(shape, dtype, device, skip=0):
-    """Return (guard, out, guard), consecutive memory full of NaN; `out` is `skip` elements off alignment."""
-    sizes = [GUARD + skip, math.prod(shape), GUARD]
-    memory = torch.full((sum(sizes),), math.nan, dtype=dtype, device=device)
-    before, out, after = memory.split(sizes)
-    return before, out.view(tuple(shape)), after
 
 
 def odd_states(device=None):
