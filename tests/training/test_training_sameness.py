@@ -4,9 +4,12 @@ import functools
 import importlib.util
 import os
 
-import driver  # beside this file
 import pytest
+import torch
 
+import driver
+import processes
+import several
 from helpers import machine
 from helpers.bench import training
 from nf4_triton.libraries.site import COMPILED
@@ -93,3 +96,13 @@ def test_smallest_form_in_the_interpreter():
     on, off = training.in_new_process(driver.train_all, setups)
     check(on, off)
     assert sum(tally.get("by the kernel", 0) for tally in on["counts"].values()) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", several.ENGINES.values(), ids=list(several.ENGINES))
+def test_losses_on_every_gpu_here(fsdp):
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
+    processes.python([*command, fsdp], variables=training.VARIABLES)
