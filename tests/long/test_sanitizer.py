@@ -17,12 +17,11 @@ from helpers import machine
 from helpers.puzzle.layers import DEVICE
 from nf4_triton.core import launch_general, settings
 from nf4_triton.core.reference import same_bits
-from states import oracle, random_state
+from states import WAYS, oracle, random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Ends inside a byte, a word, a block, a tile (2048 elements; 4096 on a T4; 8192 of rows=128), and behind.
+# Ends inside a byte, a word, a block, a tile (1024, 2048, or 8192 elements), and behind.
 SIZES = (1, 7, 8, 9, 63, 64, 65, 2047, 2048, 2055, 4095, 4097, 8191, 8193)
-WAYS = ({}, {"asm": False}, settings.T4, {"rows": 128}, {"rows": 128, "int_bf16": True})
 LAYOUTS = (
     dict(dtype=torch.bfloat16),
     dict(dtype=torch.float32, quant_type="fp4"),
@@ -83,7 +82,7 @@ def test_no_errors(tool):
 
 if __name__ == "__main__":
     machine.prepare()
-    for way in WAYS:
+    for way in WAYS.values():
         with settings.force(**way):
             for case in cases():
                 launch(*case)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from helpers.puzzle.layers import DEVICE
-from nf4_triton.core import reference
+from nf4_triton.core import reference, settings
 from nf4_triton.core.state import OFFSETS, read_state
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -19,6 +19,14 @@ TABLES = {  # the oracle's own
     "nf4": [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0]
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1],
     "fp4": [*FP4, *(-x for x in FP4)],
+}
+WAYS = {  # arguments of settings.force
+    "own": {"rows": 32},
+    "t4": settings.T4,
+    "portable": {"asm": False},
+    "integer bf16": {"asm": False, "int_bf16": True},
+    "large tile": {"rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
 }
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 

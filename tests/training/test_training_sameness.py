@@ -15,8 +15,7 @@ from nf4_triton.libraries.site import COMPILED
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-# Two workers of some minutes each; the plugin may be absent on a GPU machine.
-patient = pytest.mark.timeout(900) if importlib.util.find_spec("pytest_timeout") else pytest.mark.gpu
+patient = pytest.mark.timeout(900)  # some minutes on a GPU
 WAYS = ("with", "without")
 # What is tried on the GPU, by library: arguments of driver.train.
 RUNS = {

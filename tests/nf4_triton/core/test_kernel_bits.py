@@ -19,6 +19,7 @@ from nf4_triton.core.state import read_state
 from states import (
     DTYPES,
     SPECIAL,
+    WAYS,
     every_byte,
     odd_states,
     oracle,
@@ -33,30 +34,14 @@ GUARD = 64  # elements on either side of a result
 # puzzle's: a row, a tile, and a row or a whole tile more.
 SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 2112, 4096, 4097, 16383, 33 * 70]
 GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 64]
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in WAYS if name != "own"]
 
 
-def on_gpu(**forced):
-    """A test parameter: what is forced for one run on the GPU."""
-    return pytest.param(forced, id=",".join(f"{k}={v}" for k, v in forced.items()), marks=pytest.mark.gpu)
-
-
-OWN, T4 = pytest.param({"rows": 32}, id="own"), on_gpu(**settings.T4)
-PORTABLE = on_gpu(asm=False)
-WAYS = [
-    OWN,
-    PORTABLE,
-    on_gpu(asm=False, int_bf16=True),
-    on_gpu(hints=False),
-    on_gpu(rows=64, num_warps=4),
-    T4,
-]
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["own", *ON_GPU])
 def way(request):
-    """One way through the kernels; a forced one is released after the test."""
-    with settings.force(**request.param):
-        yield request.param
+    """One way through the kernels; what is forced is released after the test."""
+    with settings.force(**WAYS[request.param]):
+        yield
 
 
 def between_guards(weight, state, with_out):
@@ -152,7 +137,6 @@ def test_what_is_forced_is_checked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", [OWN, PORTABLE, T4], indirect=True)
 @pytest.mark.parametrize("tail", [64, 24], ids=["puzzle", "general"])
 def test_more_than_2_to_the_31_elements(tail, way, dtype):
     """Around 2^30 and 2^31 elements, at the start, and at the end: the puzzle's kernel takes whole blocks."""
@@ -172,7 +156,6 @@ def test_more_than_2_to_the_31_elements(tail, way, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [OWN, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     """At the official protocol's sizes."""
