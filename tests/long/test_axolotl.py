@@ -1,10 +1,9 @@
 """Axolotl's dequantization with the kernel: the same bits, counted.
 
 By hand, where its wheel is installed or unpacked on PYTHONPATH (pip download --no-deps --python-version 3.12
-axolotl==0.21.0): pytest -m long tests/long/test_axolotl.py. The LoRA kernels need a GPU.
+axolotl==0.21.0), on a GPU: pytest -m long tests/long/test_axolotl.py.
 """
 
-import sys
 import types
 
 import pytest
@@ -12,12 +11,11 @@ import torch
 
 from nf4_triton.libraries.axolotl import DEQUANT, EXPERTS, FSDP2
 from states import DTYPES
-from switching import BF16, compared, from_parts, outcome, quantized
+from switching import BF16, compared, outcome, quantized
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(64, 64), (320, 1000), (4096, 4096)], ids=str)
 def test_the_same_bits(shape, dtype):
@@ -33,7 +31,6 @@ def test_the_same_bits(shape, dtype):
     assert compared(calls, DEQUANT, "axolotl") == (3, 0)  # compiled code calls it through the operator
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64, 64), (8, 320, 96), (64, 768, 512)], ids=str)
 def test_selected_experts(shape, dtype):
@@ -48,31 +45,21 @@ def test_selected_experts(shape, dtype):
     assert compared(call, EXPERTS, "axolotl") == (1, 0)
 
 
-@pytest.fixture
-def nf4(monkeypatch, device):
-    """Axolotl's module for FSDP2. Without a GPU its LoRA kernels cannot be imported: a stand-in is there."""
-    module = pytest.importorskip("axolotl.utils.nf4", reason="pip install --no-deps axolotl==0.21")
-    if device == "cpu":
-        lora = types.ModuleType(DEQUANT.rpartition(".")[0])
-        lora._ctypes_nf4_dequant = from_parts
-        monkeypatch.setitem(sys.modules, lora.__name__, lora)
-    return module
-
-
 FORMS = [{}, {"compress_statistics": False}, {"blocksize": 128}, {"quant_storage": BF16}]
 
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 @pytest.mark.parametrize("shape", [(320, 1000), (5, 24, 64), (83, 100)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_fsdp2(nf4, device, dtype, shape, options):
+def test_weights_of_fsdp2(dtype, shape, options):
     """New ones, filled ones, and those of the loader's parametrization. Then what the library keeps: (1, n),
     chunks of another size, other outputs; its result or its error."""
-    packed, state = quantized(shape, dtype, device, **options)
+    nf4 = pytest.importorskip("axolotl.utils.nf4", reason="pip install --no-deps axolotl==0.21")
+    packed, state = quantized(shape, dtype, "cuda", **options)
     given = types.SimpleNamespace(quant_state=state, detach=lambda: packed)
 
-    def filled(shape, dtype, device):
-        out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+    def filled(shape):
+        out = torch.full(shape, torch.nan, dtype=dtype, device="cuda")
         assert nf4.dequantize_bnb_4bit(packed, state, out=out) is out
         return out
 
@@ -83,11 +70,11 @@ def test_weights_of_fsdp2(nf4, device, dtype, shape, options):
     def calls():
         return (
             nf4.dequantize_bnb_4bit(packed, state),
-            filled(shape, dtype, device),
+            filled(shape),
             by_parametrization(),
             nf4.dequantize_bnb_4bit(packed.t(), state),
             nf4.dequantize_bnb_4bit(packed, state, chunk_size=128),
-            outcome(lambda: filled((*shape, 1), dtype, device)),
+            outcome(lambda: filled((*shape, 1))),
         )
 
     assert compared(calls, FSDP2, "axolotl") == (3, 1)

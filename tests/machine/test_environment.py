@@ -35,6 +35,14 @@ def test_without_a_usable_gpu_it_says_what_to_do(monkeypatch):
     assert environment.cannot_run() is None
 
 
+@pytest.mark.parametrize("capability, problem", [((7, 5), "None"), ((7, 0), "A is sm_70, expected sm_75")])
+def test_the_oldest_gpu_is_a_t4(monkeypatch, capability, problem):
+    facts = {"is_available": True, "get_device_capability": capability, "get_device_name": "A"}
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, fact=fact: fact)
+    assert str(environment.no_gpu()).startswith(problem)
+
+
 @pytest.mark.parametrize("version, problem", [("3.3.1", "Triton 3.3 cannot compile"), ("3.4.0", "None")])
 def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
     (tmp_path / "triton").mkdir()

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -12,8 +11,6 @@ from packaging.requirements import Requirement
 
 from helpers import machine
 
-COLAB = "torch==2.11.0+cu128 triton==3.6.0 transformers==5.15.0 peft==0.20.0 datasets==4.0.0 numpy==2.1.3 "
-COLAB += "pandas==2.2.3 matplotlib==3.10.0 ipykernel==6.17.1 pytest==8.4.2"  # the public freeze of 2026-08-19
 FAKE_PYTHON = """#!/usr/bin/env bash
 # logs its calls; makes environments that hold itself; parses what it is given
 echo "${0##*/bin/} $*" | head -n 1 >> "$CALLS"
@@ -25,23 +22,10 @@ case "$*" in
   *packaging*) exec "$REAL_PYTHON" "$@" ;;
   *" -c /dev/fd/"*) echo kept: $(cat "${@: -1}") >> "$CALLS" ;;
   *"pip "*install*) eval "${PIP:-:}"; touch "$0.installed" ;;
-  "-c"*) echo "versions${BROKEN:-}"; [ -z "${BROKEN:-}" ] ;;
+  "-c"*) echo versions ;;
 esac
 """
 TOOLS = "bash env dirname grep mkdir cp touch sed head tail cat uname".split()
-
-
-def requirements(group):
-    """Return the set of a group's requirements; the plain lines' group is ""."""
-    text = machine.ROOT.joinpath("requirements.txt").read_text()
-    lines = re.findall(r'^([a-z].*?)(?: ; extra == "(.*)")?$', text, re.M)
-    return {Requirement(line) for line, extra in lines if extra == group}
-
-
-def test_requirements_fit_colab():
-    required = {need.name: need for group in ("", "gpu", "test") for need in requirements(group)}
-    for name, version in (one.split("==") for one in COLAB.split()):
-        assert required[name].specifier.contains(version), name
 
 
 @pytest.fixture
@@ -54,10 +38,14 @@ def install_cell():
     return names
 
 
-def test_the_install_cell_asks_for_what_requirements_ask_for(install_cell):
-    """NEEDED are plain lines; FOR_UNSLOTH and UNSLOTH are all lines of the gpu and unsloth groups."""
-    asked = [set(map(Requirement, install_cell[name])) for name in ("NEEDED", "FOR_UNSLOTH", "UNSLOTH")]
-    assert asked[0] <= requirements("") and asked[1:] == [requirements("gpu"), requirements("unsloth")]
+@pytest.mark.parametrize("name, group", [("NEEDED", ""), ("FOR_UNSLOTH", "gpu"), ("UNSLOTH", "unsloth")])
+def test_the_install_cell_asks_for_what_requirements_ask_for(install_cell, name, group):
+    """NEEDED are some of the plain lines."""
+    text = machine.ROOT.joinpath("requirements.txt").read_text()
+    lines = re.findall(r'^([a-z].*?)(?: ; extra == "(.*)")?$', text, re.M)
+    required = {Requirement(line) for line, extra in lines if extra == group}
+    asked = set(map(Requirement, install_cell[name]))
+    assert asked <= required and (not group or asked == required)
 
 
 def test_the_install_cell_keeps_what_is_in_its_range(install_cell, monkeypatch):
@@ -83,8 +71,7 @@ def setup(tmp_path):
     folder.mkdir()
     for name in ("colab_setup.sh", "requirements.txt"):
         shutil.copy(machine.ROOT / name, folder)
-    for name in ("python3", "python3.13"):
-        script(tools / name, FAKE_PYTHON)
+    script(tools / "python3", FAKE_PYTHON)
     for name in TOOLS:
         (tools / name).symlink_to(shutil.which(name))
 
@@ -98,9 +85,6 @@ def setup(tmp_path):
             capture_output=True,
             text=True,
             timeout=60,
-            start_new_session=True,
-            # Started in the background, the tests ignore Ctrl-C, and bash cannot trap it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return done, log.read_text().splitlines()
 
@@ -120,16 +104,12 @@ def test_a_second_setup_needs_no_network(setup, tmp_path):
     assert any(" install torch>=2.8 new>=1" in call for call in setup()[1])
 
 
-def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup):
-    for mine, variables in (
-        (setup.folder / "an env" / "bin" / "python", {"PYTHON": "an env/bin/python"}),
-        (setup.folder / ".venv" / "bin" / "python", {}),
-    ):
-        script(mine, FAKE_PYTHON)
-        done, calls = setup(**variables)
-        assert done.stdout.endswith(f"ready: {mine}\n") and not any("install" in call for call in calls)
-        done, _ = setup(BROKEN=": Python 3.9", **variables)
-        assert done.returncode == 1 and done.stderr == f"\nSET-UP FAILED: {mine}: versions: Python 3.9\n"
+@pytest.mark.parametrize("folder, variables", [("an env", {"PYTHON": "an env/bin/python"}), (".venv", {})])
+def test_an_environment_that_it_did_not_make_is_used_as_it_is(setup, folder, variables):
+    mine = setup.folder / folder / "bin" / "python"
+    script(mine, FAKE_PYTHON)
+    done, calls = setup(**variables)
+    assert done.stdout.endswith(f"ready: {mine}\n") and not any("install" in call for call in calls)
 
 
 def test_an_environment_without_packages_is_told_what_to_install(setup):
@@ -142,8 +122,7 @@ def test_an_environment_without_packages_is_told_what_to_install(setup):
 def test_colab_uses_the_running_python_and_keeps_its_torch(setup):
     done, calls = setup("run", COLAB_RELEASE_TAG="release-colab")
     assert done.returncode == 1 and "T4 GPU" in done.stderr and not calls
-    two_gpus = "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n"  # as in Kaggle
-    script(setup.tools / "nvidia-smi", two_gpus)
+    script(setup.tools / "nvidia-smi", "#!/bin/sh\necho GPU 0: Tesla T4; echo GPU 1: Tesla T4\n")  # Kaggle's
     done, calls = setup("test", "-k", "a b", KAGGLE_KERNEL_RUN_TYPE="Interactive")
     assert done.returncode == 0 and not setup.folder.joinpath(".venv").exists(), done.stderr
     kept = calls.index("kept: torch==2.99 datasets==4.0.0")  # peft is too old
@@ -165,21 +144,14 @@ def test_a_failure_shows_what_pip_said_and_what_to_do(setup):
     done, _ = setup(PIP="echo WARNING: Retrying; echo ERROR: no matching distribution; exit 1")
     assert done.returncode == 1 and done.stderr.count("\n") == 2
     assert ": ERROR: no matching distribution (all of it: build/setup.log). Is there a network" in done.stderr
-    assert "Retrying" in (setup.folder / "build" / "setup.log").read_text()
 
 
 def test_a_python_that_is_too_old_is_named(setup):
-    for name in ("python3", "python3.13"):
-        script(setup.tools / name, "#!/bin/sh\necho Python 3.8.1; exit 1\n")
+    script(setup.tools / "python3", "#!/bin/sh\necho Python 3.8.1; exit 1\n")
     assert "no Python 3.10 to 3.13 with venv found (Python 3.8.1)" in setup()[0].stderr
 
 
-def test_help_and_wrong_commands_come_before_any_set_up(setup):
-    for arguments, status in (("--help", 0), ("run --help", 0), ("tset", 2), ("setup now", 2)):
-        done, calls = setup(*arguments.split())
-        assert done.returncode == status and not calls
-
-
-def test_ctrl_c_ends_in_one_line(setup):
-    done, _ = setup(PIP="echo Traceback; kill -INT 0; sleep 30")
-    assert done.returncode == 130 and done.stderr == "\nInterrupted. Run the same command again to go on.\n"
+@pytest.mark.parametrize("arguments, status", [("--help", 0), ("run --help", 0), ("setup now", 2)])
+def test_help_and_wrong_commands_come_before_any_set_up(setup, arguments, status):
+    done, calls = setup(*arguments.split())
+    assert done.returncode == status and not calls

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from helpers.puzzle.layers import DEVICE
-from nf4_triton.core import reference
+from nf4_triton.core import reference, settings
 from nf4_triton.core.checks import OFFSETS
 from nf4_triton.core.state import read_state
 
@@ -21,7 +21,14 @@ TABLES = {  # the oracle's own
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1],
     "fp4": [*FP4, *(-x for x in FP4)],
 }
-GUARD = 64
+WAYS = {  # arguments of settings.force
+    "own": {"rows": 32},
+    "t4": settings.T4,
+    "portable": {"asm": False},
+    "integer bf16": {"asm": False, "int_bf16": True},
+    "large tile": {"rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
+}
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 
 
@@ -184,14 +191,6 @@ def part(weight, state, start, shape):
     few.state2 = copy.copy(state.state2)
     few.state2.absmax = state.state2.absmax[start // 64 // 256 :]
     return weight[start // 2 :][: math.prod(shape) // 2], few
-
-
-def between_guards(shape, dtype, device, skip=0):
-    """Return (guard, out, guard), consecutive memory full of NaN; `out` is `skip` elements off alignment."""
-    sizes = [GUARD + skip, math.prod(shape), GUARD]
-    memory = torch.full((sum(sizes),), math.nan, dtype=dtype, device=device)
-    before, out, after = memory.split(sizes)
-    return before, out.view(tuple(shape)), after
 
 
 def odd_states(device=None):

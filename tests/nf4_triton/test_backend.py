@@ -83,10 +83,10 @@ def test_the_rule(monkeypatch, device):
     for name in ("triton", "torch"):
         monkeypatch.setenv("NF4_BACKEND", name)
         assert choose(torch.device("cpu")) == name
-        dequantize(*random_state((8, 64), torch.float16))
+    weight, state = random_state((8, 64), torch.float16)
     with monkeypatch.context() as patched:
         patched.setattr(launch, "relaunch", None)  # a kept launch is not even looked for
-        dequantize(*random_state((8, 64), torch.float16))
+        assert same_bits(dequantize(weight, state), oracle(weight, state))
     monkeypatch.setenv("NF4_BACKEND", "cuda")
     with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
         choose(torch.device("cpu"))

@@ -4,6 +4,7 @@ import inspect
 import re
 import shutil
 import sys
+import types
 
 import pytest
 import torch
@@ -130,6 +131,19 @@ def test_the_verdict_goes_by_the_time():
     )
     assert 'use_nf4_kernel("bnb") before' in speed.verdict({"bnb": 1.8, "Unsloth": 1.02})
     assert "Do: leave it." in speed.verdict({"bnb": 0.8, "Unsloth": 1.02})
+
+
+def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, device):
+    monkeypatch.setattr(speed, "SIZE", (8, 64))
+    monkeypatch.setattr(speed, "ROUNDS", 1)
+    values = torch.randn(speed.SIZE, dtype=torch.float16, device=device)
+    monkeypatch.setattr(torch, "randn", lambda *size, **options: values)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.delitem(sys.modules, speed.FAST, raising=False)
+    assert speed.compare().keys() == {"bitsandbytes"}
+    unsloth = types.SimpleNamespace(fast_dequantize=lambda *state, use_global_buffer: None)
+    monkeypatch.setitem(sys.modules, speed.FAST, unsloth)
+    assert speed.compare().keys() == {"bitsandbytes", "Unsloth"}
 
 
 @pytest.mark.long  # 20 s

@@ -1,4 +1,4 @@
-"""Short QLoRA runs with the kernel and without, to be compared bit for bit: PEFT, Unsloth, and TRL.
+"""Short QLoRA runs with the kernel and without, to be compared bit for bit: PEFT and Unsloth.
 
 training.in_new_process makes a list of them: Unsloth must be imported first and changes other libraries for
 good.
@@ -6,7 +6,6 @@ good.
 
 import functools
 import os
-import tempfile
 
 import torch
 import torch._inductor.config
@@ -30,14 +29,14 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
 def switch_on(way: str, library: str):
     """Switch the kernel on, before the model is loaded. Returns a context manager.
 
-    way: "with", "without", or, with TRL, "NF4_TRITON=1".
+    way: "with", "without", or "NF4_TRITON=1", which stays on until the process ends.
     """
     if way == "NF4_TRITON=1":
         from nf4_triton import autoload
 
         os.environ["NF4_TRITON"] = "1"
         autoload.load()  # as bitsandbytes does where the wheel is installed
-    return training.variant("peft" if library == "trl" else library, way)
+    return training.variant(library, way)
 
 
 def load(library, dtype, autocast, flat, lora):
@@ -75,17 +74,14 @@ def train(
         record = {"same": same}
         seed = torch.Generator().manual_seed(3407)
         batches = torch.randint(3, model.config.vocab_size, (steps, rows, length), generator=seed)
-        if library == "trl":
-            same["losses"] = by_trl(model, batches)
-        else:
-            trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
-            results = []
-            for ids in batches.to(trainer.device):
-                results.append(trainer.results(ids))
-                trainer.optimizer.step()
-            same["losses"], same["gradients"] = zip(*results, strict=True)
-            if machine.has_gpu():
-                record["launches"] = launches(trainer, ids)
+        trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
+        results = []
+        for ids in batches.to(trainer.device):
+            results.append(trainer.results(ids))
+            trainer.optimizer.step()
+        same["losses"], same["gradients"] = zip(*results, strict=True)
+        if machine.has_gpu():
+            record["launches"] = launches(trainer, ids)
         same["adapters"] = digest(one for one in model.parameters() if one.requires_grad)
         record["counts"] = Switch().calls if way != "without" else {}
         if library == "peft":
@@ -93,27 +89,6 @@ def train(
             same["merged"] = digest(merged.parameters())
             same["dequantized"] = digest(merged.dequantize().parameters())
     return record
-
-
-def by_trl(model, batches) -> list:
-    """Return the losses of an SFTTrainer."""
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    with tempfile.TemporaryDirectory() as folder:
-        settings = SFTConfig(
-            folder, max_steps=len(batches), per_device_train_batch_size=batches.shape[1], logging_steps=1,
-            learning_rate=1e-3, report_to="none", save_strategy="no", bf16=False, max_length=batches.shape[2],
-            gradient_checkpointing=False, use_cpu=not machine.has_gpu(),
-        )  # fmt: skip
-        trainer = SFTTrainer(
-            model,
-            settings,
-            train_dataset=Dataset.from_dict({"input_ids": batches.flatten(0, 1).tolist()}),
-            processing_class=training.tokenizer(),
-        )
-        trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 def launches(trainer, ids) -> dict[str, int]:

@@ -6,8 +6,8 @@ Each process compares its own losses, and must have dequantized with the kernel.
 import sys
 
 import torch
-from driver import SMALLEST  # beside this file
 
+from driver import SMALLEST
 from helpers import machine
 from helpers.bench import training
 

@@ -2,20 +2,20 @@
 
 import functools
 import importlib.util
-import os
 
-import driver  # beside this file
 import pytest
+import torch
 
-from helpers import machine
+import driver
+import processes
+import several
 from helpers.bench import training
 from nf4_triton.libraries.site import COMPILED
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-# Two workers of some minutes each; the plugin may be absent on a GPU machine.
-patient = pytest.mark.timeout(900) if importlib.util.find_spec("pytest_timeout") else pytest.mark.gpu
+patient = pytest.mark.timeout(900)  # some minutes on a GPU
 WAYS = ("with", "without")
 # What is tried on the GPU, by library: arguments of driver.train.
 RUNS = {
@@ -68,28 +68,22 @@ def test_every_bit_is_the_same(library, name):
         assert sum(tally.get("by the kernel", 0) for tally in on["counts"].values()) > 0
 
 
-@pytest.mark.gpu
 @patient
-def test_trl_is_the_same_in_every_way(monkeypatch):
-    """Also what it quantizes: NF4_TRITON=1 tests itself while the model is loaded. On one GPU: TRL refuses to
-    train in one process on several."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
-    if importlib.util.find_spec("trl") is None:
-        pytest.skip("trl is not installed")
-    same = set()
-    for way in (*WAYS, "NF4_TRITON=1"):  # each in a process of its own
-        setups = [dict(library="trl", way=way, steps=4)]
-        [record] = training.in_new_process(driver.train_all, setups)
-        same.add(str(record["same"]))
-        kernel = sum(tally.get("by the kernel", 0) for tally in record["counts"].values())
-        assert (kernel > 50) == (way != "without"), way
-    assert len(same) == 1, same
+def test_switched_by_the_variable():
+    """NF4_TRITON=1 tests itself while the model is loaded. Two steps: 50 take minutes in the interpreter."""
+    setup = dict(library="peft", rows=2, length=16, steps=2)
+    on, off = training.in_new_process(driver.train_all, [setup | {"way": way} for way in WAYS])
+    [by_variable] = training.in_new_process(driver.train_all, [setup | {"way": "NF4_TRITON=1"}])
+    for record in (on, by_variable):
+        check(record, off)
+        assert sum(tally.get("by the kernel", 0) for tally in record["counts"].values()) > 0
 
 
-@pytest.mark.skipif(machine.has_gpu(), reason="the GPU test above does more")
-def test_smallest_form_in_the_interpreter():
-    """PEFT + bitsandbytes on the CPU. Unsloth needs a GPU; 50 steps would take minutes in the interpreter."""
-    setups = [dict(library="peft", way=way, rows=2, length=16, steps=2) for way in WAYS]
-    on, off = training.in_new_process(driver.train_all, setups)
-    check(on, off)
-    assert sum(tally.get("by the kernel", 0) for tally in on["counts"].values()) > 0
+@pytest.mark.gpu
+@pytest.mark.parametrize("fsdp", several.ENGINES.values(), ids=list(several.ENGINES))
+def test_losses_on_every_gpu_here(fsdp):
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip("needs two GPUs")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
+    processes.python([*command, fsdp], variables=training.VARIABLES)

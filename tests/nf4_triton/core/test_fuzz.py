@@ -27,20 +27,25 @@ from nf4_triton.core.state import Selection, read_state
 from nf4_triton.core.supported import UnsupportedState
 from nf4_triton.libraries import bitsandbytes
 from nf4_triton.libraries.site import Site
-from states import CHANGES, DTYPES, SECOND, SPECIAL, freed, get, moved, oracle, random_state, replace, strided
+from states import (
+    CHANGES,
+    DTYPES,
+    SECOND,
+    SPECIAL,
+    WAYS,
+    freed,
+    get,
+    moved,
+    oracle,
+    random_state,
+    replace,
+    strided,
+)
 
 Params4bit = pytest.importorskip("bitsandbytes").nn.Params4bit
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, about NaN
 SEED = int(os.environ.get("NF4_FUZZ_SEED", 3407))
 STEPS = int(os.environ.get("NF4_FUZZ_STEPS", 20_000))  # of the long test
-WAYS = {  # arguments of settings.force
-    "own": {},
-    "t4": settings.T4,
-    "portable": {"asm": False},
-    "integer bf16": {"int_bf16": True},
-    "large tile": {"rows": 128, "num_warps": 4},
-    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
-}
 
 
 def random_kind(largest):

@@ -5,18 +5,21 @@ one, its settings are forced in turn: assembly, bf16 rounded in integers, cache 
 """
 
 import itertools
+import math
+from unittest import mock
 
 import pytest
 import torch
 
 import processes
 from helpers.puzzle import protocol
-from nf4_triton.core import launch_general, settings
+from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
+from nf4_triton.core.state import read_state
 from states import (
     DTYPES,
     SPECIAL,
-    between_guards,
+    WAYS,
     every_byte,
     odd_states,
     oracle,
@@ -26,46 +29,64 @@ from states import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
-# Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails.
-SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 4097, 16383, 33 * 70]
-GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 72]
+GUARD = 64  # elements on either side of a result
+# Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails. Multiples of 64 are the
+# puzzle's: a row, a tile, and a row or a whole tile more.
+SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 2112, 4096, 4097, 16383, 33 * 70]
+GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 64]
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in WAYS if name != "own"]
 
 
-def on_gpu(**forced):
-    """A test parameter: what is forced for one run on the GPU."""
-    return pytest.param(forced, id=",".join(f"{k}={v}" for k, v in forced.items()), marks=pytest.mark.gpu)
-
-
-OWN, T4 = pytest.param({"rows": 32}, id="own"), on_gpu(**settings.T4)
-WAYS = [OWN, on_gpu(asm=True), on_gpu(asm=False), on_gpu(rows=64, num_warps=4), T4]
-FIELDS = ("asm", "int_bf16", "hints")
-SWITCHES = [on_gpu(**dict(zip(FIELDS, on, strict=True))) for on in itertools.product((True, False), repeat=3)]
-
-
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["own", *ON_GPU])
 def way(request):
-    """One way through the kernel; a forced one is released after the test."""
-    if request.param.get("int_bf16") is False and settings.settings().int_bf16:
-        pytest.skip("this card cannot convert to bf16 itself")
-    with settings.force(**request.param):
-        yield request.param
+    """One way through the kernels; what is forced is released after the test."""
+    with settings.force(**WAYS[request.param]):
+        yield
 
 
-def wrong(weight, state, skip=0):
-    """Whether a bit of the kernel's result differs from the oracle's; fails if a guard was overwritten.
+def between_guards(weight, state, with_out):
+    """Return the result of a call, written into memory that held NaN, between guards that must stay NaN.
 
-    skip: elements between the guard and `out`, to give it another alignment.
+    With `out` it is the general kernel's, without it the puzzle's where that fits.
     """
-    before, out, after = between_guards(state.shape, state.dtype, weight.device, skip)
-    result = launch_general.dequantize_weight(weight, state, out=out)
-    assert result.data_ptr() == out.data_ptr()
+    guards = []
+
+    def empty(shape, stride=None, dtype=None, device="cuda"):  # a kept launch names no device
+        n = math.prod(shape)
+        memory = torch.full((n + 2 * GUARD,), math.nan, dtype=dtype, device=device)
+        before, result, after = memory.split([GUARD, n, GUARD])
+        guards.extend((before, after))
+        return result.view(tuple(shape)) if stride is None else result.as_strided(shape, stride)
+
+    out = empty(state.shape, None, state.dtype, weight.device) if with_out else None
+    with mock.patch.object(torch, "empty", empty), mock.patch.object(launch, "empty_cuda", empty):
+        result = launch_general.dequantize_weight(weight, state, out)
+    before, after = guards  # of one result
     assert before.isnan().all() and after.isnan().all(), "written out of bounds"
+    return result
+
+
+def wrong(weight, state):
+    """Return whether a bit of either kernel's result differs from the oracle's."""
     expected = oracle(weight, state)
-    assert result.stride() == expected.stride() or result.numel() < 2
-    return not same_bits(result, expected)
+    results = [between_guards(weight, state, with_out) for with_out in (False, True)]
+    assert all(result.stride() == expected.stride() or result.numel() < 2 for result in results)
+    return not all(same_bits(result, expected) for result in results)
 
 
-@pytest.mark.parametrize("way", [OWN, *SWITCHES, T4], indirect=True)
+def test_the_others_run_both_kernels(monkeypatch):
+    launched, launch_one = [], launch.launch_by_triton
+
+    def note(kernel, *arguments):
+        launched.append(kernel.fn.__name__)
+        return launch_one(kernel, *arguments)
+
+    monkeypatch.setattr(launch, "launch_by_triton", note)
+    with settings.force():  # nothing is kept
+        assert not wrong(*every_byte(torch.float16))
+    assert launched == ["_your_dequantize_nf4_kernel", "_dequantize_general_kernel"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(device, way, dtype):
     for _ in range(2 if device == "cuda" else 1):  # the second call is a kept launch
@@ -81,9 +102,9 @@ def test_all_sizes(device, way, dtype, nested, quant_type):
 
 
 def test_odd_states(device, way):
-    """Blocksizes, storages, shapes, views, special values. A result of its own: test_launch.py."""
+    """Blocksizes, storages, shapes, and views, to 16 bit: what fits is the puzzle's kernel's."""
     for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
-        state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 3]
+        state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 2]
         assert not wrong(weight, state), name
 
 
@@ -112,23 +133,22 @@ def test_what_is_forced_is_checked():
         ["-c", "import nf4_triton.core.settings"], check=False, variables={"NF4_FORCE": "t5"}
     )
     assert "NF4_FORCE is 't5', expected t4, or nothing" in said.err
-    with settings.force(no_such_setting=1), pytest.raises(TypeError):
-        settings.settings()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("way", [OWN, on_gpu(asm=False), T4], indirect=True)
-def test_more_than_2_to_the_31_elements(way, dtype):
-    """Around 2^30 and 2^31 elements, at the start, and at the end, which is no whole block."""
-    n = 2**31 + 8 * 2**14 + 24
+@pytest.mark.parametrize("tail", [64, 24], ids=["puzzle", "general"])
+def test_more_than_2_to_the_31_elements(tail, way, dtype):
+    """Around 2^30 and 2^31 elements, at the start, and at the end: the puzzle's kernel takes whole blocks."""
+    n = 2**31 + 8 * 2**14 + tail
     need = n * (dtype.itemsize + 1)
     if torch.cuda.mem_get_info()[0] < need:
         pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
     weight, state = random_state((n, 1), dtype)
+    assert launch.fits(*read_state(weight, state)) == (tail == 64 and dtype != torch.float32)
     for _ in range(2):
-        result = launch_general.dequantize_weight(weight, state).view(-1)
-        for start in (0, 2**30, 2**31 - 2**14, 2**31, n - 24):
+        result = between_guards(weight, state, with_out=False).view(-1)
+        for start in (0, 2**30, 2**31 - 2**14, 2**31, n - tail):
             expected = oracle(*part(weight, state, start, (min(2**14, n - start), 1)))
             assert same_bits(result[start : start + len(expected)], expected.view(-1)), start
         del result
@@ -136,7 +156,6 @@ def test_more_than_2_to_the_31_elements(way, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [OWN, T4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 def test_against_every_library_on_the_gpu(make_layer, way, dtype):
     """At the official protocol's sizes."""

@@ -126,39 +126,25 @@ def test_references_in_other_modules(fake_module):
         other = fake_module("peft.other", dequantize=ORIGINAL[0])
         quietly("bitsandbytes")  # adds what was imported since
         assert other.dequantize is theirs.dequantize
-        fake_module("notebook", dequantize=ORIGINAL[0])
-    assert on.left.keys() == {*own, "my_script.dequantize", "notebook.dequantize"}  # until the end
     assert theirs.dequantize is other.dequantize is ORIGINAL[0]
 
 
-class Unwritable(types.ModuleType):
-    error = OSError("read only")
+class Strange(types.ModuleType):
+    """A read-only module; one that has not been imported yet, which a look at it would do."""
 
     def __setattr__(self, name, value):
-        raise self.error
+        raise OSError("read only")
 
-
-class Lazy(types.ModuleType):
-    """A module that has not been imported yet: a look at it imports it."""
-
-    def __getattribute__(self, name):
+    def __getattr__(self, name):
         raise OSError("needs a display")
 
 
 def test_strange_modules_stand_alone(fake_module, monkeypatch):
-    """Read-only, lazy, no module, without __name__, where a kernel could be."""
-    fake_module("transformers.stubborn", Unwritable, dequantize=ORIGINAL[0])
-    raises = type("Raises", (), {"__getattr__": lambda self, name: 1 / 0})()
-    nameless = types.ModuleType("nameless")
-    del nameless.__name__
-    nameless.dequantize = ORIGINAL[0]
-    strange = {"transformers.lazy": Lazy("lazy"), "axolotl": None, "peft.nameless": nameless}
-    for name, module in (strange | {"my.lazy": raises, "nf4_route": raises}).items():
+    fake_module("transformers.stubborn", Strange, dequantize=ORIGINAL[0])
+    for name, module in (("axolotl", None), ("my.lazy", Strange("lazy")), ("nf4_route", Strange("lazy"))):
         monkeypatch.setitem(sys.modules, name, module)
     with quietly(strict=True) as on:
         assert on.left == {"transformers.stubborn.dequantize": EARLY}
-        assert nameless.dequantize is library_function()
-    assert nameless.dequantize is ORIGINAL[0]
 
 
 def test_a_child_of_a_process_that_is_about_to_switch():
@@ -248,10 +234,9 @@ def test_refused(monkeypatch, logged, caplog, module, name, instead, error, text
 
 def test_which_libraries(monkeypatch):
     """Without names, bitsandbytes and those that are imported: strict is over these."""
-    with pytest.raises(ValueError, match="^'bnb' is an unknown library, expected unsloth, bitsandbytes, ax"):
-        use_nf4_kernel("bnb")
-    with pytest.raises(ValueError, match="^Linear.* is an unknown library, .* or no name$"):
-        use_nf4_kernel(torch.nn.Linear(2, 2))
+    for name in ("bnb", torch.nn.Linear(2, 2)):
+        with pytest.raises(ValueError, match=r" is an unknown library, expected unsloth, .* or no name$"):
+            use_nf4_kernel(name)
     for name in ("unsloth", "axolotl", "peft"):
         monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with quietly(strict=True) as on:
@@ -278,10 +263,9 @@ def wrapper(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_ty
 def test_a_newer_argument_goes_to_the_library(monkeypatch):
     wrapper.behind = ORIGINAL[0]
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", wrapper)
-    packed, state, _ = example()
     with quietly("bitsandbytes", strict=True) as on:
-        assert bnb.functional.dequantize_4bit(packed, state, fast=True) == "fast"
-        assert bnb.functional.dequantize_4bit(packed, state, None, None, 64, "nf4", True) == "fast"
+        assert library_function()(None, fast=True) == "fast"
+        assert library_function()(None, None, None, None, 64, "nf4", True) == "fast"
         assert dequantizes() and by_kernel(on) == 1
 
 
@@ -303,33 +287,22 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
     assert library_function() is wrapper and dequantizes() and by_kernel(on) == 1
 
 
-CHANGED = [
-    ("fp4", "flat", FP32, 4096),
-    ("nf4", "nested", BF16, 64, "transposed"),
-    ("nf4", "nested", BF16, 64, "out"),
-]
-
-
-@pytest.mark.parametrize("changed", CHANGED, ids=str)
-def test_a_function_with_other_bits_in_one_layout_stays_the_librarys(monkeypatch, changed):
+@pytest.mark.parametrize("case", ["flat, torch.float32, blocksize 4096", "64, transposed", "64, out"])
+def test_a_function_with_other_bits_in_one_case_stays_the_librarys(monkeypatch, case):
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
         q, result = quant_state, oracle(A, quant_state)
-        how = ["transposed"] if A.shape[0] == 1 else []
-        if out is not None:
-            result, how = out.copy_(result), ["out"]
-        scales = "nested" if q.nested else "flat"
-        if (q.quant_type, scales, q.dtype, q.blocksize, *how) == changed:
+        how = f"{'nested' if q.nested else 'flat'}, {q.dtype}, blocksize {q.blocksize}"
+        how += ", transposed" if A.shape[0] == 1 else ", out" if out is not None else ""
+        if how.endswith(case):
             result[3, 2] += 1
-        return result
+        return result if out is None else out.copy_(result)
 
     forget_self_tests()
-    monkeypatch.setattr(site, "LAYOUTS", [*site.LAYOUTS[:2], changed[:4]])
+    monkeypatch.setattr(site, "LAYOUTS", [*site.LAYOUTS[:1], ("fp4", "flat", FP32, 4096)])
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize_4bit)
-    on = quietly("bitsandbytes")
-    into = [how for how in changed[4:] if how == "out"]
-    layout = ", ".join(["{}, {}, {}, blocksize {}".format(*changed), *into])
-    assert on.left[DEQUANTIZE] == f"{DEQUANTIZE} failed its self-test: other bits in {layout}"
-    assert bnb.functional.dequantize_4bit is dequantize_4bit and not on.on
+    text = f"{DEQUANTIZE} failed its self-test: other bits in .*{case.removesuffix(', transposed')}$"
+    with pytest.raises(RuntimeError, match=text):
+        quietly("bitsandbytes", strict=True)
 
 
 @pytest.mark.gpu
@@ -349,43 +322,32 @@ def test_unsloths_functions_for_experts_are_replaced():
     assert all(f"  {name}: no calls" in out for name in names) and "self-test" not in out, out
 
 
-def test_each_rank_tests_on_its_own_gpu(monkeypatch):
+@pytest.mark.parametrize("rank, current, index", [("1", 0, 1), ("5", 0, 0), ("1", 3, 3)])
+def test_each_rank_tests_on_its_own_gpu(monkeypatch, rank, current, index):
     """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
-    for name, value in (("is_available", True), ("device_count", 2), ("current_device", 0)):
+    for name, value in (("is_available", True), ("device_count", 2), ("current_device", current)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    for rank, index in (("1", 1), ("5", 0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert site.self_test_device() == torch.device("cuda", index)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert site.self_test_device() == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert site.self_test_device() == torch.device("cuda", index)
 
 
 # What is logged
 
 
-def test_one_process_of_a_host_logs(monkeypatch, logged):
-    for rank, speaks in (("0", True), ("1", False), ("1" * 5000, True), ("x", True)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        use_nf4_kernel("bitsandbytes")
-        assert bool(logged()) == speaks
+@pytest.mark.parametrize("rank, speaks", [("0", True), ("1", False), ("x", True)])
+def test_one_process_of_a_host_logs(monkeypatch, logged, rank, speaks):
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    use_nf4_kernel("bitsandbytes")
+    assert bool(logged()) == speaks
 
 
-@pytest.fixture
-def unconfigured(monkeypatch):
-    """unconfigured(): take pytest's handlers off, which it adds after the fixtures, as in a plain script."""
-    yield lambda: monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    log.log.setLevel(logging.NOTSET)
-
-
-def test_without_configured_logging_lines_have_a_name(unconfigured, monkeypatch, capsys):
-    unconfigured()
+def test_without_configured_logging_lines_have_a_name(monkeypatch, capsys):
+    """As in a plain script."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     log.say("it is on")
-    log.log.setLevel(logging.WARNING)
+    monkeypatch.setattr(log.log, "level", logging.WARNING)
     log.say("it is on")
     assert capsys.readouterr().err == "nf4_triton: it is on\n"
-    with open("/dev/null") as closed:  # for writing
-        monkeypatch.setattr(sys, "stderr", closed)
-        log.say("it falls back", logging.WARNING)
 
 
 # NF4_TRITON=1
@@ -412,9 +374,7 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
     bitsandbytes makes in the default dtype of its first use is still to be made after."""
     forget_self_tests()
     example()  # while bitsandbytes has its tables
-    tables = [(bnb.functional, "name2qmap"), (bnb.backends.utils, "_code_4bit_cache")]
-    for table in tables:
-        variable.setattr(*table, {})
+    variable.setattr(bnb.functional, "name2qmap", {})
     autoload.load()
     assert untouched() and dequantizes()
     torch.set_default_dtype(BF16)
@@ -423,7 +383,7 @@ def test_the_variable_switches_at_the_first_layer(variable, logged):
             assert a_layer().in_features == 64
     finally:
         torch.set_default_dtype(torch.float32)
-    assert not any(getattr(*table) for table in tables)
+    assert not bnb.functional.name2qmap
     assert logged().startswith("The NF4 kernel works here.\n") and not untouched() and dequantizes()
     a_layer()
     assert not logged()
@@ -478,10 +438,8 @@ def test_what_a_process_says_at_its_end(tmp_path):
 
     line = "nf4_triton: NF4_TRITON=1 had no effect: this process made no Linear4bit and no QuantState."
     assert said(LOCAL_RANK="0", USES_GPU="1").startswith(line)
-    assert said(USES_GPU="1").count("\n") == 1
     assert not said(LOCAL_RANK="1", USES_GPU="1") and not said()
     assert said(MAKES_LAYER="1") == "nf4_triton: the report: 1 calls\n"
-    assert not said(MAKES_LAYER="1", LOCAL_RANK="1")
 
 
 WITHOUT_TRITON = """

@@ -1,6 +1,6 @@
 """Time the export of a random model of Llama-3-8B's shapes with an adapter beside `cp` of its result.
 
-    PYTHONPATH=. python tests/long/real_export.py FOLDER
+    python -m helpers.bench.real_export FOLDER
 
 The base is in 4 bit, then in 16 bit, which the export quantizes as training did: both results must have the
 same bytes. A time is that of the call and of sync. FOLDER gets 22 GB, and 48 more while it runs.

@@ -1,16 +1,13 @@
-"""GPU time of training steps, and losses on several GPUs."""
+"""GPU time of training steps."""
 
 import contextlib
 import types
 
 import pytest
-import several  # beside this file
-import torch
-from driver import SMALLEST
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
-import processes
+from driver import SMALLEST
 from helpers import machine
 from helpers.bench import training
 
@@ -58,13 +55,3 @@ def test_other_results_are_not_measured(monkeypatch):
     monkeypatch.setattr(training, "SECONDS", -1)
     _, [late] = training.time_steps("peft", {"vocab_size": 320}, [(1, 16), (1, 32)])
     assert late.startswith("A, 16 tokens, and what comes after it: not measured")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fsdp", several.ENGINES.values(), ids=list(several.ENGINES))
-def test_losses_on_every_gpu_here(fsdp):
-    count = torch.cuda.device_count()
-    if count < 2:
-        pytest.skip("needs two GPUs")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", count, several.__file__]
-    processes.python([*command, fsdp], variables=training.VARIABLES)
