@@ -38,11 +38,11 @@ NEEDS_HOOK = NEEDS_GPU or ("" if load_hook else "Triton 3.5 or newer, which says
 synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
 
 if "loaded_kernels" not in globals():  # when this cell runs again, the hook is there
-    loaded_kernels = []  # (name, our settings at that time, {ending: path}) of all that Triton loads
+    loaded_kernels = []  # (name, our settings' fields then, {ending: path}) of all that Triton loads
 
     def note(module, function, name, files, *more):
         paths = map(pathlib.Path, files.values())
-        loaded_kernels.append((name, settings(), {path.suffix: path for path in paths}))
+        loaded_kernels.append((name, vars(settings()), {path.suffix: path for path in paths}))
 
     if load_hook:
         load_hook.add(note)
