@@ -12,7 +12,6 @@ LABELS = {
     "unsloth_buffered": "Unsloth, one buffer",
     "unsloth_classic": "Unsloth classic",
 }
-FUNCTIONS = LABELS | {"ours": "your_dequantize_nf4"}  # in the puzzle's test
 CRITERIA = (  # criterion, points if met, points if not, its cell or the least speedup
     ("One fused kernel", 3, 0, "single_kernel"),
     ("Penalty: speedup at most 1.00", 0, -3, 1.00),

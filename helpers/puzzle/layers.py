@@ -76,8 +76,7 @@ def assert_correct_bnb(layer, dtype):
     state, second = layer.weight.quant_state, layer.weight.quant_state.state2
     assert layer.weight.dtype == state.absmax.dtype == torch.uint8
     assert state.dtype == dtype
-    assert state.code.dtype == state.offset.dtype == torch.float32
-    assert second.absmax.dtype == second.code.dtype == torch.float32
+    assert state.code.dtype == state.offset.dtype == second.absmax.dtype == second.code.dtype == torch.float32
     assert (state.blocksize, second.blocksize) == (64, 256)
 
 

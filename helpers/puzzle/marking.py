@@ -3,8 +3,6 @@
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import os
-import pathlib
-import re
 import statistics
 
 import torch
@@ -41,9 +39,7 @@ def print_score(passed, ratios):
     line = "{:32}{:>18}{:>20}   {}".format
     print(line("Criterion", "vs Unsloth today", "vs Unsloth classic", "shown by"))
     for criterion, _, _, cell in CRITERIA:
-        texts = [
-            "not measured" if column[criterion] is None else f"{column[criterion]:+d}" for column in points
-        ]
+        texts = ["not measured" if one[criterion] is None else f"{one[criterion]:+d}" for one in points]
         print(line(criterion, *texts, cell if isinstance(cell, str) else "puzzles_line"))
     print(line("Sum", *totals, ""))
     print(line("Speedup", *map(shown, speedups), "puzzles_line"))
@@ -64,9 +60,8 @@ def print_rows(versions, points, ratios, times):
         rows.append(["protocol", "until return", name, "us", [turn[1][0] for turn in turns]])
         rows.append(["protocol", "100 rounds", name, "s", [sum(s for *_, s in turn) for turn in turns]])
     rows += [["score", name, "today", "points", [won]] for name, won in points.items() if won is not None]
-    cpu = re.search("model name.*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
     machine = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    machine |= {"versions": versions, "cpu": cpu and cpu[1], "forced": os.environ.get("NF4_FORCE") or None}
+    machine |= {"versions": versions, "forced": os.environ.get("NF4_FORCE") or None}
     machine["date"] = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
     text = json.dumps({"environment": machine, "rows": rows})
     display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))

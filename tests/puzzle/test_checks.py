@@ -1,6 +1,7 @@
 """The criteria, one cell each: the kernel passes, and wrong implementations fail where they should."""
 
-import dataclasses
+import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -45,6 +46,33 @@ def large_buffer(layer):
     return weight
 
 
+def keeps_an_absmax(layer, kept={}):  # noqa: B006
+    """Keep as many bytes as the decoded absmax of the puzzle's smallest layer has."""
+    if layer not in kept:
+        kept[layer] = torch.empty(4096 * 1024 // 64, device="cuda")
+    return candidate(layer)
+
+
+def keeps_a_table(layer, kept=[]):  # noqa: B006
+    if not kept:
+        kept.append(torch.tensor([1.0] * 16, device="cuda"))
+    return candidate(layer)
+
+
+def waits(layer):
+    layer.weight.quant_state.offset.item()
+    return candidate(layer)
+
+
+def autotunes(layer, known=set()):  # noqa: B006
+    """Launch twice in a layer's first call, and flush the cache in between."""
+    if layer not in known:
+        candidate(layer)
+        torch.zeros(2**28, device="cuda")
+    known.add(layer)
+    return candidate(layer)
+
+
 def kept_result(layer, kept={}):  # noqa: B006
     key = layer, layer.weight.quant_state.dtype
     if key not in kept:
@@ -79,12 +107,16 @@ def zeros(layer):
         (beside_the_kernel, {"memory", *LAUNCH}),
         pytest.param(zeros, {"exact", *LAUNCH}, marks=pytest.mark.gpu),  # 15 s interpreted
         (large_buffer, {"memory"}),
-        (kept_result, {"exact", "memory", "single_kernel"}),
+        (kept_result, {"exact", "memory", *LAUNCH}),
         (unwritten, {"exact", "memory", *LAUNCH}),
+        (keeps_an_absmax, {"memory"}),
+        (keeps_a_table, set()),
+        (waits, set()),
+        (autotunes, set()),
         (protocol.kernel_grid, set()),
     ],
 )
-def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
+def test_a_function_fails_where_it_should_and_nowhere_else(wrong, fails, capsys):
     names = {*CRITERIA} - {"torch_compile"} if protocol.ON_GPU else {"exact"} & fails
     if not names:
         pytest.skip("on a CPU it fails in nothing that has a verdict there")
@@ -92,8 +124,29 @@ def test_a_wrong_implementation_fails_where_it_should(wrong, fails):
     for name in names:
         verdict = protocol.attempt(getattr(checks, name), wrong)
         assert verdict is (name not in fails), name
+        assert ("waited 40 times" in capsys.readouterr().out) is (name == "memory" and wrong is waits)
     if wrong is zeros:  # later tests launch the real kernel of this name
         del protocol.loaded_kernels[known:]
+
+
+def copied_once(layer, first={}):  # noqa: B006
+    """Copy a small tensor on the first call: passes every other comparison."""
+    offset = layer.weight.quant_state.offset
+    now = offset.clone()
+    offset.copy_(first.setdefault(layer, now))
+    weight = candidate(layer)
+    offset.copy_(now)
+    return weight
+
+
+def graph_break(layer):
+    torch._dynamo.graph_break()
+    return candidate(layer)
+
+
+@pytest.mark.parametrize("name, wrong", [("exact", copied_once), ("torch_compile", graph_break)])
+def test_what_fails_one_criterion(name, wrong):
+    assert protocol.attempt(getattr(checks, name), wrong) is False
 
 
 @pytest.mark.gpu
@@ -111,22 +164,6 @@ def test_another_authors_kernel_is_read_from_its_own_ptx(capsys):
     assert protocol.attempt(checks.single_kernel, unsloth) is True
     assert protocol.attempt(checks.custom_asm, unsloth) is False, "Unsloth's has no inline assembly"
     assert " loaded _nf4" in capsys.readouterr().out
-
-
-def test_what_was_read_once_is_no_longer_right():
-    """A function that copies a small tensor on the first call passes every other comparison."""
-    first = {}
-
-    def copies(layer):
-        offset = layer.weight.quant_state.offset
-        now = offset.clone()
-        offset.copy_(first.setdefault(layer, now))
-        try:
-            return candidate(layer)
-        finally:
-            offset.copy_(now)
-
-    assert protocol.attempt(checks.exact, copies) is False
 
 
 @pytest.mark.gpu  # only torch's GPU allocator gives the same memory again
@@ -164,10 +201,11 @@ def launched(monkeypatch, tmp_path):
     def known(ran, on, off=(), setting="asm"):
         found = []
         for switched, text in [*((True, text) for text in on), *((False, text) for text in off)]:
-            files = {kind: tmp_path / f"{len(found)}{kind}" for kind in (".ttir", ".ptx")}
+            files = {kind: tmp_path / f"{len(found)}{kind}" for kind in (".ttir", ".ttgir", ".ptx")}
             files[".ttir"].write_text(TTIR if SCALE in text else "")
+            files[".ttgir"].write_text("%out_ptr: !tt.ptr<bf16> loc(")
             files[".ptx"].write_text(text)
-            found.append((KERNEL, dataclasses.replace(settings.settings(), **{setting: switched}), files))
+            found.append((KERNEL, vars(settings.settings()) | {setting: switched}, files))
         monkeypatch.setattr(checks, "loaded_kernels", found)
         monkeypatch.setattr(checks, "profiled", lambda function, layer: (ran, 0))
 
@@ -187,27 +225,35 @@ def launched(monkeypatch, tmp_path):
         ([KERNEL, "another"], [ON], [PLAIN], False),
     ],
 )
-def test_on_and_off(check, setting, ran, on, off, passes, launched):
+def test_on_and_off(check, setting, ran, on, off, passes, launched, capsys):
     """What is on must be in the PTX of the kernel. The launches are made up."""
     launched(ran, on, off, setting)
-    assert check(candidate) is passes
+    assert check(lambda layer: None) is passes
+    assert not passes or capsys.readouterr().out.count("    bf16 {") == len(on + off)
 
 
 @pytest.mark.parametrize("ran, passes", [([KERNEL], True), ([KERNEL] * 2, False), (["copy"], False)])
-def test_a_call_runs_one_kernel_of_tritons(ran, passes, launched):
+def test_a_call_runs_one_kernel_of_tritons(ran, passes, launched, monkeypatch):
+    """The first call may autotune."""
     launched(ran, [ON])
+    calls = itertools.cycle([["fill", KERNEL] * 99, ran, ran])
+    monkeypatch.setattr(checks, "profiled", lambda function, layer: (next(calls), 0))
     assert checks.single_kernel(candidate) is passes
 
 
+def test_a_kernel_that_was_loaded_before_the_settings_cell_ran_again(monkeypatch):
+    """Then `Settings` is another class."""
+    spec = importlib.util.spec_from_file_location("nf4_triton.core.settings", settings.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    monkeypatch.setattr(protocol, "loaded_kernels", [])
+    monkeypatch.setattr(checks, "loaded_kernels", protocol.loaded_kernels)
+    protocol.note(None, None, KERNEL, {"ptx": "some.ptx"})
+    monkeypatch.setattr(checks, "settings", again.settings)
+    assert len(checks.loaded([KERNEL])) == 1
+
+
 # --- torch.compile, memory ---
-
-
-def test_a_graph_break_fails():
-    def breaks(layer):
-        torch._dynamo.graph_break()
-        return candidate(layer)
-
-    assert protocol.attempt(checks.torch_compile, breaks) is False
 
 
 @pytest.mark.parametrize("ran, passes", [([KERNEL], True), ([KERNEL] * 2, False), (["triton_poi"], False)])
@@ -215,26 +261,3 @@ def test_a_compiled_call_runs_one_kernel_and_none_of_inductors(ran, passes, monk
     monkeypatch.setattr(checks, "profiled", lambda function, layer: (ran, 0))
     monkeypatch.setattr(checks, "ON_GPU", True)
     assert protocol.attempt(checks.torch_compile, candidate) is passes
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("first", [(64, 64), layers.LARGE[::-1]])
-def test_a_buffer_that_the_first_call_of_a_size_keeps_is_seen(first):
-    kept = []
-
-    def keeps(layer):
-        weight = candidate(layer)
-        if weight.shape == first and not kept:
-            kept.append(torch.empty_like(weight))
-        return weight
-
-    assert protocol.attempt(checks.memory, keeps) is False
-
-
-@pytest.mark.gpu
-def test_waiting_for_the_gpu_is_an_error():
-    def waits(layer):
-        return candidate(layer) * float(layer.weight.quant_state.offset.item() > -1e9)
-
-    assert protocol.attempt(checks.memory, waits) is False
-    assert torch.cuda.get_sync_debug_mode() == 0

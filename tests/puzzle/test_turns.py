@@ -10,17 +10,13 @@ from nf4_triton.core.reference import dequantize_in_pytorch as exact
 pytest.importorskip("bitsandbytes")
 
 
-@pytest.fixture
-def functions(monkeypatch):
-    """Functions that take turns, on small layers; the third one fails, the fourth is turned off."""
+def test_functions_take_turns_and_a_failing_one_is_named(monkeypatch, capsys):
+    """On small layers; the second function fails, the fourth is turned off."""
     known = {"bitsandbytes": exact, "unsloth_today": exact, "unsloth_classic": exact}
     monkeypatch.setattr(turns, "baselines", lambda: known)
     monkeypatch.setattr(turns, "needed", lambda name: "its launcher" if name == "unsloth_today" else "")
     monkeypatch.setattr(turns, "many_layers", lambda config: [config])
     monkeypatch.setattr(turns, "kernel_grid", None)
-
-
-def test_functions_take_turns_and_a_failing_one_is_named(functions, monkeypatch, capsys):
     order = []
 
     def times_of(fx, config):
@@ -37,8 +33,8 @@ def test_functions_take_turns_and_a_failing_one_is_named(functions, monkeypatch,
     assert "this kernel, kernel[grid]: not measured (TypeError: 'NoneType' object is not callable)" in shown
     assert "Unsloth today: not measured (AssertionError: needs its launcher)" in shown
     assert shown.count("not measured") == 2
-    (ours,) = (line for line in shown.splitlines() if line.startswith("your_dequantize_nf4 "))
-    assert ours.split()[-1] == "0.7500" and ours.count(",   5.0") == 3
+    ours = [line.split()[2:] for line in shown.splitlines() if line.startswith("this kernel  ")]
+    assert ours[1:] == [["5.000"] * 3, ["0.2500"] * 3]
 
 
 @pytest.mark.gpu
@@ -49,3 +45,23 @@ def test_bits_are_compared_before_the_clock(function):
     assert us > 0 and 1 < gpu_us < 1000 and seconds > 0
     with pytest.raises(AssertionError, match="wrong bits"):
         turns.times_of(lambda layer: torch.zeros_like(exact(layer)), *layers.many_layers(config))
+
+
+@pytest.mark.gpu
+def test_what_no_replay_repeats_is_not_timed():
+    """A function that launches on another stream in a capture, and one that launches nothing."""
+    eager, other = {}, torch.cuda.Stream()
+
+    def from_eager(layer):
+        if not torch.cuda.is_current_stream_capturing():
+            eager[layer] = your_dequantize_nf4(layer)
+        return eager[layer]
+
+    def beside(layer):
+        result = torch.empty_like(from_eager(layer))
+        with torch.cuda.stream(other if torch.cuda.is_current_stream_capturing() else None):
+            return torch.mul(from_eager(layer), 1, out=result)
+
+    for function in (from_eager, beside):
+        with pytest.raises(AssertionError, match="wrong bits"):
+            turns.times_of(function, *layers.many_layers(layers.CONFIGS[1]))
