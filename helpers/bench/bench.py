@@ -14,7 +14,7 @@ import traceback
 import torch
 
 from helpers import machine
-from helpers.bench import experts, gpu, host, training
+from helpers.bench import gpu, host, training
 from helpers.bench.contenders import why
 from helpers.puzzle import protocol
 from helpers.puzzle.layers import ON_GPU
@@ -26,7 +26,6 @@ SECTIONS = {
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "experts": experts.time_experts,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes
 SECTIONS |= {name: functools.partial(training.time_section, name) for name in training.RUNS}

@@ -35,16 +35,10 @@ COLUMNS = (  # of the claim
 )
 SHOWN = {  # cases of a section's table; the stored rows have more
     "gpu_time": SHAPES,  # speed_by_size shows all sizes
-    "experts": ("4 of 128x1536x2048", "128 of 128x1536x2048", "4 of 256x1024x2048", "256 of 256x1024x2048"),
 }
 STEP_UNITS = ("GPU ms", "GPU ms dequantizing", "launches", "wall ms")
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
-    "rows": "this kernel, `rows=`",
-    "axolotl": "Axolotl",
-    "zoo": "unsloth_zoo",
-    "zoo_select": "unsloth_zoo, `nf4_select_dequant`",
-    "slice": "this kernel, a slice",
     "total": "seconds",
     "100 rounds": "seconds of 100 rounds",
     "until return": "us until it returns",

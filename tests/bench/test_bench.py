@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.bench import bench, clocks, contenders, experts, gpu, host
+from helpers.bench import bench, clocks, contenders, gpu, host
 from helpers.results import store
 from nf4_triton.core import settings
 
@@ -17,8 +17,6 @@ SMALL = (
     (gpu, "CHANGED", ((2**10, "bf16"),)),
     (gpu, "MOST_LAYERS", 2),
     (host, "LAYER", (64, 8)),  # each selected row is a program, which the interpreter runs for 15 ms
-    (experts, "STACKS", ((2, 64, 256),)),
-    (experts, "ACTIVE", (1,)),
     (clocks, "ROUNDS", 2),
     (clocks, "INNER", 1),
 )
@@ -28,7 +26,6 @@ FOUND = {  # section: its cases, and who is timed in each of them, if not others
         ["1024 fp16", "1024 bf16"],
         {"ours", "torch's copy", "dequantize, flat", "bitsandbytes, flat"},
     ),
-    "experts": (["1 of 2x64x256", "2 of 2x64x256"], {"rows"}),
     "settings": (["1024 bf16"], gpu.CHANGES.keys()),
     "host_time": (
         [host.NESTED, f"{host.NESTED}, synchronized", "flat NF4", "nested FP4"],
