@@ -58,18 +58,17 @@ def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Ca
 def time_host(problems: list[str]) -> Iterator[tuple]:
     """Yield the time until a call returns on each kind of layer, and with a synchronize after each call.
 
-    All of it takes turns. bitsandbytes is switched only where the name says so.
+    The calls of a case take turns. bitsandbytes is switched only where the name says so.
     """
     from bitsandbytes import functional
 
-    timers = {}
     with use_nf4_kernel("bitsandbytes", quiet=True, strict=True):
         switched = functional.dequantize_4bit
         for kind in KINDS:
-            for name, call in calls_of(kind, switched, problems).items():
-                timers[kind, name] = clocks.host_timer(call, clocks.INNER)
-                if kind == NESTED:
-                    timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, True)
-        found = clocks.in_turns(timers, clocks.ROUNDS)
-    for case in dict.fromkeys(case for case, _ in timers):
-        yield case, "us", {name: us for (of, name), us in found.items() if of == case}
+            calls = calls_of(kind, switched, problems)
+            waits = {kind: False}
+            if kind == NESTED:
+                waits[f"{kind}, synchronized"] = True
+            for case, wait in waits.items():
+                timers = {name: clocks.host_timer(call, clocks.INNER, wait) for name, call in calls.items()}
+                yield case, "us", clocks.in_turns(timers, clocks.ROUNDS)
