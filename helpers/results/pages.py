@@ -4,12 +4,10 @@ A block is everything between `<!-- name -->` and `<!-- /name -->`: the claim, a
 figure, whose PNG goes into the notebook's data URIs. Prose is written by hand, and so is a figure's text.
 """
 
-import argparse
 import base64
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import nbformat
@@ -169,24 +167,12 @@ def draw(stored: dict) -> dict[Path, str | bytes]:
     return files
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command. Exits with one line if a notebook or a page is not as it should be, nothing stored."""
-    parser = argparse.ArgumentParser(description="Fill the tables and pictures of README, docs and notebook.")
-    help = "store the rows of this executed notebook first"
-    parser.add_argument("notebook", nargs="?", type=Path, help=help)
-    options = parser.parse_args(argv)
+def main(notebook: str | None = None) -> int:
+    """`python -m helpers draw`: store the rows of an executed notebook, if one is given; fill all pages."""
+    if notebook:
+        _, (environment, rows) = executed.read(notebook)
+        print(f"stored in {store.write('notebook', rows, environment=environment)}")
     stored = {card: store.rows(card) for card in store.cards()}
-    try:
-        if options.notebook:
-            sent = executed.read(options.notebook)
-            card = store.slug(sent.environment)
-            records = store.records(card) | {"notebook": sent}
-            stored[card] = [row for record in records.values() for row in record.rows]
-        files = draw(stored)
-        if options.notebook:
-            print(f"stored in {store.write('notebook', sent.rows, environment=sent.environment)}")
-        for path, content in files.items():
-            write_whole(path, content)
-    except Exception as error:  # a notebook that somebody sent can be any file
-        sys.exit(f"{type(error).__name__}: {error}")
+    for path, content in draw(stored).items():
+        write_whole(path, content)
     return 0
