@@ -1,4 +1,6 @@
-"""Read what an executed copy of the notebook measured: the JSON that its cell `rows` shows.
+"""Read what an executed copy of the notebook measured: the JSON that its cell `rows` shows,
+
+    {"environment": ..., "points": ..., "ratios": ..., "times": ...}, the last three as rows_of() takes them.
 
 Anyone can send such a file: its code must be ours, and nothing may be missing. Read the numbers before you
 commit them.
@@ -13,7 +15,7 @@ from pathlib import Path
 import nbformat
 
 from helpers import machine
-from helpers.names import CRITERIA
+from helpers.names import CRITERIA, LABELS
 from helpers.results.store import CARDS, Record, Row, slug
 
 UNSLOTH = ("unsloth_today", "unsloth_classic")
@@ -36,11 +38,30 @@ def check_code(notebook) -> None:
             )
 
 
-def check_rows(rows: list[Row]) -> None:
-    """Raise ValueError, which names what is missing, unless every criterion has points."""
-    scored = [row.case for row in rows if row.section == "score"]
-    if missing := ", ".join(criterion for criterion, *_ in CRITERIA if criterion not in scored):
-        raise ValueError(f"not scored: {missing}. Install what its cells say is missing; run all cells again")
+def rows_of(points: dict, ratios: dict | None, times: dict | None) -> list[Row]:
+    """Return the rows of what the notebook's cells measured. Raises ValueError, which names what is missing.
+
+    points: {criterion: points}. ratios: {Unsloth's name: speedups, one for each run of the puzzle's line}.
+    times: {contender: turns}; a turn is (us until return, us on the GPU, s of 100 rounds) of each CONFIG.
+    """
+    missing = [criterion for criterion, *_ in CRITERIA if points.get(criterion) is None]
+    missing += [LABELS[name] for name in UNSLOTH if not (ratios or {}).get(name)]
+    missing += [LABELS[name] for name in ("ours", "bitsandbytes") if name not in (times or {})]
+    if missing:
+        text = ", ".join(missing)
+        raise ValueError(f"not measured: {text}. Install what its cells say is missing; run all cells again")
+    rows, seconds = [], {}
+    for name, turns in times.items():
+        until_return = [turn[1][0] for turn in turns]  # of the smallest weight, 4096x1024 in bf16
+        seconds[name] = [sum(s for *_, s in turn) for turn in turns]
+        rows.append(Row("protocol", "until return", name, "us", until_return))
+        rows.append(Row("protocol", "100 rounds", name, "s", seconds[name]))
+    both = zip(seconds["bitsandbytes"], seconds["ours"], strict=True)
+    speedups = {**ratios, "bitsandbytes": [theirs / ours for theirs, ours in both]}
+    rows.append(Row("claim", "score (of 14)", "ours", "points", [sum(points.values())]))
+    for name, values in speedups.items():
+        rows.append(Row("claim", f"vs {LABELS[name]}", "ours", "x", values))
+    return rows
 
 
 def check_card(environment: dict) -> None:
@@ -61,10 +82,9 @@ def record_of(notebook) -> Record:
         problem = f"it has {len(found)} outputs with rows, expected 1"
         raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
     sent = json.loads(found[0])
-    record = Record(sent["environment"], [Row(*fields) for fields in sent["rows"]])
-    check_card(record.environment)
-    check_rows(record.rows)
-    return record
+    environment = sent.pop("environment")
+    check_card(environment)
+    return Record(environment, rows_of(**sent))
 
 
 def read(path: Path | str) -> tuple:

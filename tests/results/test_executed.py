@@ -11,15 +11,10 @@ from helpers.names import CRITERIA
 from helpers.puzzle import notebook as book
 from helpers.results import pages, store
 
-ROWS = [
-    ["protocol", "100 rounds", "ours", "s", [3.5]],
-    ["protocol", "100 rounds", "bitsandbytes", "s", [4]],
-    ["protocol", "100 rounds", "Unsloth's kernel, kept launch", "s", [3.6]],
-    ["protocol", "until return", "ours", "us", [9.5]],
-    ["protocol", "puzzle's line", "unsloth_today", "x", [1.17, 1.16, 1.18]],
-    ["protocol", "puzzle's line", "unsloth_classic", "x", [1.3]],
-    *(["score", criterion, "today", "points", [won]] for criterion, won, _, _ in CRITERIA),
-]
+RATIOS = {"unsloth_today": [1.17, 1.16, 1.18], "unsloth_classic": [1.3, 1.2, 1.4]}
+SECONDS = {"ours": 3.5, "bitsandbytes": 4, "this kernel, kernel[grid]": 3.6}
+TIMES = {name: [[[20, 12, 0], [9.5, 4, 0], [50, 39, s]]] * 3 for name, s in SECONDS.items()}
+POINTS = {criterion: won for criterion, won, *_ in CRITERIA}
 MACHINE = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-22", "forced": None}
 
 
@@ -27,15 +22,15 @@ def written(content):
     return json.dumps(content, separators=(",", ":"))
 
 
-LINE = written({"environment": MACHINE, "rows": ROWS})
-CODE = "print_rows()"
+LINE = written({"environment": MACHINE, "points": POINTS, "ratios": RATIOS, "times": TIMES})
+CODE = "show_all()"
 
 
 @pytest.fixture
 def draw(folder, monkeypatch):
     """Draw with an executed copy of a notebook of one cell; the only page is the claim."""
     monkeypatch.setattr(machine, "NOTEBOOK", folder / "own.ipynb")
-    monkeypatch.setattr(pages, "draw", lambda stored: {folder / "page": pages.claim(stored)})
+    monkeypatch.setattr(pages, "draw", lambda stored: {folder / "page": pages.claim()})
 
     def write(path, source, outputs):
         ran, empty = nbformat.v4.new_code_cell(source, outputs=outputs), nbformat.v4.new_code_cell("")
@@ -54,10 +49,9 @@ def draw(folder, monkeypatch):
 def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw(LINE) == draw(LINE) == 0  # the second replaces the first
     environment, rows = store.records("tesla-t4")["notebook"]
-    assert json.loads(json.dumps(rows)) == ROWS
+    assert [row.median for row in rows] == [9.5, 3.5, 9.5, 4, 9.5, 3.6, 14, 1.17, 1.3, 4 / 3.5]
     page = (folder / "page").read_text()
-    assert re.search(r"Tesla T4 .* 14 .* 1.17x \(1.16x to 1.18x\) .* 1.30x \(.* 1.14x \(", page)
-    assert "predicted" not in page
+    assert re.search(r"Tesla T4 .* 14 .* 1.17x \(1.16x to 1.18x\) .* 1.30x \(.* 1.14x ", page)
     assert environment["commit"] == store.commit()
 
 
@@ -82,7 +76,9 @@ def test_other_code_is_refused(draw):
     "problem, right, wrong",
     [
         ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
-        ("not scored: Custom assembly works, .*", written(ROWS), written(ROWS[:12])),  # a broken rule
+        ("not measured: Unsloth classic. Install", written(RATIOS["unsloth_classic"]), "[]"),  # not loaded
+        ("not measured: One fused kernel, .*", written(POINTS), "{}"),  # a broken rule
+        ("not measured: this kernel, bitsandbytes. Install", written(TIMES), "null"),  # no GPU
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
     ],
 )
