@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.bench import bench, clocks, contenders, gpu, host
+from helpers.bench import bench, clocks, contenders, gpu, host, training
 from helpers.results import store
 from nf4_triton.core import settings
 
@@ -79,6 +79,15 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     assert problems and all("not bit-identical" in text for text in problems)
     references = {"torch's copy", "product alone", "allocate and fill"}
     assert all(timed <= references for timed in found.values())
+
+
+def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):
+    first = [("a", "ms", "without", 2), ("a", "ms", "with", 1)], []
+    done = iter([first, ([("a", "ms", "with", 3)], ["slow"])])
+    monkeypatch.setattr(training, "in_new_process", lambda function, *arguments: next(done))
+    rows, problems = bench.run_section("step_gpu_time")
+    assert problems == ["slow"]
+    assert [row[1:] for row in rows] == [("a", "without", "ms", [2]), ("a", "with", "ms", [1, 3])]
 
 
 # --- the command ---
