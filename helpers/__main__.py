@@ -16,7 +16,7 @@ COMMANDS = {  # its function, and how many arguments it takes at most
     "doctor": ("helpers.__main__:doctor", 1),
     "run": ("helpers.puzzle.notebook:run", 0),
     "bench": ("helpers.bench.bench:main", 9),
-    "cross": ("helpers.cross.sass:main", 0),
+    "cross": ("helpers.cross.machine_code:main", 0),
     "draw": ("helpers.results.pages:main", 1),
     "sync": ("helpers.puzzle.notebook:write", 1),
 }
