@@ -43,9 +43,8 @@ def run_section(name: str) -> tuple[list[Row], list[str]]:
     except Exception as error:
         traceback.print_exc()
         problems.append(why(error))
-    utils = sys.modules.get("unsloth.kernels.utils")
-    if getattr(utils, "_USE_NF4_KERNELS", True) is False:
-        problems.append("unsloth_today: Unsloth gave up its fused kernel and took its classic path")
+    if "unsloth_today" in protocol.baselines() and (off := protocol.needed("unsloth_today")):
+        problems.append(f"unsloth_today: needs {off}")
     torch.cuda.empty_cache()
     return rows, problems
 

@@ -53,7 +53,6 @@ def settings_of(arch: int):
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_properties", lambda index: card),
-        mock.patch.object(settings, "INTERPRETED", False),
         settings.force(),
     ):
         return settings.settings()

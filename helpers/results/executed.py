@@ -18,8 +18,6 @@ from helpers import machine
 from helpers.names import CRITERIA, LABELS
 from helpers.results.store import CARDS, Record, Row, slug
 
-UNSLOTH = ("unsloth_today", "unsloth_classic")
-
 
 def code_cells(notebook) -> list:
     """Return a notebook's code cells, without the empty ones."""
@@ -45,8 +43,7 @@ def rows_of(points: dict, ratios: dict | None, times: dict | None) -> list[Row]:
     times: {contender: turns}; a turn is (us until return, us on the GPU, s of 100 rounds) of each CONFIG.
     """
     missing = [criterion for criterion, *_ in CRITERIA if points.get(criterion) is None]
-    missing += [LABELS[name] for name in UNSLOTH if not (ratios or {}).get(name)]
-    missing += [LABELS[name] for name in ("ours", "bitsandbytes") if name not in (times or {})]
+    missing += [name for name, values in {"turns": times, **(ratios or {})}.items() if not values]
     if missing:
         text = ", ".join(missing)
         raise ValueError(f"not measured: {text}. Install what its cells say is missing; run all cells again")
@@ -72,25 +69,21 @@ def check_card(environment: dict) -> None:
         raise ValueError(f"{found}, expected {card.capability} of {card.name}")
 
 
-def record_of(notebook) -> Record:
-    """Return what an executed notebook printed. Raises some error unless its code is this checkout's."""
-    check_code(notebook)
-    outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
-    pages = "\n".join(data.get("text/html", "") for data in outputs)
-    found = re.findall('{"environment":.*(?=</details>)', pages)  # Colab may change ids of cells
-    if len(found) != 1:
-        problem = f"it has {len(found)} outputs with rows, expected 1"
-        raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
-    sent = json.loads(found[0])
-    environment = sent.pop("environment")
-    check_card(environment)
-    return Record(environment, rows_of(**sent))
-
-
 def read(path: Path | str) -> tuple:
-    """Return (an executed notebook, its Record). Exits with one line if it is not as it should be."""
+    """Return an executed notebook, and the Record that it shows. Exits with one line if its code is not this
+    checkout's, or if something is missing."""
     try:
         notebook = nbformat.read(path, as_version=4)
-        return notebook, record_of(notebook)
+        check_code(notebook)
+        outputs = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
+        pages = "\n".join(data.get("text/html", "") for data in outputs)
+        found = re.findall('{"environment":.*(?=</details>)', pages)  # Colab may change ids of cells
+        if len(found) != 1:
+            problem = f"it has {len(found)} outputs with rows, expected 1"
+            raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
+        sent = json.loads(found[0])
+        environment = sent.pop("environment")
+        check_card(environment)
+        return notebook, Record(environment, rows_of(**sent))
     except Exception as error:  # it can be any file
         sys.exit(f"{path}: {type(error).__name__}: {error}")

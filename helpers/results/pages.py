@@ -22,7 +22,6 @@ from nf4_triton.core.supported import VERSION
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-FOLDERS = (CARD, "nvidia-h100-80gb-hbm3", SIMULATED)  # a block shows the first that has its section
 TURNED = ("protocol", "host_time", "gpu_time")  # tables with a row for each contender, a column for each case
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
@@ -103,7 +102,7 @@ def claim() -> str:
     return markdown(cells)
 
 
-def filled(page: Path, stored: dict) -> str:
+def filled(page: Path, rows: list[Row]) -> str:
     """Return the text of a page or a notebook with every block filled in."""
 
     def fill(block: re.Match) -> str:
@@ -116,8 +115,7 @@ def filled(page: Path, stored: dict) -> str:
         elif name.startswith("figure "):
             body = re.sub(r"!\[.*?\]", f"![{plots.TEXTS[name.removeprefix('figure ')]}]", body)
         else:
-            found = (select(stored.get(folder, ()), name) for folder in FOLDERS)
-            body = table(next(filter(None, found), []), name) + "\n"
+            body = table(rows, name) + "\n"
         return f"<!-- {name} -->\n{body}<!-- /{name} -->"
 
     text = page.read_text(encoding="utf-8")
@@ -129,11 +127,12 @@ def filled(page: Path, stored: dict) -> str:
     return nbformat.writes(notebook) + "\n"
 
 
-def draw(stored: dict) -> dict[Path, str | bytes]:
+def draw() -> dict[Path, str | bytes]:
     """Return {file: what it must hold} of all pages, the notebook, and the pictures."""
-    files = {FIGURES / f"{name}.png": plots.png(picture(stored)) for name, picture in plots.PICTURES.items()}
+    rows = store.rows(CARD) + store.rows(SIMULATED)
+    files = {FIGURES / f"{name}.png": plots.png(picture(rows)) for name, picture in plots.PICTURES.items()}
     pages = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), NOTEBOOK)
-    return files | {page: filled(page, stored) for page in pages}
+    return files | {page: filled(page, rows) for page in pages}
 
 
 def main(notebook: str | None = None) -> int:
@@ -141,7 +140,6 @@ def main(notebook: str | None = None) -> int:
     if notebook:
         _, (environment, rows) = executed.read(notebook)
         print(f"stored in {store.write('notebook', rows, environment=environment)}")
-    stored = {card: store.rows(card) for card in store.cards()}
-    for path, content in draw(stored).items():
+    for path, content in draw().items():
         write_whole(path, content)
     return 0

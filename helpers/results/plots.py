@@ -1,6 +1,6 @@
 """Draw the pictures of README, docs and the notebook from stored rows.
 
-Each function of PICTURES takes {card: its rows}. This kernel is in color, the others are grey.
+Each function of PICTURES takes the rows of CARD. This kernel is in color, the others are grey.
 """
 
 import io
@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from helpers.names import LABELS
-from helpers.results.store import CARDS, select
+from helpers.results.store import CARDS, Row, select
 
 CARD = "nvidia-h200"  # the folder that pages and pictures show
 ON = f"on an {CARDS[CARD].name}"
@@ -52,11 +52,11 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def protocol(stored: dict) -> Figure:
+def protocol(rows: list[Row]) -> Figure:
     """Bars: seconds of the puzzle's test, one for each contender, sorted. This kernel's are blue."""
     figure, panel = panel_of("The puzzle's test", 3.8)
-    rows = select(stored[CARD], "protocol", "100 rounds")  # bars begin at the bottom
-    for row in sorted(rows, key=lambda row: -row.median):
+    rows = select(rows, "protocol", "100 rounds")
+    for row in sorted(rows, key=lambda row: -row.median):  # bars begin at the bottom
         name = NAMES.get(row.contender, row.contender)
         color = BLUE if name.startswith("this kernel") else GREY
         bar = panel.barh(name, row.median, color=color)
@@ -66,11 +66,11 @@ def protocol(stored: dict) -> Figure:
     return figure
 
 
-def speed_by_size(stored: dict) -> Figure:
+def speed_by_size(rows: list[Row]) -> Figure:
     """Lines: memory traffic by size of the weight, below what the card's memory is specified for."""
     figure, panel = panel_of("Memory traffic in bf16", 4.4)
     speeds = {}  # {contender: {elements: TB/s}}
-    for row in select(stored[CARD], "gpu_time"):
+    for row in select(rows, "gpu_time"):
         size, dtype = row.case.split()
         if dtype == "bf16":
             speed = BYTES * int(size) / row.median / 1e6

@@ -74,14 +74,9 @@ def root() -> Path:
 def slug(environment: dict) -> str:
     """Return the folder name of a described machine: "tesla-t4", "nvidia-h200-forced-t4", "cpu"."""
     name = environment["card"] or "cpu"
-    if environment["forced"]:
+    if environment.get("forced"):
         name += f" forced {environment['forced']}"
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def cards() -> list[str]:
-    """Return the folders of all cards that have rows."""
-    return sorted({path.parent.name for path in root().glob("*/*.jsonl")})
 
 
 def records(card: str) -> dict[str, Record]:
@@ -120,16 +115,14 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write(
-    section: str, new: Iterable[Row], card: str | None = None, note: str = "", environment=None
-) -> Path:
+def write(section: str, new: Iterable[Row], note: str = "", environment=None) -> Path:
     """Store a section in place of the one before; return its file. Raises OSError, and the old file stays.
 
-    card: the folder under results/, this machine's by default. environment: what `describe()` returned on the
-    machine that measured, with "commit" if that was not this checkout's; so with "version".
+    environment: what `describe()` returned on the machine that measured, with "version" and "commit" if they
+    were not this checkout's.
     """
     here = {"version": VERSION, "commit": commit(), "note": note, **(environment or describe())}
-    path = root() / (card or slug(here)) / f"{section}.jsonl"
+    path = root() / slug(here) / f"{section}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(line) + "\n" for line in (here, *new)))
     return path

@@ -151,7 +151,7 @@ if __name__ == "__main__":
         print(pages.table(found, name), "\n")
         if sys.argv[1:] == ["--store"]:
             environment = INPUTS["environments"]["t4_prediction" if section is claim else name]
-            store.write(name, found, HERE.name, environment=environment)
+            store.write(name, found, environment=environment)
     kernel = RUNS.groupby(["elements", "calibration", "mhz", "contender", "dtype"])["steady_us"]
     scatter = (100 * kernel.std() / kernel.mean()).groupby(level=[0, 1, 2])
     print("Standard deviation over placements, %:", scatter.agg(["mean", "max"]).round(1), sep="\n")

@@ -69,15 +69,18 @@ def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
 
 # --- run ---
 
-FACTS = "import pathlib, sys\nprint(sys.executable, pathlib.Path.home())"
+FACTS = """
+import pathlib, sys
+print(sys.executable, pathlib.Path.home())
+assert sys.executable == {!r} and not pathlib.Path({!r}).exists()
+"""
 SCORE = "print('sum 14')"
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """small({id: source}): the repository's notebook is one with these cells."""
-    for name in ("NF4_QUICK", "NF4_FORCE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NF4_FORCE", raising=False)
 
     def write(sources):
         cells = [nbformat.v4.new_code_cell(source, id=name) for name, source in sources.items()]
@@ -92,9 +95,9 @@ def small(tmp_path, monkeypatch):
 
 
 def test_it_prints_the_score_and_keeps_the_outputs(small, capsys):
-    """This very Python runs it; no folder of this machine is in the outputs."""
-    same = f"\nassert sys.executable == {sys.executable!r}"
-    small({"facts": FACTS + same, "score": SCORE})
+    """This very Python runs it, an earlier copy is gone, and no folder of this machine is in the outputs."""
+    small.executed.write_text("of an earlier run")
+    small({"facts": FACTS.format(sys.executable, str(small.executed)), "score": SCORE})
     assert book.run() == 0
     assert capsys.readouterr().out.endswith(f"\nsum 14\n\nthe executed notebook is {small.executed}\n")
     text = printed(nbformat.read(small.executed, 4), "facts")
@@ -135,7 +138,6 @@ sys.exit(commands.main(["run"]))
 @pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP"])
 def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
     small({"a": START, "b": KILL.format(ending)})
-    small.executed.write_text("of an earlier run")
     code = RUN.format(ending, str(machine.NOTEBOOK))
     done = processes.python(["-c", code], check=False, timeout=60)
     assert done.err == f"stopped: interrupted in cell b; what ran is in {small.executed}\n"

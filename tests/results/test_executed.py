@@ -12,10 +12,10 @@ from helpers.puzzle import notebook as book
 from helpers.results import pages, store
 
 RATIOS = {"unsloth_today": [1.17, 1.16, 1.18], "unsloth_classic": [1.3, 1.2, 1.4]}
-SECONDS = {"ours": 3.5, "bitsandbytes": 4, "this kernel, kernel[grid]": 3.6}
+SECONDS = {"ours": 3.5, "bitsandbytes": 4}
 TIMES = {name: [[[20, 12, 0], [9.5, 4, 0], [50, 39, s]]] * 3 for name, s in SECONDS.items()}
 POINTS = {criterion: won for criterion, won, *_ in CRITERIA}
-MACHINE = {"card": "Tesla T4", "capability": [7, 5], "date": "2026-11-22", "forced": None}
+MACHINE = {"card": "Tesla T4", "capability": [7, 5], "forced": None}
 
 
 def written(content):
@@ -30,7 +30,7 @@ CODE = "show_all()"
 def draw(folder, monkeypatch):
     """Draw with an executed copy of a notebook of one cell; the only page is the claim."""
     monkeypatch.setattr(machine, "NOTEBOOK", folder / "own.ipynb")
-    monkeypatch.setattr(pages, "draw", lambda stored: {folder / "page": pages.claim()})
+    monkeypatch.setattr(pages, "draw", lambda: {folder / "page": pages.claim()})
 
     def write(path, source, outputs):
         ran, empty = nbformat.v4.new_code_cell(source, outputs=outputs), nbformat.v4.new_code_cell("")
@@ -48,11 +48,9 @@ def draw(folder, monkeypatch):
 
 def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw(LINE) == draw(LINE) == 0  # the second replaces the first
-    environment, rows = store.records("tesla-t4")["notebook"]
-    assert [row.median for row in rows] == [9.5, 3.5, 9.5, 4, 9.5, 3.6, 14, 1.17, 1.3, 4 / 3.5]
+    assert [row.median for row in store.rows("tesla-t4")] == [9.5, 3.5, 9.5, 4, 14, 1.17, 1.3, 4 / 3.5]
     page = (folder / "page").read_text()
     assert re.search(r"Tesla T4 .* 14 .* 1.17x \(1.16x to 1.18x\) .* 1.30x \(.* 1.14x ", page)
-    assert environment["commit"] == store.commit()
 
 
 def test_its_outputs_are_put_into_the_notebook_unless_settings_were_forced(draw, folder, monkeypatch):
@@ -76,16 +74,15 @@ def test_other_code_is_refused(draw):
     "problem, right, wrong",
     [
         ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
-        ("not measured: Unsloth classic. Install", written(RATIOS["unsloth_classic"]), "[]"),  # not loaded
+        ("not measured: unsloth_classic. Install", written(RATIOS["unsloth_classic"]), "[]"),  # not loaded
         ("not measured: One fused kernel, .*", written(POINTS), "{}"),  # a broken rule
-        ("not measured: this kernel, bitsandbytes. Install", written(TIMES), "null"),  # no GPU
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),
     ],
 )
 def test_what_is_wrong_is_named_and_nothing_is_written(draw, folder, problem, right, wrong):
     with pytest.raises(SystemExit, match=f"^.*{problem}.*$"):
         draw(LINE.replace(right, wrong, 1))
-    assert not (folder / "page").exists() and "tesla-t4" not in store.cards()
+    assert not (folder / "page").exists() and not store.rows("tesla-t4")
 
 
 @pytest.mark.parametrize("content", [b"{}", b"PK\x03\x04\xff", b"[" * 10**5])
