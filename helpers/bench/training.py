@@ -189,15 +189,15 @@ class Trainer:
 
     def results(self, ids) -> list[torch.Tensor]:
         """Return a batch's loss and its gradients, by deterministic algorithms; nothing is updated."""
-        before = torch.get_deterministic_debug_mode()
+        before = torch.are_deterministic_algorithms_enabled()
         try:
-            torch.set_deterministic_debug_mode("error")  # else fused attention does not repeat its gradients
+            torch.use_deterministic_algorithms(True)
             loss = self.backward(ids)
-        except RuntimeError:  # an operation has no such algorithm
-            torch.set_deterministic_debug_mode("warn")
+        except RuntimeError:  # an operation has none; with warn_only fused attention repeats no gradients
+            torch.use_deterministic_algorithms(True, warn_only=True)
             loss = self.backward(ids)
         finally:
-            torch.set_deterministic_debug_mode(before)
+            torch.use_deterministic_algorithms(before, warn_only=True)
         return [loss, *(p.grad for p in self.adapters if p.grad is not None)]
 
     def step(self, ids) -> None:

@@ -4,6 +4,7 @@ no spill, wide loads and stores, few registers. Nothing is launched.
 A GPU is added in nf4_triton/core/supported.py.
 """
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -11,7 +12,6 @@ import subprocess
 import tempfile
 import types
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -46,8 +46,9 @@ class Code(NamedTuple):
         return f"sm_{self.arch} {self.dtype}{', general' if self.general else ''}"
 
 
+@contextlib.contextmanager
 def settings_of(arch: int):
-    """Return the Settings of a GPU of sm_`arch`, whatever is forced."""
+    """Return a context manager: inside it, settings are those of a GPU of sm_`arch`, whatever was forced."""
     major, minor = divmod(arch, 10)
     card = types.SimpleNamespace(major=major, minor=minor)
     with (
@@ -55,7 +56,7 @@ def settings_of(arch: int):
         mock.patch("torch.cuda.get_device_properties", lambda index: card),
         settings.force(),
     ):
-        return settings.settings()
+        yield
 
 
 def prepared(tensors, layout, out, general: bool) -> tuple:
@@ -107,9 +108,9 @@ def compiled(arch: int, dtype: str, general: bool) -> Code:
     layer = quantized_layer(64, 64, DTYPES[dtype], device="cpu")
     tensors, layout = read_state(layer.weight.data, layer.weight.quant_state)
     out = torch.empty(64, 64, dtype=DTYPES[dtype])
-    chosen = settings_of(arch)
-    with settings.force(**asdict(chosen)):
+    with settings_of(arch):
         kernel, _, arguments, options = prepared(tensors, layout, out, general)
+        chosen = settings.settings()
     found = compile_for(arch, kernel, arguments, options)
     taken = resources(found.asm["cubin"])
     local = taken["STACK"] + taken["LOCAL"]

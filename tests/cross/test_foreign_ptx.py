@@ -3,7 +3,6 @@
 The driver of a newer GPU accepts the same PTX, so it computes what the older GPU would.
 """
 
-import dataclasses
 import math
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from helpers.cross import machine_code
 from helpers.puzzle import layers
-from nf4_triton.core import launch, reference, settings
+from nf4_triton.core import launch, reference
 from nf4_triton.core.state import read_state
 
 pytest.importorskip("bitsandbytes")
@@ -32,7 +31,7 @@ def cases(dtype):
 def run_foreign(weight, state, out, arch):
     """Dequantize into `out` with the PTX and settings of sm_`arch`."""
     tensors, layout = read_state(weight, state)
-    with settings.force(**dataclasses.asdict(machine_code.settings_of(arch))):
+    with machine_code.settings_of(arch):
         kernel, grid, arguments, options = machine_code.prepared(
             tensors, layout, out, general=not launch.fits(tensors, layout)
         )
