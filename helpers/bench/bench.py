@@ -1,11 +1,10 @@
-"""python -m helpers bench: time the kernel against every library, section by section.
+"""python -m helpers bench [SECTION ...]: time the kernel against every library, section by section.
 
 All contenders take turns in one process, and none is timed before its result is bit-identical to the plain
 torch reference. A section is printed and stored under results/<card>/ as soon as it is done, so a run that is
 cut short keeps what it has.
 """
 
-import argparse
 import functools
 import sys
 import time
@@ -14,7 +13,7 @@ import traceback
 import torch
 
 from helpers import machine
-from helpers.bench import experts, gpu, host, training
+from helpers.bench import gpu, host, training
 from helpers.bench.contenders import why
 from helpers.puzzle import protocol
 from helpers.puzzle.layers import ON_GPU
@@ -26,7 +25,6 @@ SECTIONS = {
     "gpu_time": gpu.time_sizes,
     "settings": gpu.time_settings,
     "host_time": host.time_host,
-    "experts": experts.time_experts,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes
 SECTIONS |= {name: functools.partial(training.time_section, name) for name in training.RUNS}
@@ -45,33 +43,26 @@ def run_section(name: str) -> tuple[list[Row], list[str]]:
     except Exception as error:
         traceback.print_exc()
         problems.append(why(error))
-    utils = sys.modules.get("unsloth.kernels.utils")
-    if getattr(utils, "_USE_NF4_KERNELS", True) is False:
-        problems.append("unsloth_today: Unsloth gave up its fused kernel and took its classic path")
+    if "unsloth_today" in protocol.baselines() and (off := protocol.needed("unsloth_today")):
+        problems.append(f"unsloth_today: needs {off}")
     torch.cuda.empty_cache()
     return rows, problems
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run, print and store the sections. Returns 1 if a contender was wrong or a section failed, else 0."""
-    parser = argparse.ArgumentParser(prog="python -m helpers bench", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=list(SECTIONS),
-        default=DEFAULT,
-        metavar="SECTION",
-        help=f"any of {', '.join(SECTIONS)}; by default {', '.join(DEFAULT)}",
-    )
-    into = "folder under results/ in place of this card's, such as nvidia-h100-triton-3.9 for another Triton"
-    parser.add_argument("--into", metavar="FOLDER", help=into)
-    options = parser.parse_args(argv)
+def main(*sections: str) -> int:
+    """Run, print and store the sections, DEFAULT if none is named.
+
+    Returns 2 if there is no such section, 1 if a contender was wrong or a section failed, else 0.
+    """
+    if unknown := [name for name in sections if name not in SECTIONS]:
+        print(f"no section {', '.join(unknown)}: expected any of {', '.join(SECTIONS)}", file=sys.stderr)
+        return 2
     if not ON_GPU:
         print(machine.no_gpu())
         return 1
     protocol.baselines()  # before anything else imports Unsloth
     failed = False
-    for name in options.only:
+    for name in sections or DEFAULT:
         start = time.perf_counter()
         rows, problems = run_section(name)
         print(f"\n{name}, {time.perf_counter() - start:.0f} s; median (lowest to highest)")
@@ -82,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
             print("FAILED", problem)
         failed |= bool(problems)
         if rows:
-            path = store.write(name, rows, options.into, note="; ".join(problems))
+            path = store.write(name, rows, note="; ".join(problems))
             print(f"stored in {path}", flush=True)
         if INTERRUPTED in problems:
             return 130

@@ -13,8 +13,12 @@ from helpers.puzzle.layers import DEVICE, quantized_layer
 from nf4_triton import dequantize, use_nf4_kernel
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
-NESTED = "nested NF4"  # the puzzle's kind: all libraries take it
-KINDS = {NESTED: {}, "flat NF4": {"nested": False}, "nested FP4": {"quant_type": "fp4"}}
+KINDS = {  # of quantized_layer; whether each call waits for the GPU
+    "nested NF4": ({}, False),  # the puzzle's: all libraries take it
+    "nested NF4, synchronized": ({}, True),
+    "flat NF4": ({"nested": False}, False),
+    "nested FP4": ({"quant_type": "fp4"}, False),
+}
 PRODUCT = 64  # rows of the input of a forward pass
 
 
@@ -35,11 +39,12 @@ def forward_calls(layer, x, weight) -> dict[str, Callable]:
 
 def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Callable]:
     """Return {name: call} of all that is exact on this kind of layer. switched: dequantize_4bit."""
-    layer = quantized_layer(*LAYER, torch.bfloat16, **KINDS[kind])
+    more, _ = KINDS[kind]
+    layer = quantized_layer(*LAYER, torch.bfloat16, **more)
     packed, state = layer.weight.data, layer.weight.quant_state
     weight = contenders.exact_weight(layer)
     out, ids = torch.empty_like(weight), torch.arange(len(weight), device=DEVICE)
-    libraries = contenders.installed() if kind == NESTED else contenders.installed("bitsandbytes")
+    libraries = contenders.installed("bitsandbytes") if more else contenders.installed()
     weights = {
         **{name: partial(function, layer) for name, function in libraries.items()},
         "bitsandbytes, switched": partial(switched, packed, state),
@@ -58,18 +63,13 @@ def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Ca
 def time_host(problems: list[str]) -> Iterator[tuple]:
     """Yield the time until a call returns on each kind of layer, and with a synchronize after each call.
 
-    All of it takes turns. bitsandbytes is switched only where the name says so.
+    The calls of a case take turns. bitsandbytes is switched only where the name says so.
     """
     from bitsandbytes import functional
 
-    timers = {}
     with use_nf4_kernel("bitsandbytes", quiet=True, strict=True):
         switched = functional.dequantize_4bit
-        for kind in KINDS:
-            for name, call in calls_of(kind, switched, problems).items():
-                timers[kind, name] = clocks.host_timer(call, clocks.INNER)
-                if kind == NESTED:
-                    timers[f"{kind}, synchronized", name] = clocks.host_timer(call, clocks.INNER, True)
-        found = clocks.in_turns(timers, clocks.ROUNDS)
-    for case in dict.fromkeys(case for case, _ in timers):
-        yield case, "us", {name: us for (of, name), us in found.items() if of == case}
+        for kind, (_, wait) in KINDS.items():
+            calls = calls_of(kind, switched, problems)
+            timers = {name: clocks.host_timer(call, clocks.INNER, wait) for name, call in calls.items()}
+            yield kind, "us", clocks.in_turns(timers, clocks.ROUNDS)

@@ -1,14 +1,13 @@
 """GPU time of QLoRA steps with the kernel and without: real libraries on random models, in new processes.
 
-Sections of `python -m helpers bench`, named in RUNS. A step's GPU time is the sum of its kernels' durations,
-which two runs on two hosts repeated within 1.5%; its wall clock does not. Loss and gradients must have the
-same bits with and without the kernel, or nothing is measured. Unsloth changes the other libraries for good,
-and asks to be imported first, so each section gets a process of its own.
+Sections of `python -m helpers bench`, named in RUNS. A step's GPU time is the sum of its kernels' durations.
+Loss and gradients must have the same bits with and without the kernel, or nothing is measured. Unsloth
+changes the other libraries for good, and asks to be imported first. So each section runs in two new
+processes, one after the other. A row has a value of each.
 """
 
 import contextlib
 import functools
-import hashlib
 import multiprocessing
 import os
 import tempfile
@@ -25,6 +24,7 @@ from helpers import machine
 from helpers.bench.contenders import why
 from helpers.puzzle.layers import DEVICE, ON_GPU
 from helpers.puzzle.protocol import synchronize
+from nf4_triton.core.reference import same_bits
 
 LONGEST = 2048  # tokens of a sequence
 LLAMA3_8B = dict(
@@ -62,9 +62,10 @@ VARIABLES = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 VARIANTS = ("without", "with")
-ROUNDS = 2
-SECONDS = 280  # of a section: after them, nothing else is measured
+PROCESSES = 2  # of a section
+SECONDS = 130  # of a process: after them, it measures nothing else
 TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
+CHECKPOINTED = ((1, LONGEST),)  # of PEFT nested, with gradient checkpointing
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
 RUNS = {  # section: library, sizes of a model, tokens
     "step_gpu_time": ("peft", WHOLE_LLAMA3_8B, TOKENS),
@@ -168,27 +169,6 @@ def peft_model(sizes: dict, *, autocast=False, lora=LORA, nf4=NF4, **loading):
 # --- a step ---
 
 
-@contextlib.contextmanager
-def deterministic(warn_only=True):
-    """Use deterministic algorithms inside the block. warn_only: not in fused attention, nor where an
-    operation has none, which is a RuntimeError otherwise."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=warn_only)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=True)
-
-
-def digest(tensors) -> str:
-    """Return the SHA-256 over the bytes of tensors, in hex."""
-    total = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        total.update(flat.cpu().numpy())
-    return total.hexdigest()
-
-
 class Trainer:
     """Trains a model's adapters; autocast: a dtype, or None."""
 
@@ -207,15 +187,18 @@ class Trainer:
         loss.backward()
         return loss.detach()
 
-    def results(self, ids) -> tuple[float, str]:
-        """Return a batch's loss and a digest of its gradients; nothing is updated."""
-        try:  # fused attention repeats its gradients only without warn_only
-            with deterministic(warn_only=False):
-                loss = self.backward(ids).item()
-        except RuntimeError:  # an operation has none
-            with deterministic():
-                loss = self.backward(ids).item()
-        return loss, digest(p.grad for p in self.adapters if p.grad is not None)
+    def results(self, ids) -> list[torch.Tensor]:
+        """Return a batch's loss and its gradients, by deterministic algorithms; nothing is updated."""
+        before = torch.are_deterministic_algorithms_enabled()
+        try:
+            torch.use_deterministic_algorithms(True)
+            loss = self.backward(ids)
+        except RuntimeError:  # an operation has none; with warn_only fused attention repeats no gradients
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            loss = self.backward(ids)
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=True)
+        return [loss, *(p.grad for p in self.adapters if p.grad is not None)]
 
     def step(self, ids) -> None:
         self.backward(ids)
@@ -246,7 +229,8 @@ def check(library: str, results) -> str:
     """
     expected = results()
     with variant(library, "with") as switch:
-        if results() != expected:
+        found = results()
+        if len(found) != len(expected) or not all(map(same_bits, found, expected)):
             raise AssertionError("loss or gradients differ with the kernel: not measured")
         if not handled(switch):
             raise AssertionError("the kernel dequantized nothing: not measured")
@@ -279,7 +263,8 @@ def sums(ran: list) -> dict[str, float]:
 
 
 def measure(step: Callable) -> dict[str, float]:
-    """Return {unit: value} of two steps: the first by the wall clock, the second by the profiler."""
+    """Return {unit: value} of two steps, by the wall clock and by the profiler, after one that warms up."""
+    step()
     synchronize()
     start = time.perf_counter()
     step()
@@ -289,37 +274,37 @@ def measure(step: Callable) -> dict[str, float]:
 
 
 def compare(library: str, trainer: Trainer, ids) -> list[tuple]:
-    """Return (unit, {variant: values}) of each unit; with the kernel and without take turns."""
-    step, found = functools.partial(trainer.step, ids), {}
-    for _ in range(ROUNDS):
-        for name in VARIANTS:
-            with variant(library, name):
-                for unit, value in measure(step).items():
-                    found.setdefault(unit, {}).setdefault(name, []).append(value)
-    return list(found.items())
+    """Return (unit, variant, value) of steps without the kernel, then of steps with it."""
+    step, found = functools.partial(trainer.step, ids), []
+    for name in VARIANTS:
+        with variant(library, name):
+            found += [(unit, name, value) for unit, value in measure(step).items()]
+    return found
 
 
-def trainers_of(library: str, sizes: dict) -> Iterator[tuple[str, Trainer]]:
-    """Yield what to train and how it is called, one model after the other."""
+def trainers_of(library: str, sizes: dict, tokens) -> Iterator[tuple]:
+    """Yield (what to train, its trainer, tokens), one model after the other."""
     if library == "unsloth":  # adapters in fp32, under autocast
-        yield "Unsloth", Trainer(unsloth_model(sizes), torch.bfloat16)
+        yield "Unsloth", Trainer(unsloth_model(sizes), torch.bfloat16), tokens
         return
     for label, nf4 in (("PEFT nested", NF4), ("PEFT flat", FLAT)):
         trainer = Trainer(peft_model(sizes, nf4=nf4))
-        yield label, trainer
-        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        yield f"{label}, checkpointing", trainer
+        yield label, trainer, tokens
+        if nf4 is NF4:
+            how = {"use_reentrant": False}
+            trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+            yield f"{label}, checkpointing", trainer, CHECKPOINTED
 
 
 def time_steps(library: str, sizes: dict, tokens) -> tuple[list[tuple], list[str]]:
-    """Return (case, unit, {variant: values}) of all steps, and what went wrong. Print what dequantized.
+    """Return (case, unit, variant, value) of all steps, and what went wrong. Print what dequantized.
 
     library: not imported yet.
     """
     end = time.monotonic() + SECONDS
     found, problems = [], []
-    for label, trainer in trainers_of(library, sizes):
-        for shape in tokens:
+    for label, trainer, shapes in trainers_of(library, sizes, tokens):
+        for shape in shapes:
             ids = torch.randint(sizes["vocab_size"], shape).to(DEVICE)
             case = f"{label}, {ids.numel()} tokens"
             if time.monotonic() > end:
@@ -336,7 +321,12 @@ def time_steps(library: str, sizes: dict, tokens) -> tuple[list[tuple], list[str
 
 
 def time_section(section: str, problems: list[str]) -> Iterator[tuple]:
-    """Yield what training steps take with the kernel and without."""
-    found, wrong = in_new_process(time_steps, *RUNS[section])
-    problems += wrong
-    yield from found
+    """Yield what training steps take with the kernel and without; values are of one process each."""
+    steps = {}
+    for _ in range(PROCESSES):
+        found, wrong = in_new_process(time_steps, *RUNS[section])
+        problems += wrong
+        for case, unit, name, value in found:
+            steps.setdefault((case, unit), {}).setdefault(name, []).append(value)
+    for (case, unit), values in steps.items():
+        yield case, unit, values

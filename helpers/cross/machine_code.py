@@ -1,13 +1,15 @@
-"""Compile the kernel for GPUs that need not be here, with the settings it gets there. Nothing is launched."""
+"""Compile the kernels for GPUs that need not be here, with the settings they get there, and check the code:
+no spill, wide loads and stores, few registers. Nothing is launched.
+
+A GPU is added in nf4_triton/core/supported.py.
+"""
 
 import multiprocessing
 import os
 import re
 import subprocess
 import tempfile
-import types
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -15,11 +17,15 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton.core import launch, launch_general, settings
+from nf4_triton.core import launch, launch_general, settings, supported
 from nf4_triton.core.checks import check_state
 from nf4_triton.core.state import read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+CARDS = {10 * major + minor: name for (major, minor), name in supported.CARDS.items()}  # by sm_ number
+WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
+WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
+REGISTERS = 96  # a thread's, at most: 75 to 87 on a T4 with Triton 3.4 to 3.9, 32 to 56 on other cards
 POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}
 
 
@@ -29,27 +35,14 @@ class Code(NamedTuple):
     arch: int
     dtype: str  # of the output, a key of DTYPES
     general: bool  # the general kernel, not the puzzle's
-    sass: str  # as cuobjdump prints it
     registers: int  # per thread
+    local: int  # bytes of local memory per thread: what does not fit into registers
     elements: int  # outputs per thread
-    ptx: str = ""
+    ptx: str
     triton: str = ""
 
     def __str__(self):
         return f"sm_{self.arch} {self.dtype}{', general' if self.general else ''}"
-
-
-def settings_of(arch: int):
-    """Return the Settings of a GPU of sm_`arch`, whatever is forced."""
-    major, minor = divmod(arch, 10)
-    card = types.SimpleNamespace(major=major, minor=minor)
-    with (
-        mock.patch("torch.cuda.is_available", lambda: True),
-        mock.patch("torch.cuda.get_device_properties", lambda index: card),
-        mock.patch.object(settings, "INTERPRETED", False),
-        settings.force(),
-    ):
-        return settings.settings()
 
 
 def prepared(tensors, layout, out, general: bool) -> tuple:
@@ -81,16 +74,17 @@ def compile_for(arch: int, kernel, arguments: tuple, options: dict):
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def disassemble(cubin: bytes) -> str:
-    """Return what the cuobjdump in Triton's wheel says of a kernel: its SASS and its resources."""
+def resources(cubin: bytes) -> dict[str, int]:
+    """Return what the cuobjdump in Triton's wheel says that a kernel takes: {"REG": registers, ...}."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "-sass", "-res-usage", file.name]
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout
+        command = [tool, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    return {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
 
 
 def compiled(arch: int, dtype: str, general: bool) -> Code:
@@ -103,14 +97,14 @@ def compiled(arch: int, dtype: str, general: bool) -> Code:
     layer = quantized_layer(64, 64, DTYPES[dtype], device="cpu")
     tensors, layout = read_state(layer.weight.data, layer.weight.quant_state)
     out = torch.empty(64, 64, dtype=DTYPES[dtype])
-    chosen = settings_of(arch)
-    with settings.force(**asdict(chosen)):
+    with settings.force(**vars(settings.of_capability(*divmod(arch, 10)))):
         kernel, _, arguments, options = prepared(tensors, layout, out, general)
+        chosen = settings.settings()
     found = compile_for(arch, kernel, arguments, options)
-    sass = disassemble(found.asm["cubin"])
-    registers = int(re.search(r" REG:(\d+)", sass)[1])
+    taken = resources(found.asm["cubin"])
+    local = taken["STACK"] + taken["LOCAL"]
     elements = 64 * chosen.rows // (32 * chosen.num_warps)
-    return Code(arch, dtype, general, sass, registers, elements, found.asm["ptx"], triton.__version__)
+    return Code(arch, dtype, general, taken["REG"], local, elements, found.asm["ptx"], triton.__version__)
 
 
 def build(wanted: list[tuple[int, str, bool]]) -> list[Code]:
@@ -121,3 +115,30 @@ def build(wanted: list[tuple[int, str, bool]]) -> list[Code]:
         os.environ.pop("TRITON_PTXAS_PATH", None)  # Inductor names torch's own, which allots other registers
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             return list(pool.map(compiled, *zip(*wanted, strict=True)))
+
+
+def faults(code: Code) -> list[str]:
+    """Return what is wrong, in words."""
+    problems = []
+    wide = len(re.findall(r"\bld\.global\S*\.v4\.b32", code.ptx))
+    loads = code.elements // 32  # of 32 codes of 4 bits
+    if code.local:
+        problems.append(f"{code.local} bytes of local memory per thread, expected none")
+    if wide != loads:
+        problems.append(f"{wide} loads of 128 bits, expected {loads} for {code.elements} codes")
+    if narrow := re.findall(r"\bst\.global(?!\S*\.v4\.b32)", code.ptx):
+        problems.append(f"{len(narrow)} narrow stores, expected 128 bits each")
+    if code.registers > REGISTERS:
+        problems.append(f"{code.registers} registers per thread, expected at most {REGISTERS}")
+    return [f"{code}: {problem}" for problem in problems]
+
+
+def main() -> int:
+    """`python -m helpers cross`: compile for all cards, print registers and faults. Returns 1 for a fault."""
+    status = 0
+    for code in build(WANTED):
+        print(f"{code}: {code.registers} registers per thread")
+        for problem in faults(code):
+            print(problem)
+            status = 1
+    return status

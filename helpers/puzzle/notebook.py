@@ -5,10 +5,8 @@ between functions; `folded=true` makes it a form under its title, and `call="...
 tagged `module-only` stays in its module.
 """
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,10 +14,11 @@ from pathlib import Path
 import nbformat
 
 from helpers import machine
+from helpers.results import executed
 from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
-FOLDER = machine.ROOT / "build"  # of the executed notebook
+EXECUTED = machine.ROOT / "build" / f"{machine.NOTEBOOK.stem}.executed.ipynb"
 MODULES = [
     "helpers/src/nf4_triton/core/supported.py",
     "helpers/src/nf4_triton/core/kernel.py",
@@ -148,42 +147,10 @@ def save(notebook, path: Path) -> None:
     machine.write_whole(path, nbformat.writes(notebook) + "\n")
 
 
-def store(notebook, path: Path) -> int:
-    """Store an executed notebook's rows, draw the pages, then put its outputs into the repository's notebook.
-
-    Returns the exit status of `python -m helpers draw`; nothing is put there unless it is 0.
-    """
-    status = subprocess.call([sys.executable, "-m", "helpers", "draw", str(path)], cwd=machine.ROOT)
-    if status or os.environ.get("NF4_FORCE"):
-        return status
-    drawn = nbformat.read(machine.NOTEBOOK, as_version=4)
-    for cell, ran in zip(drawn.cells, notebook.cells, strict=True):
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
-    save(drawn, machine.NOTEBOOK)
-    return 0
-
-
-def options_of(argv: list[str]) -> argparse.Namespace:
-    """Return the options of `run`, checked before anything runs."""
-    parser = argparse.ArgumentParser(description="Execute the notebook with this Python and print its score.")
-    help = "store a GPU's rows in results/ and its outputs in the notebook (not with NF4_FORCE)"
-    parser.add_argument("--in-place", action="store_true", help=help)
-    options = parser.parse_args(argv)
-    if options.in_place and not machine.has_gpu():
-        parser.error("--in-place stores what a GPU measured, and this machine has none: leave it out")
-    if options.in_place and os.environ.get("NF4_QUICK"):
-        parser.error("--in-place stores 1000 timed rounds: leave out NF4_QUICK")
-    return options
-
-
-def run(argv: list[str]) -> int:
+def run() -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
-    options = options_of(argv)
-    FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{machine.NOTEBOOK.stem}.executed.ipynb"
-    if path.exists():
-        print(f"{path} is of {time.ctime(path.stat().st_mtime)} until this run replaces it")
+    EXECUTED.parent.mkdir(exist_ok=True)
+    EXECUTED.unlink(missing_ok=True)  # of an earlier run
     card = describe()["card"] or "the CPU (Triton interpreter)"
     print(f"executing {machine.NOTEBOOK.name} on {card}", flush=True)
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
@@ -194,23 +161,26 @@ def run(argv: list[str]) -> int:
     try:
         print(f"\n{score_text(notebook)}\n", flush=True)  # first: it is there if the disk is full
     finally:
-        save(notebook, path)
+        save(notebook, EXECUTED)
     if failure:
-        print(f"stopped: {failure}; what ran is in {path}", file=sys.stderr)
+        print(f"stopped: {failure}; what ran is in {EXECUTED}", file=sys.stderr)
         return 130 if failure.startswith("interrupted") else 1
-    print(f"the executed notebook is {path}")
-    if options.in_place and (status := store(notebook, path)):
-        print("not stored: drawing the pages failed, see above", file=sys.stderr)
-        return status
+    print(f"the executed notebook is {EXECUTED}")
     return 0
 
 
-def write(argv: list[str]) -> int:
-    """`python -m helpers sync`: write the modules' sections into the notebook's cells."""
-    parser = argparse.ArgumentParser(description="Write the modules' sections into the notebook's cells.")
-    parser.parse_args(argv)
+def write(copy: str | None = None) -> int:
+    """`python -m helpers sync`: write the modules' sections into the notebook's cells; then, if there is an
+    executed copy, its outputs. Exits with one line unless all cells ran on a GPU with its own settings."""
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
     changed = sync(notebook)
     save(notebook, machine.NOTEBOOK)
     print("changed:", ", ".join(changed) or "nothing")
+    if copy:
+        ran, record = executed.read(copy)
+        if forced := record.environment["forced"]:
+            sys.exit(f"{copy} ran with NF4_FORCE={forced}, expected the card's own settings")
+        for cell, theirs in zip(executed.code_cells(notebook), executed.code_cells(ran), strict=True):
+            cell.outputs, cell.execution_count = theirs.outputs, theirs.execution_count
+        save(notebook, machine.NOTEBOOK)
     return 0

@@ -1,6 +1,6 @@
 """Draw the pictures of README, docs and the notebook from stored rows.
 
-Each function of PICTURES takes {card: its rows}. This kernel is in color, the others are grey.
+Each function of PICTURES takes the rows of CARD. This kernel is in color, the others are grey.
 """
 
 import io
@@ -8,11 +8,16 @@ import io
 import matplotlib
 from matplotlib.figure import Figure
 
-from helpers.names import FUNCTIONS, LABELS
-from helpers.results.store import CARDS, select
+from helpers.names import LABELS
+from helpers.results.store import CARDS, Row, select
 
 CARD = "nvidia-h200"  # the folder that pages and pictures show
 ON = f"on an {CARDS[CARD].name}"
+LIMIT = CARDS[CARD].bandwidth
+TEXTS = {  # alternatives to the pictures
+    "protocol": f"Bars: seconds of the puzzle's test {ON}.",
+    "speed_by_size": f"Lines: memory traffic by size of the weight {ON}, below its specified {LIMIT} TB/s.",
+}
 BYTES = 0.5 + 1 / 64 + 4 / 16384 + 2  # read and written per weight
 SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
     "4194304 bf16": "1024x4096 bf16",
@@ -21,11 +26,10 @@ SHAPES = {  # of the puzzle's test, outputs x inputs, by their elements
 }
 NAMES = LABELS | {
     "ordinary": "this kernel, kernel[grid]",
-    "peft": "PEFT",
     "unsloth_b200": "Unsloth, its B200 settings",
 }
 GREY = "#6E7781"  # on white paper, so that it reads on a dark page too
-COLORS = {"ours": "#0B63CE"}
+BLUE = "#0B63CE"  # this kernel
 STYLES = {  # of lines
     "unsloth_classic": "D-.",
     "unsloth_b200": "^:",
@@ -48,40 +52,39 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def protocol(stored: dict) -> Figure:
+def protocol(rows: list[Row]) -> Figure:
     """Bars: seconds of the puzzle's test, one for each contender, sorted. This kernel's are blue."""
     figure, panel = panel_of("The puzzle's test", 3.8)
-    rows = select(stored[CARD], "protocol", "100 rounds")  # bars begin at the bottom
-    for row in sorted(rows, key=lambda row: -row.median):
-        ours = NAMES.get(row.contender, row.contender).startswith("this kernel")
-        name = (NAMES | FUNCTIONS).get(row.contender, row.contender)
-        bar = panel.barh(name, row.median, color=COLORS["ours"] if ours else GREY)
+    rows = select(rows, "protocol", "100 rounds")
+    for row in sorted(rows, key=lambda row: -row.median):  # bars begin at the bottom
+        name = NAMES.get(row.contender, row.contender)
+        color = BLUE if name.startswith("this kernel") else GREY
+        bar = panel.barh(name, row.median, color=color)
         panel.bar_label(bar, fmt="%.4f s", padding=4)
     panel.margins(x=0.15)
     panel.set_xlabel("seconds for 900 calls, each with a synchronize (blue: this kernel)")
     return figure
 
 
-def speed_by_size(stored: dict) -> Figure:
+def speed_by_size(rows: list[Row]) -> Figure:
     """Lines: memory traffic by size of the weight, below what the card's memory is specified for."""
     figure, panel = panel_of("Memory traffic in bf16", 4.4)
     speeds = {}  # {contender: {elements: TB/s}}
-    for row in select(stored[CARD], "gpu_time"):
+    for row in select(rows, "gpu_time"):
         size, dtype = row.case.split()
         if dtype == "bf16":
             speed = BYTES * int(size) / row.median / 1e6
             speeds.setdefault(row.contender, {})[int(size)] = speed
     for name, style in STYLES.items():
         sizes = speeds.get(name, {})
-        color = COLORS.get(name, GREY)
+        color = BLUE if name == "ours" else GREY
         panel.semilogx([*sizes], sizes.values(), style, label=NAMES[name], color=color)
     sizes = speeds["ours"]
     panel.set_xticks([*sizes], [f"{size / 1e6:.3g}" for size in sizes])
-    limit = CARDS[CARD].bandwidth
-    panel.axhline(limit, color="black", linestyle="--")
-    panel.text(2**16, 1.02 * limit, f"specified: {limit} TB/s")
+    panel.axhline(LIMIT, color="black", linestyle="--")
+    panel.text(2**16, 1.02 * LIMIT, f"specified: {LIMIT} TB/s")
     panel.minorticks_off()
-    panel.set(xlabel="millions of elements", ylabel="TB/s", ylim=(0, 1.1 * limit))
+    panel.set(xlabel="millions of elements", ylabel="TB/s", ylim=(0, 1.1 * LIMIT))
     figure.legend(loc="outside lower center", ncols=4, frameon=False, reverse=True)
     return figure
 

@@ -1,6 +1,7 @@
 """Read and write measurements: results/<card>/<section>.jsonl, one file for what a command measured at once.
 
-Its first line says where, when, and with which code: what `describe()` returns, a commit, and a note.
+Its first line says where, when, and with which code: what `describe()` returns, this version, a commit, and a
+note.
 Each other line is a row [section, case, contender, unit, values] with every repeat. `python -m helpers bench`
 writes a file a section; notebook.jsonl holds what an executed notebook printed.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helpers.machine import ROOT, write_whole
+from nf4_triton.core.supported import VERSION
 from nf4_triton.environment import describe
 
 
@@ -31,6 +33,7 @@ CARDS = {  # by their folders
     "nvidia-h200": Card("NVIDIA H200", [9, 0], 4.8),
     "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", [9, 0], 3.35),
     "tesla-t4": Card("Tesla T4", [7, 5], 0.32),
+    "tesla-t4-simulated": Card("Tesla T4, predicted", [7, 5], 0.32),
 }
 
 
@@ -71,14 +74,9 @@ def root() -> Path:
 def slug(environment: dict) -> str:
     """Return the folder name of a described machine: "tesla-t4", "nvidia-h200-forced-t4", "cpu"."""
     name = environment["card"] or "cpu"
-    if environment["forced"]:
+    if environment.get("forced"):
         name += f" forced {environment['forced']}"
     return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-def cards() -> list[str]:
-    """Return the folders of all cards that have rows."""
-    return sorted({path.parent.name for path in root().glob("*/*.jsonl")})
 
 
 def records(card: str) -> dict[str, Record]:
@@ -90,22 +88,17 @@ def records(card: str) -> dict[str, Record]:
     return found
 
 
-def rows(card: str) -> list[Row]:
-    """Return all rows stored for a card; an empty list if there are none."""
-    return [row for record in records(card).values() for row in record.rows]
+def rows(card: str, version: str | None = None) -> list[Row]:
+    """Return all rows stored for a card, or only those of a version; an empty list if there are none."""
+    found = records(card).values()
+    if version:
+        found = [record for record in found if record.environment.get("version") == version]
+    return [row for record in found for row in record.rows]
 
 
 def select(rows: Iterable[Row], *fields: str) -> list[Row]:
     """Return the rows that begin with these fields: section, case, contender, unit."""
     return [row for row in rows if row[: len(fields)] == fields]
-
-
-def one(rows: Iterable[Row], *fields: str) -> Row:
-    """Return the one row that begins with these fields. Raises KeyError if none or several do."""
-    found = select(rows, *fields)
-    if len(found) != 1:
-        raise KeyError(f"{len(found)} rows for {fields}, expected one")
-    return found[0]
 
 
 @functools.cache  # the results that a process writes change the checkout
@@ -122,16 +115,14 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def write(
-    section: str, new: Iterable[Row], card: str | None = None, note: str = "", environment=None
-) -> Path:
+def write(section: str, new: Iterable[Row], note: str = "", environment=None) -> Path:
     """Store a section in place of the one before; return its file. Raises OSError, and the old file stays.
 
-    card: the folder under results/, this machine's by default. environment: what `describe()` returned on the
-    machine that measured, with "commit" if that was not this checkout's.
+    environment: what `describe()` returned on the machine that measured, with "version" and "commit" if they
+    were not this checkout's.
     """
-    here = {"commit": commit(), "note": note, **(environment or describe())}
-    path = root() / (card or slug(here)) / f"{section}.jsonl"
+    here = {"version": VERSION, "commit": commit(), "note": note, **(environment or describe())}
+    path = root() / slug(here) / f"{section}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(line) + "\n" for line in (here, *new)))
     return path

@@ -1,5 +1,6 @@
 """The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
 
+import os
 import sys
 import types
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from helpers import machine
-from helpers.bench import bench, clocks, contenders, experts, gpu, host
+from helpers.bench import bench, clocks, contenders, gpu, host, training
 from helpers.results import store
 from nf4_triton.core import settings
 
@@ -17,8 +18,6 @@ SMALL = (
     (gpu, "CHANGED", ((2**10, "bf16"),)),
     (gpu, "MOST_LAYERS", 2),
     (host, "LAYER", (64, 8)),  # each selected row is a program, which the interpreter runs for 15 ms
-    (experts, "STACKS", ((2, 64, 256),)),
-    (experts, "ACTIVE", (1,)),
     (clocks, "ROUNDS", 2),
     (clocks, "INNER", 1),
 )
@@ -28,10 +27,9 @@ FOUND = {  # section: its cases, and who is timed in each of them, if not others
         ["1024 fp16", "1024 bf16"],
         {"ours", "torch's copy", "dequantize, flat", "bitsandbytes, flat"},
     ),
-    "experts": (["1 of 2x64x256", "2 of 2x64x256"], {"rows"}),
     "settings": (["1024 bf16"], gpu.CHANGES.keys()),
     "host_time": (
-        [host.NESTED, f"{host.NESTED}, synchronized", "flat NF4", "nested FP4"],
+        list(host.KINDS),
         {"dequantize(layer)", "dequantize(out=)", "bitsandbytes, switched", "forward", "forward, switched"},
     ),
 }
@@ -84,6 +82,15 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     assert all(timed <= references for timed in found.values())
 
 
+def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):
+    first = [("a", "ms", "without", 2), ("a", "ms", "with", 1)], []
+    done = iter([first, ([("a", "ms", "with", 3)], ["slow"])])
+    monkeypatch.setattr(training, "in_new_process", lambda function, *arguments: next(done))
+    rows, problems = bench.run_section("step_gpu_time")
+    assert problems == ["slow"]
+    assert [row[1:] for row in rows] == [("a", "without", "ms", [2]), ("a", "with", "ms", [1, 3])]
+
+
 # --- the command ---
 
 
@@ -104,17 +111,18 @@ def interrupted(_):
 
 def test_a_broken_section_stops_no_other_and_keeps_what_it_has(monkeypatch, capsys):
     monkeypatch.setattr(bench, "ON_GPU", False)
-    assert bench.main([]) == 1 and not store.cards()  # without a GPU nothing is timed
+    assert bench.main("bogus") == 2 and bench.main() == 1  # without a GPU nothing is timed
     monkeypatch.setattr(bench, "ON_GPU", True)
     sections = {one.__name__: one for one in (broken, good, interrupted)}
     monkeypatch.setattr(bench, "SECTIONS", sections)
-    assert bench.main(["--only", "broken", "good", "--into", "some-card"]) == 1
+    assert bench.main("broken", "good") == 1
     shown = capsys.readouterr().out
     assert "FAILED peft: not bit-identical\nFAILED ValueError: first line\n" in shown
     assert "64 fp16, ours: 1.5 us (1 to 2)\n" in shown
-    assert [row.section for row in store.rows("some-card")] == ["broken", "good"]
-    note = store.records("some-card")["broken"].environment["note"]
+    [card] = os.listdir(store.root())
+    assert [row.section for row in store.rows(card)] == ["broken", "good"]
+    note = store.records(card)["broken"].environment["note"]
     assert note == "peft: not bit-identical; ValueError: first line"
-    assert bench.main(["--only", "interrupted", "good"]) == 130  # as from a shell's Ctrl-C
-    assert store.records(store.cards()[0])["interrupted"].environment["note"] == "interrupted"
-    assert bench.main(["--only", "good"]) == 0 and len(store.cards()) == 2
+    assert bench.main("interrupted", "good") == 130  # as from a shell's Ctrl-C
+    assert store.records(card)["interrupted"].environment["note"] == "interrupted"
+    assert bench.main("good") == 0

@@ -3,7 +3,6 @@
 The driver of a newer GPU accepts the same PTX, so it computes what the older GPU would.
 """
 
-import dataclasses
 import math
 
 import pytest
@@ -32,7 +31,7 @@ def cases(dtype):
 def run_foreign(weight, state, out, arch):
     """Dequantize into `out` with the PTX and settings of sm_`arch`."""
     tensors, layout = read_state(weight, state)
-    with settings.force(**dataclasses.asdict(machine_code.settings_of(arch))):
+    with settings.force(**vars(settings.of_capability(*divmod(arch, 10)))):
         kernel, grid, arguments, options = machine_code.prepared(
             tensors, layout, out, general=not launch.fits(tensors, layout)
         )

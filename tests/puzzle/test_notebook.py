@@ -69,15 +69,18 @@ def test_sections_become_cells_where_these_stand(tmp_path, monkeypatch):
 
 # --- run ---
 
-FACTS = "import pathlib, sys\nprint(sys.executable, pathlib.Path.home())"
+FACTS = """
+import pathlib, sys
+print(sys.executable, pathlib.Path.home())
+assert sys.executable == {!r} and not pathlib.Path({!r}).exists()
+"""
 SCORE = "print('sum 14')"
 
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """small({id: source}): the repository's notebook is one with these cells."""
-    for name in ("NF4_QUICK", "NF4_FORCE"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("NF4_FORCE", raising=False)
 
     def write(sources):
         cells = [nbformat.v4.new_code_cell(source, id=name) for name, source in sources.items()]
@@ -86,29 +89,20 @@ def small(tmp_path, monkeypatch):
         monkeypatch.setattr(machine, "NOTEBOOK", tmp_path / "some.ipynb")
         book.save(notebook, machine.NOTEBOOK)
 
-    monkeypatch.setattr(book, "FOLDER", tmp_path)
     write.executed = tmp_path / "some.executed.ipynb"
+    monkeypatch.setattr(book, "EXECUTED", write.executed)
     return write
 
 
 def test_it_prints_the_score_and_keeps_the_outputs(small, capsys):
-    """This very Python runs it; no folder of this machine is in the outputs."""
-    same = f"\nassert sys.executable == {sys.executable!r}"
-    small({"facts": FACTS + same, "score": SCORE})
-    assert book.run([]) == 0
+    """This very Python runs it, an earlier copy is gone, and no folder of this machine is in the outputs."""
+    small.executed.write_text("of an earlier run")
+    small({"facts": FACTS.format(sys.executable, str(small.executed)), "score": SCORE})
+    assert book.run() == 0
     assert capsys.readouterr().out.endswith(f"\nsum 14\n\nthe executed notebook is {small.executed}\n")
     text = printed(nbformat.read(small.executed, 4), "facts")
     assert str(Path.home()) not in text and sys.prefix not in text
     assert not nbformat.read(machine.NOTEBOOK, 4).cells[-1].outputs
-
-
-def test_the_repositorys_notebook_stays_if_drawing_fails(small):
-    small({"score": SCORE})
-    notebook, before = nbformat.read(machine.NOTEBOOK, 4), machine.NOTEBOOK.read_bytes()
-    notebook.cells[0].outputs = [nbformat.v4.new_output("stream", text="sum 14")]
-    book.save(notebook, small.executed)
-    assert book.store(notebook, small.executed) == 1
-    assert machine.NOTEBOOK.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -122,7 +116,7 @@ def test_the_repositorys_notebook_stays_if_drawing_fails(small):
 def test_what_ran_is_kept_and_one_line_says_why_it_stopped(bad, message, small, capsys, monkeypatch):
     monkeypatch.setattr(book, "LIMIT", 3)
     small({"a": SCORE, "b": bad})
-    assert book.run([]) == 1
+    assert book.run() == 1
     shown = capsys.readouterr()
     assert message in shown.err and shown.err.count("\n") == 1
     assert printed(nbformat.read(small.executed, 4), "a") == "sum 14\n"
@@ -136,7 +130,7 @@ from helpers import __main__ as commands, machine
 from helpers.puzzle import notebook
 signal.signal(signal.{}, signal.SIG_DFL)  # nohup ignores SIGHUP
 machine.NOTEBOOK = pathlib.Path({!r})
-notebook.FOLDER = machine.NOTEBOOK.parent
+notebook.EXECUTED = machine.NOTEBOOK.with_suffix('.executed.ipynb')
 sys.exit(commands.main(["run"]))
 """
 
@@ -144,24 +138,14 @@ sys.exit(commands.main(["run"]))
 @pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP"])
 def test_a_killed_run_keeps_what_ran_and_ends_what_it_started(ending, small):
     small({"a": START, "b": KILL.format(ending)})
-    small.executed.write_text("of an earlier run")
     code = RUN.format(ending, str(machine.NOTEBOOK))
     done = processes.python(["-c", code], check=False, timeout=60)
-    assert f"{small.executed} is of " in done.out and "until this run replaces it" in done.out
     assert done.err == f"stopped: interrupted in cell b; what ran is in {small.executed}\n"
     process = Path("/proc", printed(nbformat.read(small.executed, 4), "a").strip(), "cmdline")
     until = time.monotonic() + 5
     with contextlib.suppress(OSError):  # it is gone
         while process.read_bytes():  # empty: a zombie
             assert time.monotonic() < until, "it runs on"
-
-
-def test_options_are_checked_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(machine, "has_gpu", lambda: True)
-    monkeypatch.setenv("NF4_QUICK", "1")
-    for wrong in ("--quik", "--in-place"):
-        with pytest.raises(SystemExit):
-            book.options_of(wrong.split())
 
 
 # --- alone ---

@@ -1,15 +1,10 @@
-"""What results/ holds, and a copy of it to write to."""
+"""A copy of results/ to write to."""
 
 import shutil
 
 import pytest
 
 from helpers.results import store
-
-
-@pytest.fixture(scope="session")
-def stored():
-    return {card: store.rows(card) for card in store.cards()}
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ def test_a_section_is_replaced_and_the_others_stay(folder):
     store.write("notebook", [kept], environment=MACHINE)
     store.write("notebook", [new], environment=MACHINE)
     assert store.rows("nvidia-t1") == [kept, new]
-    here = {"commit": store.commit(), "note": ""}
+    here = {"version": store.VERSION, "commit": store.commit(), "note": ""}
     assert store.records("nvidia-t1")["notebook"].environment == MACHINE | here
 
 

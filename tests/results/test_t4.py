@@ -12,11 +12,15 @@ predict = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(predict)
 
 
-@pytest.mark.parametrize("section", (predict.published, predict.t4_prediction, predict.t4_sensitivity))
+SECTIONS = (predict.published, predict.t4_prediction, predict.t4_sensitivity, predict.claim)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
 def test_stored_rows_and_the_page_are_what_the_inputs_give(section):
     found = predict.rows(section)
     stored = store.select(store.rows(pages.SIMULATED), section.__name__)
     assert [row[:4] for row in found] == [row[:4] for row in stored]
     for row, expected in zip(found, stored, strict=True):
         assert row.values == pytest.approx(expected.values, rel=1e-6), row
-    assert pages.table(found, section.__name__) in (store.ROOT / "docs" / "t4.md").read_text()
+    if section is not predict.claim:
+        assert pages.table(found, section.__name__) in (store.ROOT / "docs" / "t4.md").read_text()

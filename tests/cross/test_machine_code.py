@@ -7,9 +7,8 @@ from unittest import mock
 
 import pytest
 
-from helpers.cross import machine_code, sass
-from helpers.cross.machine_code import Code
-from helpers.cross.sass import CARDS
+from helpers.cross import machine_code
+from helpers.cross.machine_code import CARDS, Code
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +26,7 @@ def codes(tmp_path_factory):
 
 def test_no_card_has_a_fault(codes):
     for code in codes.values():
-        assert sass.faults(code) == []
+        assert machine_code.faults(code) == []
 
 
 def test_conversions_are_packed_where_the_card_has_them(codes):
@@ -53,32 +52,28 @@ def test_every_triton_compiles_it_well(version, tmp_path, monkeypatch):
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, requirement]
     subprocess.run(pip, check=True)
     monkeypatch.syspath_prepend(tmp_path)  # of the process that compiles, too
-    codes = machine_code.build([one for one in sass.WANTED if one[0] in (75, 80, 90)])
+    codes = machine_code.build([one for one in machine_code.WANTED if one[0] in (75, 80, 90)])
     assert all(version in (code.triton, "newest") for code in codes)
-    assert not any(sass.faults(code) for code in codes)
+    assert not any(machine_code.faults(code) for code in codes)
     test_nothing_is_fused_and_hints_are_there({str(code): code for code in codes})
 
 
-# --- what is said of a listing ---
-
-
-def listing(*lines):
-    """Text as cuobjdump prints it, of lines such as "@P0 LDG.E R0, [R2]"."""
-    return "\n".join(f"        /*00a0*/    {line} ;    /* 0x00 */" for line in lines)
-
-
-GOOD = ["LDG.E.U8 R5, [R2]", "LDG.E.128 R8, [R2]", "STG.E.128 [R4], R8", "EXIT"]  # 32 elements
-BAD = {
-    "2 spills to local memory": ["STL.128 [R1], R0", "LDL R0, [R1]", *GOOD],
-    "1 narrow stores": ["STG.E.64 [R2], R8", *GOOD],
-    "0 loads of 128 bits, expected 1": ["LDG.E R2, [R4]", *GOOD[2:]],
+GOOD = """
+@%p1 ld.global.L1::evict_first.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];
+ld.global.b8 %rs1, [%rd2];
+st.global.cs.v4.b32 [%rd3], {%r1, %r2, %r3, %r4};
+"""
+BAD = {  # for 32 elements
+    "8 bytes of local memory per thread": dict(local=8),
+    "1 narrow stores": dict(ptx=GOOD + "st.global.cs.v2.b32 [%rd3], {%r1, %r2};"),
+    "0 loads of 128 bits, expected 1": dict(ptx=GOOD.replace("first.v4", "first.v2")),
+    "97 registers per thread, expected at most 96": dict(registers=97),
 }
 
 
-def test_each_fault_is_named():
-    good = Code(75, "fp16", False, listing(*GOOD), registers=96, elements=32)
-    assert sass.faults(good) == []
-    assert "97 registers per thread, expected at most 96" in sass.faults(good._replace(registers=97))[0]
-    for problem, lines in BAD.items():
-        [found] = sass.faults(good._replace(sass=listing(*lines)))
-        assert problem in found
+@pytest.mark.parametrize("problem", BAD)
+def test_each_fault_is_named(problem):
+    good = Code(75, "fp16", False, registers=96, local=0, elements=32, ptx=GOOD)
+    assert machine_code.faults(good) == []
+    [found] = machine_code.faults(good._replace(**BAD[problem]))
+    assert problem in found
