@@ -46,7 +46,7 @@ def print_score(passed, ratios):
     return points[0]
 
 
-# %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios or {}, times or {})"
+# %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios, times)"
 import json
 from IPython.display import HTML, display
 
@@ -55,13 +55,8 @@ def print_rows(versions, points, ratios, times):
     """Show what a GPU measured as JSON, folded, for `python -m helpers draw`; nothing with NF4_QUICK."""
     if not ON_GPU or os.environ.get("NF4_QUICK"):
         return
-    rows = [["protocol", "puzzle's line", name, "x", values] for name, values in ratios.items() if values]
-    for name, turns in times.items():  # until return: of the smallest weight, 4096x1024 in bf16
-        rows.append(["protocol", "until return", name, "us", [turn[1][0] for turn in turns]])
-        rows.append(["protocol", "100 rounds", name, "s", [sum(s for *_, s in turn) for turn in turns]])
-    rows += [["score", name, "today", "points", [won]] for name, won in points.items() if won is not None]
     machine = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
     machine |= {"versions": versions, "forced": os.environ.get("NF4_FORCE") or None}
     machine["date"] = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
-    text = json.dumps({"environment": machine, "rows": rows})
+    text = json.dumps({"environment": machine, "points": points, "ratios": ratios, "times": times})
     display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))

@@ -1,9 +1,12 @@
 """GPU time of training steps."""
 
 import contextlib
+import itertools
+import math
 import types
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
@@ -18,15 +21,15 @@ pytest.importorskip("bitsandbytes")
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
 def test_nested_and_flat_are_compared_and_measured(monkeypatch, capsys):
     """With gradient checkpointing, the backward pass dequantizes for the forward pass, too."""
-    monkeypatch.setattr(training, "ROUNDS", 2)
+    monkeypatch.setattr(training, "CHECKPOINTED", [(1, 16)])
     found, problems = training.time_steps("peft", SMALLEST, [(1, 16)])
     reports = capsys.readouterr().out
-    assert not problems and {unit for _, unit, _ in found} == {*training.sums([]), "wall ms"}
-    assert all([len(values) for values in times.values()] == [2, 2] for _, _, times in found)
-    for label in ("PEFT nested", "PEFT flat"):
-        for more, dequantized in (("", 4), (", checkpointing", 7)):
-            assert f"{label}{more}, 16 tokens: The kernel dequantized {dequantized} of " in reports
-            assert f"{label}{more}, 16 tokens" in {case for case, *_ in found}
+    cases = {"PEFT nested": 4, "PEFT nested, checkpointing": 7, "PEFT flat": 4}
+    for label, dequantized in cases.items():
+        assert f"{label}, 16 tokens: The kernel dequantized {dequantized} of " in reports
+    labels = [f"{label}, 16 tokens" for label in cases]
+    steps = itertools.product(labels, training.VARIANTS, (*training.sums([]), "wall ms"))
+    assert not problems and [(case, name, unit) for case, unit, name, _ in found] == list(steps)
 
 
 def test_the_sums_of_what_the_gpu_ran(monkeypatch):
@@ -44,14 +47,14 @@ def test_the_sums_of_what_the_gpu_ran(monkeypatch):
 
 
 def test_other_results_are_not_measured(monkeypatch):
-    results = iter(["1.5", "1.25", "2", "2"])
-    trainer = types.SimpleNamespace(results=lambda ids: next(results))
-    monkeypatch.setattr(training, "trainers_of", lambda *_: [("A", trainer)])
-    found, problems = training.time_steps("peft", {"vocab_size": 320}, [(1, 16), (1, 32)])
+    results = iter([1.5, 1.25, math.nan, math.nan])
+    trainer = types.SimpleNamespace(results=lambda ids: [torch.tensor(next(results))])
+    monkeypatch.setattr(training, "trainers_of", lambda *_: [("A", trainer, [(1, 16), (1, 32)])])
+    found, problems = training.time_steps("peft", {"vocab_size": 320}, [])
     assert not found and [problem.split(": ", 2)[::2] for problem in problems] == [
         ["A, 16 tokens", "loss or gradients differ with the kernel: not measured"],
         ["A, 32 tokens", "the kernel dequantized nothing: not measured"],
     ]
     monkeypatch.setattr(training, "SECONDS", -1)
-    _, [late] = training.time_steps("peft", {"vocab_size": 320}, [(1, 16), (1, 32)])
+    _, [late] = training.time_steps("peft", {"vocab_size": 320}, [])
     assert late.startswith("A, 16 tokens, and what comes after it: not measured")

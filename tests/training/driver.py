@@ -5,6 +5,7 @@ good.
 """
 
 import functools
+import hashlib
 import os
 
 import torch
@@ -12,7 +13,6 @@ import torch._inductor.config
 
 from helpers import machine
 from helpers.bench import training
-from helpers.bench.training import digest
 
 SIZES = dict(
     model_type="llama", hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
@@ -24,6 +24,15 @@ KERNELS = {  # what the profiler calls the kernels that dequantize, by who launc
     "bitsandbytes": ("kDequantizeBlockwise",),
     "unsloth": ("_nf4_dequant_kernel",),
 }
+
+
+def digest(tensors) -> str:
+    """Return the SHA-256 over the bytes of tensors, in hex."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        total.update(flat.cpu().numpy())
+    return total.hexdigest()
 
 
 def switch_on(way: str, library: str):
@@ -68,7 +77,8 @@ def train(
     autocast = getattr(torch, autocast) if autocast else None
     # Else Inductor picks among settings of a kernel by timing them, and sums depend on the pick.
     picked = torch._inductor.config.patch("triton.autotune_pointwise", False)
-    with switch_on(way, library), training.deterministic(), picked:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with switch_on(way, library), picked:
         model = load(library, autocast or torch.bfloat16, autocast, flat, lora)
         same = {"packed": digest(one for one in model.parameters() if hasattr(one, "quant_state"))}
         record = {"same": same}
@@ -77,7 +87,8 @@ def train(
         trainer = training.Trainer(torch.compile(model) if compiled else model, autocast, lr=1e-3)
         results = []
         for ids in batches.to(trainer.device):
-            results.append(trainer.results(ids))
+            loss, *gradients = trainer.results(ids)
+            results.append((loss.item(), digest(gradients)))
             trainer.optimizer.step()
         same["losses"], same["gradients"] = zip(*results, strict=True)
         if machine.has_gpu():

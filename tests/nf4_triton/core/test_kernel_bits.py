@@ -13,6 +13,7 @@ import torch
 
 import processes
 from helpers.puzzle import protocol
+from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import read_state
@@ -139,18 +140,22 @@ def test_what_is_forced_is_checked():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tail", [64, 24], ids=["puzzle", "general"])
 def test_more_than_2_to_the_31_elements(tail, way, dtype):
-    """Around 2^30 and 2^31 elements, at the start, and at the end: the puzzle's kernel takes whole blocks."""
+    """Around 2^30 and 2^31 elements, at the start, and at the end; and such rows. The puzzle's kernel takes
+    whole blocks."""
     n = 2**31 + 8 * 2**14 + tail
     need = n * (dtype.itemsize + 1)
     if torch.cuda.mem_get_info()[0] < need:
         pytest.skip(f"needs {need / 2**30:.0f} GiB of free GPU memory")
-    weight, state = random_state((n, 1), dtype)
+    weight, state = random_state((n // 8, 8), dtype)
     assert launch.fits(*read_state(weight, state)) == (tail == 64 and dtype != torch.float32)
     for _ in range(2):
-        result = between_guards(weight, state, with_out=False).view(-1)
+        result = between_guards(weight, state, with_out=False)
         for start in (0, 2**30, 2**31 - 2**14, 2**31, n - tail):
-            expected = oracle(*part(weight, state, start, (min(2**14, n - start), 1)))
-            assert same_bits(result[start : start + len(expected)], expected.view(-1)), start
+            first, last = start // 8, min(start + 2**14, n) // 8
+            expected = oracle(*part(weight, state, start, (last - first, 8)))
+            assert same_bits(result[first:last], expected), start
+            for rows in (slice(first, last), torch.arange(first, last, device="cuda")):
+                assert same_bits(dequantize(weight, state, rows=rows), expected), start
         del result
     torch.cuda.empty_cache()
 

@@ -1,4 +1,7 @@
-"""Selected slices: the bits of the whole weight's slices, in one launch, and nothing else written."""
+"""Selected slices: the bits of the whole weight's slices, in one launch, and nothing else written.
+
+Beyond 2^31 elements: test_kernel_bits.py.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from nf4_triton.core import launch_general, reference
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, read_rows, read_state, to_fields
 from nf4_triton.core.supported import UnsupportedState
-from states import oracle, part, random_state
+from states import oracle, random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's NumPy, about NaN
 
@@ -131,15 +134,3 @@ def test_a_stack_made_by_a_parametrization(device):
         dequantize(module)
     with pytest.raises(UnsupportedState, match="'gate' of .*Module is not quantized by a parametrization"):
         dequantize((module, "gate"))
-
-
-@pytest.mark.gpu
-def test_beyond_2_to_the_31_elements():
-    shape = (2**19 + 3, 4096)
-    if torch.cuda.mem_get_info()[0] < 4 * 2**30:
-        pytest.skip("needs 4 GiB of free GPU memory")
-    weight, state = random_state(shape, torch.bfloat16)
-    ids = [0, shape[0] - 1, 2**19, 2**18, 2**18 - 1]
-    for row, result in zip(ids, dequantize(weight, state, rows=ids).split(1), strict=True):
-        assert same_bits(result, oracle(*part(weight, state, row * 4096, (1, 4096)))), row
-        assert same_bits(dequantize(weight, state, rows=slice(row, row + 1)), result), row
