@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import math
 import types
 
 import pytest
@@ -76,7 +77,10 @@ def look_ahead(layer, order=[], ready={}):  # noqa: B006
 
 def empty(layer, blocks=[]):  # noqa: B006
     """Return memory as torch does on a GPU: the first block of this size that nobody holds."""
-    size = 2 * layer.in_features * layer.out_features
+    shape = layer.out_features, layer.in_features
+    if layers.ON_GPU:
+        return torch.empty(shape, dtype=layer.compute_dtype, device="cuda")
+    size = 2 * math.prod(shape)
     for block in blocks:
         if len(block[0]) == size and block[1].expired():
             break
@@ -85,7 +89,7 @@ def empty(layer, blocks=[]):  # noqa: B006
         blocks.append(block)
     result = torch.frombuffer(block[0], dtype=layer.compute_dtype)
     block[1] = StorageWeakRef(result.untyped_storage())
-    return result.view(layer.out_features, layer.in_features)
+    return result.view(shape)
 
 
 def stale(layer, calls=collections.Counter()):  # noqa: B006, B008

@@ -58,9 +58,10 @@ def test_what_no_replay_repeats_is_not_timed():
         return eager[layer]
 
     def beside(layer):
-        result = torch.empty_like(from_eager(layer))
+        weight = from_eager(layer)
+        result = torch.empty_like(weight)
         with torch.cuda.stream(other if torch.cuda.is_current_stream_capturing() else None):
-            return torch.mul(from_eager(layer), 1, out=result)
+            return torch.mul(weight, 1, out=result)
 
     for function in (from_eager, beside):
         with pytest.raises(AssertionError, match="wrong bits"):
