@@ -28,18 +28,10 @@ LAYOUTS = (
     dict(dtype=torch.bfloat16, blocksize=32, blocksize2=1),
     dict(dtype=torch.bfloat16, blocksize=4096),
 )
+CASES = [(n, dict(dtype=torch.float16, nested=nested)) for n in SIZES for nested in (True, False)]
+CASES += [(n, options) for n in (1, 2055, 2112, 8193) for options in LAYOUTS]  # 2112 is the puzzle's, too
 # Only the two kernels are watched: torch's own would take minutes. Both names hold "_dequantize_".
 WATCHED = ("--kernel-name", "kns=_dequantize_", "--error-exitcode", "9", "--print-limit", "5")
-
-
-def cases():
-    """Yield (n, options of random_state): every size in fp16, other layouts at four."""
-    for n in SIZES:
-        yield n, dict(dtype=torch.float16)
-        yield n, dict(dtype=torch.float16, nested=False)
-    for n in (1, 2055, 2112, 8193):  # 2112 is the puzzle's, too
-        for options in LAYOUTS:
-            yield n, options
 
 
 def on_gpu(x):
@@ -84,5 +76,5 @@ if __name__ == "__main__":
     machine.prepare()
     for way in WAYS.values():
         with settings.force(**way):
-            for case in cases():
+            for case in CASES:
                 launch(*case)

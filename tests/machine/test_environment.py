@@ -37,7 +37,7 @@ def test_without_a_usable_gpu_it_says_what_to_do(monkeypatch):
 
 @pytest.mark.parametrize("capability, problem", [((7, 5), "None"), ((7, 0), "A is sm_70, expected sm_75")])
 def test_the_oldest_gpu_is_a_t4(monkeypatch, capability, problem):
-    facts = {"is_available": True, "get_device_capability": capability, "get_device_name": "A"}
+    facts = dict(is_available=True, get_device_capability=capability, get_device_name="A")
     for name, fact in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, fact=fact: fact)
     assert str(environment.no_gpu()).startswith(problem)

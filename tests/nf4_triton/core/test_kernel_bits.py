@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpr
 GUARD = 64  # elements on either side of a result
 # Whole, partial and single bytes, words, blocks and tiles (2048 elements); odd tails. Multiples of 64 are the
 # puzzle's: a row, a tile, and a row or a whole tile more.
-SIZES = [1, 2, 3, 7, 8, 9, 31, 63, 64, 65, 127, 129, 2047, 2048, 2049, 2055, 2112, 4096, 4097, 16383, 33 * 70]
+SIZES = [1, 2, 3, 7, 8, 9, 63, 64, 65, 127, 2047, 2048, 2049, 2055, 2112, 4096, 4097, 16383, 33 * 70]
 GPU_SIZES = [2**21, 2**21 + 1, 2**21 + 8191, 2**21 + 4096 + 64]
 ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in WAYS if name != "own"]
 
@@ -75,17 +75,12 @@ def wrong(weight, state):
     return not all(same_bits(result, expected) for result in results)
 
 
-def test_the_others_run_both_kernels(monkeypatch):
-    launched, launch_one = [], launch.launch_by_triton
-
-    def note(kernel, *arguments):
-        launched.append(kernel.fn.__name__)
-        return launch_one(kernel, *arguments)
-
-    monkeypatch.setattr(launch, "launch_by_triton", note)
-    with settings.force():  # nothing is kept
+def test_the_others_run_both_kernels():
+    noted = mock.patch.object(launch, "launch_by_triton", wraps=launch.launch_by_triton)
+    with settings.force(), noted as launched:  # nothing is kept
         assert not wrong(*every_byte(torch.float16))
-    assert launched == ["_your_dequantize_nf4_kernel", "_dequantize_general_kernel"]
+    names = [call.args[0].fn.__name__ for call in launched.call_args_list]
+    assert names == ["_your_dequantize_nf4_kernel", "_dequantize_general_kernel"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
