@@ -31,11 +31,6 @@ def test_a_release_has_one_version_and_date():
     assert f"\nversion: {version}\n" in citation and f"date-released: {date}\n" in citation
 
 
-@pytest.mark.long
-def test_a_release_says_where_it_comes_from():
-    assert "OWNER/REPOSITORY" not in (machine.ROOT / "pyproject.toml").read_text(encoding="utf-8")
-
-
 def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
     """Functions, classes and imports that neither helpers, examples nor the notebook use."""
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
