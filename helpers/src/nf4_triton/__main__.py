@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     exporting = commands.add_parser(
         "export",
         help=EXPORT,
-        description=EXPORT,
+        description=f"{EXPORT}; exit status 0 if OUT was written, 1 if not",
         epilog=EXAMPLES,
         formatter_class=argparse.RawTextHelpFormatter,
     )
