@@ -1,13 +1,17 @@
-"""Train a QLoRA adapter on one GPU with the NF4 kernel, from a fixed seed.
+"""Train a QLoRA adapter with the NF4 kernel, from a fixed seed. Merge it in 16 bit, and generate an answer.
 
-pip install ".[train]"    in a checkout of this repository
+pip install ".[export]"    in a checkout of this repository
 CUDA_VISIBLE_DEVICES=0 python finetune_one_gpu.py MODEL TEXT_FILE OUT [STEPS]
+MODEL is in 16 bit. OUT gets the adapter, OUT-16bit the merged model. Without a GPU it trains on the CPU.
 """
 
 import argparse
+import os
 
 
-def main(model, text_file, out, steps):
+def main(model, text_file, out, steps, adapter_only):
+    merged = f"{out}-16bit"
+    assert adapter_only or not os.path.exists(merged), f"{merged} exists"
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import (
@@ -16,10 +20,11 @@ def main(model, text_file, out, steps):
         BitsAndBytesConfig,
         Trainer,
         TrainingArguments,
+        pipeline,
         set_seed,
     )
 
-    from nf4_triton import use_nf4_kernel
+    from nf4_triton import export_checkpoint, use_nf4_kernel
 
     set_seed(3407)
     gpu = torch.cuda.is_available()
@@ -30,7 +35,8 @@ def main(model, text_file, out, steps):
     how = dict(dtype=dtype, quantization_config=nf4, device_map={"": "cuda" if gpu else "cpu"})
     base = AutoModelForCausalLM.from_pretrained(model, **how)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    ids = AutoTokenizer.from_pretrained(model)(open(text_file).read())["input_ids"]
+    text = open(text_file).read()
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
     rows = [ids[start : start + 256] for start in range(0, max(1, len(ids) - 255), 256)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     settings = dict(per_device_train_batch_size=4, learning_rate=2e-4, bf16=bf16, fp16=gpu and not bf16)
@@ -41,6 +47,12 @@ def main(model, text_file, out, steps):
         trainer.train()
     print(switch)
     trainer.model.save_pretrained(out)
+    if adapter_only:
+        return
+    # Onto the weights that training saw: it quantized MODEL on loading.
+    export_checkpoint(out, merged, trained_in="nf4+double", load_dtype=dtype)
+    answer = pipeline("text-generation", merged, device="cuda" if gpu else "cpu")
+    print(answer(text[:40], max_new_tokens=20)[0]["generated_text"])
 
 
 if __name__ == "__main__":
@@ -48,4 +60,5 @@ if __name__ == "__main__":
     for name in ("model", "text_file", "out"):
         parser.add_argument(name)
     parser.add_argument("steps", nargs="?", type=int, default=100)
+    parser.add_argument("--adapter-only", action="store_true", help="do not merge")
     main(**vars(parser.parse_args()))

@@ -4,7 +4,7 @@ Outer loop rounds, inner loop contenders: drifting clocks and temperatures hit a
 `do_bench` nor torch.utils.benchmark interleaves. On a CPU everything runs, but its times mean nothing.
 
 Two such loops are elsewhere, because their files must run without this one: that of the notebook's cells
-(helpers/puzzle/protocol.py) and that of the installed package (nf4_triton/speed.py).
+(helpers/puzzle/protocol.py) and that of the installed package (nf4_triton/doctor.py).
 """
 
 import timeit

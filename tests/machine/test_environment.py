@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 
-import processes
 from helpers import machine
 from nf4_triton import backend, environment
 
@@ -41,18 +40,6 @@ def test_the_oldest_gpu_is_a_t4(monkeypatch, capability, problem):
     for name, fact in facts.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, fact=fact: fact)
     assert str(environment.no_gpu()).startswith(problem)
-
-
-@pytest.mark.parametrize("version, problem", [("3.3.1", "Triton 3.3 cannot compile"), ("3.4.0", "None")])
-def test_triton_is_judged_without_importing_it(tmp_path, version, problem):
-    (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "__init__.py").write_text("raise SystemExit('imported')")
-    info = tmp_path / f"triton-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {version}\n")
-    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(machine.SRC)!r}]; "
-    code += "from nf4_triton import environment; print(environment.triton_problem())"
-    assert processes.python(["-c", code + "; assert 'torch' not in sys.modules"]).out.startswith(problem)
 
 
 def test_a_triton_that_is_newer_than_the_tested_ones_is_logged(monkeypatch, caplog):

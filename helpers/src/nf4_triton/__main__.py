@@ -1,22 +1,16 @@
 """Dequantize 4-bit weights: check this machine, or export a checkpoint in 16 bit."""
 
 import argparse
-import importlib
-import importlib.util
 import os
 import shlex
 import signal
 import sys
 
-from . import __version__, environment
+from . import __version__
+from .doctor import NEEDED, doctor
 from .environment import missing
 
-LIBRARIES = ("unsloth", "axolotl", "transformers", "peft")  # Unsloth wants to be imported first
-SHOWN = (*environment.PACKAGES, "unsloth_zoo", "accelerate", "trl", "axolotl")
-NEEDED = ("torch", "numpy", "huggingface_hub", "safetensors", "tqdm", "transformers", "peft", "bitsandbytes")
-VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-
-DOCTOR = "check this machine, time the kernel, and say what to do; exit status 1 if the kernel does not work"
+DOCTOR = "say what works here, and what is missing; exit status 1 if the kernel does not work, else 0"
 EXPORT = "write a 4-bit checkpoint in 16 bit, or merge a LoRA adapter into its base"
 EXAMPLES = """examples:
   nf4_triton doctor
@@ -39,9 +33,16 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
     commands = parser.add_subparsers(required=True, metavar="doctor | export")
-    commands.add_parser("doctor", help=DOCTOR).set_defaults(run=doctor)
+    checking = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR)
+    checking.set_defaults(run=doctor)
+    what = "check the export alone; exit status 1 if it does not work, else 0"
+    checking.add_argument("what", nargs="?", choices=["export"], help=what)
     exporting = commands.add_parser(
-        "export", help=EXPORT, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
+        "export",
+        help=EXPORT,
+        description=f"{EXPORT}; exit status 0 if OUT was written, 1 if not",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     exporting.set_defaults(run=export)
     exporting.add_argument(
@@ -63,16 +64,6 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def import_libraries() -> None:
-    """Import what is installed of LIBRARIES, and say what cannot be imported."""
-    for name in LIBRARIES:
-        try:
-            if importlib.util.find_spec(name):
-                importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # the others can still be switched
-            print(f"Cannot import {name}: {type(error).__name__}: {error}")
 
 
 class Once(argparse.Action):
@@ -111,74 +102,6 @@ def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
         return 1
     print(f"{out}: {counts.dequantized} of {counts.written} tensors dequantized, {counts.merged} merged")
     return 0
-
-
-def doctor() -> int:
-    """Print what is here, whether the kernel works, and what to do. Return the exit status."""
-    print(f"nf4_triton {__version__}")
-    try:
-        print_facts()
-        problem = check()
-    except (Exception, SystemExit) as error:  # whatever is broken here is the answer
-        problem = f"{type(error).__name__}: {error}"
-    if problem:
-        print(f"It does not work here: {problem}")
-        return 1
-    return 0
-
-
-def print_facts() -> None:
-    """Print the versions, the environment variables that matter, and the GPUs."""
-    versions = environment.versions(SHOWN).items()
-    print(", ".join(f"{name} {version or '(not installed)'}" for name, version in versions))
-    found = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
-    print(f"Environment: {', '.join(found) or 'none of ' + ', '.join(VARIABLES)}")
-    if missing("torch"):
-        return
-    import torch
-
-    facts = environment.describe()
-    gpu = "none"
-    if facts["card"]:
-        gpu = f"{torch.cuda.device_count()}, {facts['card']}; CUDA {facts['cuda']}"
-    if facts["driver"]:
-        gpu += f"; driver {facts['driver']}"
-    print(f"GPU: {gpu}; CPU: {facts['cpu'] or 'unknown'}")
-
-
-def check() -> str | None:
-    """Test the kernel by use_nf4_kernel(), which compares bits, and time it on a GPU.
-
-    Returns what is wrong and what to do, or None.
-    """
-    lacking = missing("torch", "bitsandbytes")
-    if missing("torch"):
-        return lacking
-    from . import backend
-
-    backend.choose(None)  # raises for an unknown NF4_BACKEND
-    if problem := environment.cannot_run():
-        until = "Until then dequantize() uses PyTorch, and the libraries their own functions."
-        return " ".join(filter(None, (problem, lacking, until)))
-    if lacking:
-        print(f"The kernel can run here, but the test of its bits needs bitsandbytes. {lacking}")
-        return None
-    import_libraries()
-    todo = "Do: use an NVIDIA GPU. Triton's interpreter checks the kernel; the libraries are faster."
-    if not environment.interpreted():
-        from . import speed
-
-        # Before the switch replaces what it is compared with.
-        todo = speed.verdict(speed.compare())
-
-    from . import use_nf4_kernel
-
-    with use_nf4_kernel(quiet=True) as switch:
-        print(switch)
-        if not switch.on:
-            return "no function of a library can be replaced."
-    print(f"Tested: bit-identical to these functions in float16 and bfloat16.\n{todo}")
-    return None
 
 
 if __name__ == "__main__":

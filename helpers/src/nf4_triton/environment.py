@@ -3,7 +3,6 @@
 Importing it imports neither torch nor Triton. The notebook's cell `rows` prints most of it, too.
 """
 
-import datetime
 import importlib.metadata
 import importlib.util
 import os
@@ -11,11 +10,12 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from .core.supported import OLDEST_TRITON, interpreted
+from .core.supported import interpreted
 
-PACKAGES = ("torch", "triton", "bitsandbytes", "unsloth", "peft", "transformers")
+PACKAGES = "torch triton bitsandbytes unsloth unsloth_zoo axolotl peft transformers accelerate trl".split()
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
 CPU = Path("/proc/cpuinfo")
 
@@ -33,7 +33,7 @@ def describe():
         "driver": next(iter(driver.split()), None) if status == 0 else None,
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
         "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
     }
 
@@ -48,41 +48,17 @@ def versions(packages):
     return found
 
 
-def cpu_name() -> str | None:
-    """Return the model name of the host's CPU, None where Linux does not tell it."""
+def cpu_name() -> str:
+    """Return the model name of the host's CPU, or its architecture where Linux does not tell the name."""
     text = CPU.read_text(errors="replace") if CPU.exists() else ""
     found = re.search(r"^model name\s*: (.*)", text, re.M)
-    return found and found[1]
+    return found[1] if found else platform.machine()
 
 
 def missing(*packages: str) -> str | None:
     """Return which of these packages are not installed and what to do, None if all are."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"Missing packages: pip install {' '.join(names)}." if names else None
-
-
-def triton_version() -> tuple[int, int] | None:
-    """Return Triton's major and minor version, None if it is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    text = versions(["triton"])["triton"]
-    if text is None:  # installed under another name, such as pytorch-triton
-        text = importlib.import_module("triton").__version__
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
-
-
-def triton_problem() -> str | None:
-    """Return what is wrong with the installed Triton and what to do, None if the kernel can use it."""
-    version = triton_version()
-    if version is None:
-        return "Triton is not installed, expected 3.4 or newer: pip install triton."
-    if version < OLDEST_TRITON:
-        return (
-            f"Triton {version[0]}.{version[1]} cannot compile the kernel, expected 3.4 or newer: "
-            "update torch to 2.8 or newer, which brings it."
-        )
-    return None
 
 
 def no_gpu(device=None):
@@ -110,5 +86,5 @@ def cannot_run(device=None) -> str | None:
 
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    problems = triton_problem(), None if interpreted() else no_gpu(device)
+    problems = None if interpreted() else no_gpu(device), missing("triton")
     return " ".join(filter(None, problems)) or None

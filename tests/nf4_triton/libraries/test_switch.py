@@ -459,7 +459,7 @@ assert torch.equal(dequantize(*weight), dequantize_4bit(*weight))
 
 def test_without_triton_it_says_why_it_is_off():
     done = processes.python(["-c", WITHOUT_TRITON], variables={"NF4_TRITON": "1"})
-    why = f"Left to the library: {DEQUANTIZE}: Triton is not installed, expected 3.4 or newer"
+    why = f"Left to the library: {DEQUANTIZE}: Missing packages: pip install triton."
     assert done.err.count(f"nf4_triton: The NF4 kernel is not used.\n{why}") == 2
 
 

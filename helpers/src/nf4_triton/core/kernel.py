@@ -3,9 +3,6 @@
 kernel_general.py has every other layout.
 """
 # ruff: noqa: E402, I001
-# %% tags=["module-only"]
-from .supported import OLDEST_TRITON
-
 # %% id="kernel"
 import triton
 import triton.language as tl
@@ -134,9 +131,3 @@ def _product(value, scale, out_ptr, ASM: tl.constexpr, SM75: tl.constexpr):
         bits = tl.where(value != value, 0x7FFF0000, bits + 0x7FFF + ((bits >> 16) & 1))
         result = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return result
-
-
-# %% tags=["module-only"]
-if TRITON < OLDEST_TRITON:
-    raise ImportError(f"Triton {triton.__version__} cannot compile tl.gather for this kernel, "
-                      "expected 3.4 or newer: update torch to 2.8 or newer, which brings it")
