@@ -183,7 +183,6 @@ def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, device, caps
     assert ", Unsloth " in capsys.readouterr().out
 
 
-
 @pytest.mark.long  # 20 s
 @pytest.mark.skipif(machine.has_gpu(), reason="the kernel can run here")
 def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, printed):
