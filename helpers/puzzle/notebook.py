@@ -30,9 +30,9 @@ MODULES = [
     "helpers/names.py",
     "helpers/puzzle/layers.py",
     "helpers/puzzle/protocol.py",
+    "helpers/puzzle/turns.py",
     "helpers/puzzle/checks.py",
     "helpers/puzzle/marking.py",
-    "helpers/puzzle/turns.py",
 ]
 
 
