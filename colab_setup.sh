@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash colab_setup.sh                     set up only
-# bash colab_setup.sh run [OPTION ...]    set up, execute the notebook, print the score: --in-place
+# bash colab_setup.sh run                 set up, execute the notebook, print the score
 # bash colab_setup.sh test [OPTION ...]   set up, run the tests; options of pytest
 #
 # In Colab and Kaggle it adds what is missing to the running Python; versions that requirements.txt accepts stay.
