@@ -3,10 +3,11 @@
 import argparse
 import importlib
 import importlib.util
+import logging
 import os
-import shlex
 import signal
 import sys
+import warnings
 
 from . import __version__, environment
 from .environment import missing
@@ -33,12 +34,12 @@ OPTIONS = {  # option: help
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status, 130 after Ctrl-C."""
+    """Run the command line and return its exit status. Ctrl-C ends the process with 130."""
     parser = argparse.ArgumentParser(
         "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="doctor | export")
+    commands = parser.add_subparsers(required=True, metavar="doctor | export", dest="command")
     commands.add_parser("doctor", help=DOCTOR).set_defaults(run=doctor)
     exporting = commands.add_parser(
         "export", help=EXPORT, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
@@ -51,15 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
     for option, text in OPTIONS.items():
         exporting.add_argument(option, action=Once, help=text)
     exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
-    exporting.add_argument("--adapter", action=Once, help=argparse.SUPPRESS)  # of 1.4.0
-    options = vars(parser.parse_args(arguments))
+    known, unknown = parser.parse_known_args(arguments)
+    options = vars(known)
+    command = commands.choices[options.pop("command")]
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = options.pop("run")(**options)
         print(end="", flush=True)  # nothing where stdout was closed
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # Python itself would first free the model and unload torch, which takes seconds
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -84,33 +88,40 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
+def export(source, out, skip_modules, **options) -> int:
     """Write a checkpoint in 16 bit. Return the exit status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was written so far is deleted
-        signal.signal(number, lambda *_: sys.exit(143))
+    for name in ("SIGTERM", "SIGHUP"):  # so that what was written so far is deleted
+        if hasattr(signal, name):  # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), lambda *_: sys.exit(143))
     try:
-        if adapter or (os.path.exists(out) and not os.path.exists(source)):  # as 1.4.0 had it
-            model, out = (source, out) if os.path.exists(source) else (out, source)
-            raise ValueError(
-                "SOURCE comes first. Type: nf4_triton export "
-                + shlex.join([adapter, out, "--base", model] if adapter else [model, out])
-            )
         if problem := missing(*NEEDED):
             raise ImportError(f'{problem} Or all of them: pip install "nf4-triton[export]"')
+        silence()
         from . import export_checkpoint
 
-        counts = export_checkpoint(
-            source,
-            out,
-            skip_modules=skip_modules and skip_modules.replace(",", " ").split(),
-            shard_size=shard_size or "5GB",
-            **options,
-        )
+        options = {name: value for name, value in options.items() if value is not None}
+        skip_modules = skip_modules and skip_modules.replace(",", " ").split()
+        counts = export_checkpoint(source, out, skip_modules=skip_modules, **options)
     except (ImportError, OSError, ValueError) as error:
         print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
         return 1
-    print(f"{out}: {counts.dequantized} of {counts.written} tensors dequantized, {counts.merged} merged")
+    print(
+        f"{out}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
+        f" {counts.dequantized} dequantized, {counts.merged} merged"
+    )
     return 0
+
+
+def silence():
+    """Stop what libraries print in a run that works, except the progress of downloads."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as reports
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    reports.set_verbosity_error()
+    reports.disable_progress_bar()  # all bars of huggingface_hub, too
+    enable_progress_bars()
 
 
 def doctor() -> int:

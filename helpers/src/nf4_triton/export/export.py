@@ -1,16 +1,17 @@
 """The public function: sources, a plan of what each new tensor is made of, one loop that makes and writes."""
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from ..core.checkpoint import PART
 from ..core.state import UnsupportedState
 from ..log import say
 from .adapter import Adapter
-from .checkpoint import PART
-from .model import build, changed, compare, kept_in_float32, quantized_layers, untied
+from .model import build, changed, compare, quantized_layers, rows_of, say_unknown, untied
 from .plan import Plan, Training
 from .problems import library
 from .sources import find, small_files
@@ -18,6 +19,7 @@ from .write import write
 
 SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KINDS = ("nf4", "nf4+double", "fp4", "fp4+double")
+LEAST = 1e6  # bytes in a file
 
 
 class Counts(NamedTuple):
@@ -26,6 +28,8 @@ class Counts(NamedTuple):
     written: int
     dequantized: int  # of these: from 4 bits, stored or as training saw them
     merged: int  # of these: changed by the adapter
+    dtypes: str  # of all
+    size: int  # bytes
 
 
 def export_checkpoint(
@@ -45,14 +49,14 @@ def export_checkpoint(
 
     source: a 4-bit checkpoint of transformers or diffusers, or a LoRA adapter: a folder, a .safetensors file,
     or a name on the hub (a/b or a/b@revision). Code that comes with it is not run.
-    out: the folder. It appears when it is complete.
+    out: the folder, new or empty. What is written appears in it when it is complete.
     base: what the adapter is merged into, in 4 or in 16 bit. Default: what adapter_config.json names.
     trained_in: "nf4", "nf4+double", "fp4", or "fp4+double" (bnb_4bit_use_double_quant), if training quantized
     a 16-bit base on loading. The result then has the weights that training saw.
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
-    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
+    shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
@@ -60,31 +64,51 @@ def export_checkpoint(
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
     out = Path(os.path.expanduser(out))
-    if os.path.lexists(out) or not out.parent.is_dir():
-        raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
-    dtype, load_dtype, device = to_dtype(dtype), to_dtype(load_dtype), to_device(device)
+    check_out(out)
+    shard_size, dtype, load_dtype = to_bytes(shard_size), to_dtype(dtype), to_dtype(load_dtype)
+    device = to_device(device)
     model, adapter = find(source, base)
     if out.resolve().is_relative_to(model.folder.resolve()):
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
-    built = merging = None
+    built, config, merging = None, model.config, None
     if adapter or trained_in or not unchecked:
-        built = build(model.folder, model.config)
+        built, config = build(config, adapter)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     if adapter:
         merging = Adapter(adapter, built)
-    plan = Plan(model.tensors, built, merging, dtype, training, device)
+    plan = Plan(model, built, merging, dtype, training, device)
     if built:
-        compare(built, {name: made.like for name, made in plan.made.items()})
+        compare(built, {name: made.like for name, made in plan.made.items()}, adapter, training)
     dequantized = sum(made.dequantized for made in plan.made.values())
     if not dequantized and not adapter:
         raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not dequantized:
-        say("The base is merged in 16 bit. If training loaded it in 4 bit, pass --trained-in nf4+double.")
-    small = small_files(model.folder, adapter and adapter.folder)
-    write(
-        out, new_config(model.config, plan), plan, shard_size, small, [model, adapter] if adapter else [model]
+        say(
+            "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with your"
+            " bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
+        )
+    small = small_files(model.folder, adapter and adapter.folder, rows_of(built))
+    write(out, new_config(config, plan), plan, shard_size, small, [model, adapter] if adapter else [model])
+    likes = [made.like for made in plan.made.values()]
+    return Counts(
+        len(likes),
+        dequantized,
+        sum(plan.changed(name) for name in plan.made),
+        ", ".join(sorted({str(like.dtype).removeprefix("torch.") for like in likes})),
+        sum(like.nbytes for like in likes),
     )
-    return Counts(len(plan.made), dequantized, sum(plan.changed(name) for name in plan.made))
+
+
+def check_out(out):
+    """Raise unless a folder can appear as OUT."""
+    if not out.parent.is_dir():
+        raise UnsupportedState(
+            f"{out.parent} does not exist, expected the folder in which OUT appears: make it"
+        )
+    if os.path.lexists(out):
+        used = not out.is_dir() or out.is_symlink() or os.path.ismount(out) or out.samefile(".")
+        if used or any(out.iterdir()):
+            raise UnsupportedState(f"{out} exists, expected a new or an empty folder: pass another name")
 
 
 def how_trained(kind, load_dtype, skip_modules, model, built, device):
@@ -98,7 +122,7 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     if any(PART.fullmatch(key) for key in model.tensors):
         how = model.config.get("quantization_config") or {}
         double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
-        stored = how.get("bnb_4bit_quant_type", "fp4") + double
+        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{double}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None
@@ -116,18 +140,20 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
                     "the base's config names no dtype: pass what training loaded as --load-dtype"
                 )
             say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
-        float32 = kept_in_float32(built, load_dtype)
+        say_unknown(built, skip_modules or ())
     say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
     quant_type, _, double = kind.partition("+")
     how = {"quant_type": quant_type, "compress_statistics": bool(double)}
-    return Training(load_dtype, float32, layers, how)
+    return Training(load_dtype, layers, how)
 
 
 def new_config(config, plan) -> dict:
     """Return the config of the new checkpoint."""
     dtype = plan.dtype or (plan.training and plan.training.dtype)
     name = str(dtype).removeprefix("torch.")
-    config = changed(config, {"dtype": name, "torch_dtype": name} if dtype else {})
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    if dtype:
+        config = changed(config, lambda key, value: name if key in ("dtype", "torch_dtype") else value)
     return untied(config, plan.model) if plan.untied else config
 
 
@@ -138,6 +164,15 @@ def to_dtype(dtype):
     if dtype and text not in SHORT.values():
         raise UnsupportedState(f"dtype is {dtype}, expected float16, bfloat16, or float32")
     return getattr(torch, text) if dtype else None
+
+
+def to_bytes(size) -> float:
+    """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
+    found = re.fullmatch(r"([0-9.]+) *([KMGT]?)I?B?", str(size).upper())
+    number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
+    if number < LEAST:
+        raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB, at least 1MB")
+    return number
 
 
 def to_device(device) -> torch.device:

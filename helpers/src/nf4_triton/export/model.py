@@ -1,45 +1,118 @@
 """The model and its names: built on meta, without memory. Code that comes with a checkpoint is not run."""
 
+import contextlib
 import copy
+import difflib
 import json
 import re
 
 import torch
 
+from ..log import say
 from .problems import library, refuse
 
+PREFIX = "base_model.model."  # of an adapter's names
+TASKS = {  # PEFT's task_type: the class that loads the base for it
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
 
-def build(folder, config):
-    """Return the model of a folder's config.json on meta, of transformers or diffusers."""
+
+def build(config, adapter=None) -> tuple:
+    """Return the model of a config.json on meta, of transformers or diffusers, and its config.
+
+    adapter: a Source. If its training used another class, or other numbers of tokens or labels, so do both.
+    """
     problem = "no library builds the model of config.json, and code that comes with it is not run: update"
-    with library(f"{problem} transformers, or pass --unchecked"), torch.device("meta"):
+    problem += " transformers, or pass --unchecked" if "auto_map" in config else " transformers"
+    with library(problem), torch.device("meta"):
         if "_class_name" in config:
             import diffusers
 
-            return getattr(diffusers, config["_class_name"]).from_config(config)
-        import transformers
+            return getattr(diffusers, config["_class_name"]).from_config(config), config
+        model = of_transformers(config)
+        for fit in (with_class, with_sizes) if adapter else ():
+            fitted = fit(config, model, adapter)
+            if fitted is not config:
+                model, config = of_transformers(fitted), fitted
+        return model, config
 
-        kind = getattr(transformers, config["architectures"][0])
-        settings = kind.config_class.from_pretrained(folder)
-        settings._attn_implementation = "eager"  # others can be code from the hub
-        if hasattr(settings, "quantization_config"):
-            del settings.quantization_config
-        return kind(settings)
+
+def of_transformers(config):
+    """Return the model of a config.json."""
+    import transformers
+
+    from . import private  # noqa: F401 (all that is needed later)
+
+    kind = getattr(transformers, config["architectures"][0])
+    fields = config.get(kind.config_class.base_config_key) or config
+    settings = kind.config_class.from_dict(copy.deepcopy(fields))
+    settings._attn_implementation = "eager"  # others can be code from the hub
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    return kind(settings)
+
+
+def with_class(config, model, adapter) -> dict:
+    """Return a config with the class that training used: the base's, if it has the adapter's modules."""
+    import transformers
+
+    from .private import class_for
+
+    if {plain(key).partition(".")[0] for key in adapter.tensors} <= {*dict(model.named_children())}:
+        return config
+    if task := TASKS.get(adapter.config.get("task_type")):
+        kind = class_for(getattr(transformers, task), model.config)
+    else:
+        mapping = adapter.config.get("auto_mapping") or {}
+        kind = getattr(transformers, mapping.get("base_model_class", ""), None)
+    if getattr(kind, "config_class", None) is not type(model.config):
+        return config
+    return config | {"architectures": [kind.__name__]}
+
+
+def with_sizes(config, model, adapter) -> dict:
+    """Return a config with the numbers of tokens and labels of an adapter that holds embeddings or a head."""
+    own, labels = model.state_dict(), model.config.num_labels
+    for key, file in adapter.tensors.items():
+        name, shape = plain(key), file.get_slice(key).get_shape()
+        if name not in own or shape[:1] == [*own[name].shape[:1]]:
+            continue
+        if len(own[name]) == labels:
+            model.config.num_labels = shape[0]
+            config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
+        else:
+            config = resized(config, len(own[name]), shape[0])
+    return config
+
+
+def resized(config, old, new) -> dict:
+    """Return a config with another number of tokens."""
+    result = changed(config, lambda key, value: new if (key, value) == ("vocab_size", old) else value)
+    return config | {"vocab_size": new} if result == config else result
+
+
+def plain(key) -> str:
+    """Return the name that a module or tensor has in the model without PEFT."""
+    wraps = r"\.(base_layer|original_module|token_adapter|modules_to_save(\.default)?)\b"
+    return re.sub(wraps, "", key.removeprefix(PREFIX))
 
 
 def names_in(model, names) -> dict:
     """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}."""
     if not hasattr(model, "base_model_prefix"):  # of diffusers
         return {name: (name, None) for name in names}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from . import private
 
-    steps, own, found = get_model_conversion_mapping(model), model.state_dict(), {}
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    steps, own, found = private.get_model_conversion_mapping(model), model.state_dict(), {}
+    renamings = [step for step in steps if isinstance(step, private.WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, private.WeightConverter)]
     by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
     for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        target, pattern = private.rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if target not in own and name in own:  # so does transformers
             target, pattern = name, None
         found[name] = target, by_pattern.get(pattern)
@@ -51,7 +124,7 @@ def fuse(model, target, parts) -> dict:
 
     parts: {name in the file: (what names_in() returns, tensor)}
     """
-    from transformers.core_model_loading import dot_natural_key
+    from .private import dot_natural_key
 
     names = sorted(parts, key=dot_natural_key)
     step = copy.deepcopy(parts[names[0]][0][0])
@@ -62,9 +135,9 @@ def fuse(model, target, parts) -> dict:
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def compare(model, likes):
+def compare(model, likes, adapter=None, training=None):
     """Check that a model can load tensors: none is missing, surplus, or of another shape."""
-    with library("the model cannot load the tensors: download them again, or pass --unchecked"):
+    with library("the model cannot load the tensors: download them again"):
         if not hasattr(model, "base_model_prefix"):  # of diffusers
             model.load_state_dict(likes, assign=True)
             return
@@ -77,8 +150,16 @@ def compare(model, likes):
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    do = "download them again"
+    if adapter:
+        do += (
+            "; if training added tokens, save the adapter with save_embedding_layers=True; if it made a head, save"
+            " the base with it, and pass that as --base"
+        )
+    elif not training and not any(found[kind] for kind in found if kind != "unexpected_keys"):
+        do += ", or pass --unchecked"
     problems = [f"{kind.partition('_')[0]} {name}" for kind in found for name in found[kind]]
-    refuse("the model expects other tensors", problems, "download them again, or pass --unchecked")
+    refuse(f"{type(model).__name__} expects other tensors", problems, do)
 
 
 def tied_names(model) -> list:
@@ -89,30 +170,48 @@ def tied_names(model) -> list:
     return [*groups.values()]
 
 
+def rows_of(model):
+    """Return how many tokens a model knows, None if it has no such number."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings().weight.shape[0]
+
+
 def quantized_layers(model, how) -> set:
     """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig."""
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
 
     copied = copy.deepcopy(model)
+    copied.load_state_dict(copied.state_dict(), assign=True)  # unties: transformers asks before it ties
     AutoHfQuantizer.from_config(how, pre_quantized=False).preprocess_model(copied, device_map=None)
     return {f"{path}.weight" for path, module in copied.named_modules() if isinstance(module, Linear4bit)}
 
 
+def say_unknown(model, names):
+    """Say which of llm_int8_skip_modules no module is called: it changes nothing."""
+    from .private import should_convert_module
+
+    paths = [path for path, _ in model.named_modules()]
+    parts = {part for path in paths for part in path.split(".")}
+    for name in names:
+        if all(should_convert_module(path, [name]) for path in paths):
+            close = difflib.get_close_matches(name.rpartition(".")[2], parts, 1, 0)
+            say(f"No module is called {name}, which skip_modules names. The closest: {', '.join(close)}.")
+
+
 def kept_in_float32(model, dtype):
     """Return a pattern of the parameters that transformers loads in float32 where others get a dtype."""
-    from transformers.core_model_loading import build_glob_alternation
+    from .private import build_glob_alternation, dtype_plan
 
-    plan = model._get_dtype_plan(dtype)
-    return build_glob_alternation(list(plan))[0] if plan else re.compile("(?!)")
+    plan = dtype_plan(model, dtype)
+    return build_glob_alternation([*plan])[0] if plan else re.compile("(?!)")
 
 
-def changed(config, values) -> dict:
-    """Return a config with other values where it has their keys, at any depth, and not quantized."""
+def changed(config, new) -> dict:
+    """Return a config with new(key, value) in the place of each value, at any depth."""
 
     def change(part):
-        part.pop("quantization_config", None)
-        return {key: values.get(key, old) for key, old in part.items()}
+        return {key: new(key, value) for key, value in part.items()}
 
     return json.loads(json.dumps(config), object_hook=change)
 
@@ -120,7 +219,7 @@ def changed(config, values) -> dict:
 def untied(config, model) -> dict:
     """Return the config of a model whose embeddings are no longer tied."""
     key, scales = "tie_word_embeddings", "scale_decoder_outputs"
-    config = changed(config | {key: False}, {key: False})
+    config = changed(config | {key: False}, lambda name, value: False if name == key else value)
     if hasattr(model.config, scales):  # T5 would read it from the key
         config[scales] = model.config.scale_decoder_outputs
     return config

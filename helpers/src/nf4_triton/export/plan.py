@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 
 from ..backend import dequantize
+from ..core.checkpoint import PART, read_checkpoint
 from ..core.state import UnsupportedState
-from .checkpoint import PART, read_checkpoint
-from .model import fuse, names_in, tied_names
+from ..log import say
+from .model import fuse, kept_in_float32, names_in, tied_names
 from .problems import library, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -17,7 +18,6 @@ class Training(NamedTuple):
     """How training loaded a 16-bit base."""
 
     dtype: torch.dtype
-    float32: object  # a pattern of the parameters that stayed in float32
     layers: set  # the weights of the model that were quantized
     how: dict  # arguments of bitsandbytes.functional.quantize_4bit
 
@@ -25,9 +25,9 @@ class Training(NamedTuple):
 class Made(NamedTuple):
     """A tensor of the new checkpoint."""
 
-    source: str  # its name in the old one
+    source: str  # its name in the old one; empty for a head that the adapter brings
     like: torch.Tensor  # on meta: its shape and dtype
-    loaded: torch.dtype | None  # what training loaded it in, if that is to be repeated
+    loaded: torch.dtype | None  # what transformers loads it in, if that is another one
     dequantized: bool  # from 4 bits, stored or as training saw it
     transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
     names: tuple = ()  # the parameters of the model that it stands for
@@ -36,17 +36,25 @@ class Made(NamedTuple):
 class Plan:
     """What the tensors of a new checkpoint are made of. make() makes one."""
 
-    def __init__(self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu"):
-        """tensors: {name: the open file that holds it}."""
-        self.tensors, self.model, self.adapter = tensors, model, adapter
+    def __init__(self, source, model=None, adapter=None, dtype=None, training=None, device="cpu"):
+        """source: the Source of the base."""
+        self.tensors, self.model, self.adapter = source.tensors, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
-        for key in tensors:
+        for key in self.tensors:
             part = PART.fullmatch(key)
             self.keys.setdefault(part[1] if part else key, []).append(key)
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys) if model else {}
         own = model.state_dict() if model else {}
+        if adapter and [type(model).__name__] != source.config.get("architectures", [type(model).__name__]):
+            left = [name for name in self.keys if self.targets[name][0] not in own]
+            say(f"Training used {type(model).__name__}. It lacks {', '.join(left) or 'nothing'}.")
+            self.keys = {name: self.keys[name] for name in self.keys if name not in left}
+        # {dtype: the parameters that transformers loads in float32 where others have this dtype}
+        self.float32: dict = {}
+        if (adapter or training) and hasattr(model, "base_model_prefix"):
+            self.float32 = {half: kept_in_float32(model, half) for half in FLOATS[:2]}
         self.made = {name: self.without_adapter(name, own) for name in self.keys}
         self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
         self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
@@ -77,8 +85,11 @@ class Plan:
             )
         like, loaded, dequantized, transposed = torch.empty(shape, device="meta"), None, bool(state), False
         if self.training and dtype in FLOATS:
-            loaded = torch.float32 if self.training.float32.search(target) else self.training.dtype
+            loaded = self.training.dtype
             dequantized = target in self.training.layers
+        kept = self.float32.get(loaded or dtype)
+        if kept and kept.search(target) and not state:
+            loaded = torch.float32
         if dequantized and known is not None:
             transposed = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
         if transposed and state:
@@ -90,7 +101,8 @@ class Plan:
     def connect_fused(self) -> set:
         """Note which tensors become one, such as experts, that the adapter changes. Return these changes."""
         groups: dict = {}
-        for name, (target, converter) in self.targets.items():
+        for name in self.keys:
+            target, converter = self.targets[name]
             if converter:
                 groups.setdefault(target, {})[name] = converter, self.made[name].like
         used: set = set()
@@ -99,14 +111,20 @@ class Plan:
             used |= found
             if found:
                 self.fused |= dict.fromkeys(parts, [*parts])
+                # In a row, so that each group is made once: a file alternates between groups.
+                self.made |= {part: self.made.pop(part) for part in parts}
         return used
 
     def connect(self) -> set:
         """Note which others the adapter changes, return these. Add the tensors that a saved copy unties."""
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
-        used: set = set()
+        used, given = set(), self.adapter.given
         for names in tied_names(self.model):
             there = [name for name in names if name in stored]
+            if not there and names[0] in given:
+                dtype = self.dtype or (self.training or self.model.config).dtype or given[names[0]].dtype
+                self.made[names[0]] = Made("", given[names[0]].to("meta", dtype), None, False, False)
+                there = names[:1]
             if not there or self.changes.isdisjoint(names):
                 continue
             used |= {*names}
@@ -123,9 +141,10 @@ class Plan:
                 self.untied = True
                 there += [name for name in names if name not in there]
             for name in there:
-                made = self.made[stored.get(name, stored[first])]
+                made = self.made[stored.get(name, stored.get(first, first))]
                 own = tuple(kept) if name in kept else (name,)
-                self.made[stored.get(name, name)] = made._replace(names=own)
+                like = next((given[key] for key in own if key in given), made.like).to(made.like)
+                self.made[stored.get(name, name)] = made._replace(names=own, like=like)
         return used
 
     def changed(self, name) -> bool:
@@ -161,6 +180,8 @@ class Plan:
     def base(self, name) -> torch.Tensor:
         """Return a tensor without the adapter, as training saw it, in its new dtype."""
         made = self.made[name]
+        if not made.source:
+            return self.adapter.given[name].to(made.like.dtype)
         tensor, state = self.read(made.source, self.device)
         if made.loaded:
             tensor = tensor.to(made.loaded)
@@ -180,10 +201,7 @@ class Plan:
         made = self.made[name]
         like = made.like
         if tensor.shape != like.shape:
-            raise UnsupportedState(
-                f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}: if the adapter has new"
-                " tokens, export the model alone, then resize_token_embeddings() and merge with PEFT"
-            )
+            raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
         new = self.changed(name) or made.loaded or self.dtype
         if new and like.is_floating_point() and like.numel():
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU

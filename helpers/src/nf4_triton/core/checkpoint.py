@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.reference import VALUES
-from ..core.state import UnsupportedState, check, read_state
+from .reference import VALUES
+from .state import UnsupportedState, check, read_state
 
 if TYPE_CHECKING:
     import safetensors
@@ -33,7 +33,15 @@ def read_checkpoint(
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
     size, or if it was quantized with other values than those of its type.
     """
+    if not hasattr(tensors, "keys"):
+        raise UnsupportedState(
+            f"tensors is {type(tensors).__name__}, expected the tensors by their names: pass what"
+            " safetensors.torch.load_file returns, or an open safetensors.safe_open"
+        )
     try:
+        if hasattr(tensors, "get_tensor"):
+            own = [key for key in tensors.keys() if f"{key}.".startswith(f"{name}.")]
+            tensors = {key: tensors.get_tensor(key) for key in own}
         return read(tensors, name)
     except UnsupportedState as error:
         raise UnsupportedState(f"{name}: {error}") from error
@@ -47,21 +55,9 @@ def read_checkpoint(
 
 def read(tensors, name) -> tuple:
     """Return what read_checkpoint returns, or raise what Python raises."""
-    names = tensors.keys()
-
-    def get(key):
-        if key not in names:
-            raise KeyError(key)
-        return tensors.get_tensor(key) if hasattr(tensors, "get_tensor") else tensors[key]
-
-    if f"{name}.weight" in names:
-        raise ValueError(f"the weight's name is {name}.weight")
-    states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in names]
-    if len(states) != 1:
-        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
-    facts = json.loads(bytes(get(states[0]).flatten().tolist()))
+    facts = read_facts(tensors, name)
     state = types.SimpleNamespace(
-        absmax=get(f"{name}.absmax"),
+        absmax=tensors[f"{name}.absmax"],
         shape=torch.Size(facts["shape"]),
         dtype=getattr(torch, facts["dtype"]),
         quant_type=facts["quant_type"],
@@ -71,21 +67,36 @@ def read(tensors, name) -> tuple:
     if state.nested:
         state.offset = state.absmax.new_tensor(float(facts["nested_offset"]), dtype=torch.float32)
         state.state2 = types.SimpleNamespace(
-            absmax=get(f"{name}.nested_absmax"),
-            code=get(f"{name}.nested_quant_map"),
+            absmax=tensors[f"{name}.nested_absmax"],
+            code=tensors[f"{name}.nested_quant_map"],
             dtype=getattr(torch, facts["nested_dtype"]),
             blocksize=facts["nested_blocksize"],
         )
-    packed = get(name)
-    count, *_ = check(*read_state(packed, state))
-    for level in (state, state.state2) if state.nested else (state,):
-        count = -(-count // level.blocksize)
-        if level.absmax.numel() != count:  # a file has no others
-            raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
-    if state.nested and not state.state2.code.isfinite().all():
-        raise ValueError("its nested_quant_map has values that are not finite")
-    if f"{name}.quant_map" in names:
-        values = get(f"{name}.quant_map").float()  # saved in 16 bits under such a default dtype
+    packed = tensors[name]
+    check_sizes(packed, state)
+    if f"{name}.quant_map" in tensors:
+        values = tensors[f"{name}.quant_map"].float()  # saved in 16 bits under such a default dtype
         if not torch.allclose(values, values.new_tensor(VALUES[state.quant_type]), atol=0.01):
             raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
     return packed, state
+
+
+def read_facts(tensors, name) -> dict:
+    """Return what the JSON of a weight's state says."""
+    if f"{name}.weight" in tensors:
+        raise ValueError(f"the weight's name is {name}.weight")
+    states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in tensors]
+    if len(states) != 1:
+        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
+    return json.loads(bytes(tensors[states[0]].flatten().tolist()))
+
+
+def check_sizes(packed, state):
+    """Check what a launch would, that a file has no more scales than it needs, and that these are finite."""
+    count, *_ = check(*read_state(packed, state))
+    for level in (state, state.state2) if state.nested else (state,):
+        count = -(-count // level.blocksize)
+        if level.absmax.numel() != count:
+            raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
+    if state.nested and not state.state2.code.isfinite().all():
+        raise ValueError("its nested_quant_map has values that are not finite")
