@@ -1,7 +1,6 @@
 """The adapter: which tensors of a model it changes, as PEFT says, and their values, as PEFT merges them."""
 
 import copy
-import dataclasses
 
 import torch
 
@@ -13,9 +12,9 @@ from .problems import library, refuse
 # change the base when PEFT injects the adapter.
 KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config
 exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha
-lora_dropout modules_to_save peft_type peft_version r rank_pattern revision runtime_config target_modules
-target_parameters task_type trainable_token_indices use_dora use_rslora""".split()
-STARTS = [True, False, "gaussian", "eva", "orthogonal"]  # others change the base
+lora_dropout modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters
+task_type trainable_token_indices use_dora use_rslora""".split()
+STARTS = [None, True, False, "gaussian", "eva", "orthogonal"]  # others change the base
 
 
 class Adapter:
@@ -30,9 +29,8 @@ class Adapter:
         for path, module in tuned.named_modules():
             if isinstance(module, BaseTunerLayer):
                 parameter = f"{plain(path)}.{getattr(module, 'parameter_name', 'weight')}"
-                names = [
-                    key for key in values if key.startswith((f"{path}.lora_", f"{path}.trainable_tokens_"))
-                ]
+                starts = f"{path}.lora_", f"{path}.trainable_tokens_"
+                names = [key for key in values if key.startswith(starts)]
                 own = {key.removeprefix(f"{path}."): values.pop(key) for key in names}
                 if own:  # a tied one shares another's
                     self.layers[parameter] = module, own
@@ -54,13 +52,13 @@ class Adapter:
 
 
 def inject(source, model) -> tuple:
-    """Return (PEFT's model on meta, {name of a tensor in it: tensor}). Refuse an adapter that does not fit."""
-    name, fields, kind = source.name, source.config, type(model).__name__
+    """Return (PEFT's model on meta, {name of a tensor in it: tensor}). Refuse an adapter of another model."""
+    name, kind = source.name, type(model).__name__
     tensors = {key: file.get_tensor(key) for key, file in source.tensors.items()}
-    with library(f"PEFT cannot put {name} into {kind}, the class of the base's config"):
+    with library(f"PEFT cannot put {name} into {kind}"):
         import peft
 
-        config = lora_config(peft, fields)
+        config = lora_config(peft, source.config)
         with torch.device("meta"):
             tuned = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
         of_transformers = hasattr(model, "base_model_prefix")
@@ -74,39 +72,39 @@ def inject(source, model) -> tuple:
         own = {key: key for key in likes}
         expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
         allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
-        allowed |= expected
     problems = [f"missing {key}" for key in sorted(expected.keys() - tensors)]
     problems += [f"surplus {key}" for key in sorted(tensors.keys() - allowed)]
     refuse(
         f"{name} does not hold what its config targets in {kind}",
         problems,
-        f"check base and file; its auto_mapping is {fields.get('auto_mapping')}. If training used another class,"
-        " save the base with it, and pass that as --base",
+        f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used another"
+        " class, save the base with it, and pass that as --base",
     )
-    for key, tensor in tensors.items():
-        like = likes[allowed[key]]
-        if tensor.shape != like.shape or not tensor.is_floating_point():
+    values: dict = {}
+    for names in (allowed, expected):  # a file can hold a saved module under two names
+        values |= {names[key]: tensors[key] for key in names if key in tensors}
+    for own, tensor in values.items():
+        if tensor.shape != likes[own].shape or not tensor.is_floating_point():
             raise UnsupportedState(
-                f"{key} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating point of"
-                f" shape {tuple(like.shape)}: pass the base that it was trained on"
+                f"{own} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating point of"
+                f" shape {tuple(likes[own].shape)}: pass the base that it was trained on"
             )
-    return tuned, {allowed[key]: tensors[key] for key in sorted(tensors, key=expected.__contains__)}
+    return tuned, values
 
 
 def lora_config(peft, fields):
     """Return PEFT's config. Refuse what changes the base itself, and fields that this PEFT does not know."""
     if fields.get("peft_type") != "LORA":
         raise UnsupportedState(f"peft_type={fields.get('peft_type')}, expected LORA: merge it with PEFT")
-    known = {field.name for field in dataclasses.fields(peft.LoraConfig)} - {"runtime_config"}
-    config = peft.LoraConfig(**{key: value for key, value in fields.items() if key in known})
     default = peft.LoraConfig()
     problems = [
         f"{key}={value}"
         for key, value in fields.items()
         if value and key not in KNOWN and value != getattr(default, key, None)
     ]
-    if config.init_lora_weights not in STARTS:
-        problems.append(f"init_lora_weights={config.init_lora_weights}")
+    if fields.get("init_lora_weights") not in STARTS:
+        problems.append(f"init_lora_weights={fields['init_lora_weights']}")
     refuse("the adapter's config cannot be merged here", problems, "update PEFT, or merge it there")
+    config = peft.LoraConfig(**{key: fields[key] for key in KNOWN if key in fields})
     config.base_model_name_or_path = None
     return config

@@ -11,7 +11,7 @@ from ..core.checkpoint import PART
 from ..core.state import UnsupportedState
 from ..log import say
 from .adapter import Adapter
-from .model import build, changed, compare, quantized_layers, rows_of, say_unknown, untied
+from .model import build, changed, compare, quantized_layers, rows_of, untied
 from .plan import Plan, Training
 from .problems import library
 from .sources import find, small_files
@@ -70,13 +70,13 @@ def export_checkpoint(
     model, adapter = find(source, base)
     if out.resolve().is_relative_to(model.folder.resolve()):
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
-    built, config, merging = None, model.config, None
+    built, config = None, model.config
     if adapter or trained_in or not unchecked:
         built, config = build(config, adapter)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
-    if adapter:
-        merging = Adapter(adapter, built)
-    plan = Plan(model, built, merging, dtype, training, device)
+    merging = Adapter(adapter, built) if adapter else None
+    pruned = config.get("architectures") != model.config.get("architectures")
+    plan = Plan(model.tensors, built, merging, dtype, training, device, pruned)
     if built:
         compare(built, {name: made.like for name, made in plan.made.items()}, adapter, training)
     dequantized = sum(made.dequantized for made in plan.made.values())
@@ -88,15 +88,10 @@ def export_checkpoint(
             " bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
         )
     small = small_files(model.folder, adapter and adapter.folder, rows_of(built))
-    write(out, new_config(config, plan), plan, shard_size, small, [model, adapter] if adapter else [model])
-    likes = [made.like for made in plan.made.values()]
-    return Counts(
-        len(likes),
-        dequantized,
-        sum(plan.changed(name) for name in plan.made),
-        ", ".join(sorted({str(like.dtype).removeprefix("torch.") for like in likes})),
-        sum(like.nbytes for like in likes),
-    )
+    size = write(out, new_config(config, plan), plan, shard_size, small, [model, adapter or model])
+    merged = sum(plan.changed(name) for name in plan.made)
+    dtypes = sorted({str(made.like.dtype) for made in plan.made.values()})
+    return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)
 
 
 def check_out(out):
@@ -130,30 +125,22 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig
 
-        layers = quantized_layers(
-            built, BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
-        )
-        if not load_dtype:
-            load_dtype = built.config.dtype
-            if not load_dtype:
-                raise UnsupportedState(
-                    "the base's config names no dtype: pass what training loaded as --load-dtype"
-                )
-            say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
-        say_unknown(built, skip_modules or ())
+        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
+        layers = quantized_layers(built, how)
+    dtype = load_dtype or built.config.dtype
+    if not dtype:
+        raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
+    say(f"The base is loaded in {dtype}. If training loaded another dtype, pass --load-dtype.")
     quant_type, _, double = kind.partition("+")
-    how = {"quant_type": quant_type, "compress_statistics": bool(double)}
-    return Training(load_dtype, layers, how)
+    return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})
 
 
 def new_config(config, plan) -> dict:
     """Return the config of the new checkpoint."""
     dtype = plan.dtype or (plan.training and plan.training.dtype)
     name = str(dtype).removeprefix("torch.")
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
-    if dtype:
-        config = changed(config, lambda key, value: name if key in ("dtype", "torch_dtype") else value)
+    config = changed(config, {"dtype": name, "torch_dtype": name} if dtype else {})
     return untied(config, plan.model) if plan.untied else config
 
 
@@ -168,7 +155,7 @@ def to_dtype(dtype):
 
 def to_bytes(size) -> float:
     """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
-    found = re.fullmatch(r"([0-9.]+) *([KMGT]?)I?B?", str(size).upper())
+    found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
     number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
     if number < LEAST:
         raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB, at least 1MB")

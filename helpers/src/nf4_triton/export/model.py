@@ -49,10 +49,8 @@ def of_transformers(config):
 
     kind = getattr(transformers, config["architectures"][0])
     fields = config.get(kind.config_class.base_config_key) or config
-    settings = kind.config_class.from_dict(copy.deepcopy(fields))
+    settings = kind.config_class.from_dict(changed(fields, {}))
     settings._attn_implementation = "eager"  # others can be code from the hub
-    if hasattr(settings, "quantization_config"):
-        del settings.quantization_config
     return kind(settings)
 
 
@@ -78,21 +76,15 @@ def with_sizes(config, model, adapter) -> dict:
     """Return a config with the numbers of tokens and labels of an adapter that holds embeddings or a head."""
     own, labels = model.state_dict(), model.config.num_labels
     for key, file in adapter.tensors.items():
-        name, shape = plain(key), file.get_slice(key).get_shape()
-        if name not in own or shape[:1] == [*own[name].shape[:1]]:
+        old, new = own.get(plain(key)), file.get_tensor(key)
+        if old is None or old.shape[:1] == new.shape[:1]:
             continue
-        if len(own[name]) == labels:
-            model.config.num_labels = shape[0]
+        if len(old) == labels:
+            model.config.num_labels = len(new)
             config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
         else:
-            config = resized(config, len(own[name]), shape[0])
+            config = changed(config, {"vocab_size": len(new)}, len(old))
     return config
-
-
-def resized(config, old, new) -> dict:
-    """Return a config with another number of tokens."""
-    result = changed(config, lambda key, value: new if (key, value) == ("vocab_size", old) else value)
-    return config | {"vocab_size": new} if result == config else result
 
 
 def plain(key) -> str:
@@ -177,41 +169,43 @@ def rows_of(model):
 
 
 def quantized_layers(model, how) -> set:
-    """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig."""
+    """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig.
+
+    Say which modules to skip are not there: others that should be skipped may be quantized.
+    """
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
 
+    from .private import should_convert_module
+
+    paths = [path for path, _ in model.named_modules()]
+    for name in how.llm_int8_skip_modules or ():
+        if all(should_convert_module(path, [name]) for path in paths):
+            close = difflib.get_close_matches(name, {*".".join(paths).split(".")}, 1, 0)
+            say(f"skip_modules has {name}, which no module is called; the closest: {', '.join(close)}.")
     copied = copy.deepcopy(model)
     copied.load_state_dict(copied.state_dict(), assign=True)  # unties: transformers asks before it ties
     AutoHfQuantizer.from_config(how, pre_quantized=False).preprocess_model(copied, device_map=None)
     return {f"{path}.weight" for path, module in copied.named_modules() if isinstance(module, Linear4bit)}
 
 
-def say_unknown(model, names):
-    """Say which of llm_int8_skip_modules no module is called: it changes nothing."""
-    from .private import should_convert_module
-
-    paths = [path for path, _ in model.named_modules()]
-    parts = {part for path in paths for part in path.split(".")}
-    for name in names:
-        if all(should_convert_module(path, [name]) for path in paths):
-            close = difflib.get_close_matches(name.rpartition(".")[2], parts, 1, 0)
-            say(f"No module is called {name}, which skip_modules names. The closest: {', '.join(close)}.")
-
-
-def kept_in_float32(model, dtype):
-    """Return a pattern of the parameters that transformers loads in float32 where others get a dtype."""
+def kept_in_float32(model) -> dict:
+    """Return {dtype: pattern of the parameters that transformers loads in float32 where others get it}."""
     from .private import build_glob_alternation, dtype_plan
 
-    plan = dtype_plan(model, dtype)
-    return build_glob_alternation([*plan])[0] if plan else re.compile("(?!)")
+    plans = {dtype: dtype_plan(model, dtype) for dtype in (torch.float16, torch.bfloat16)}
+    return {dtype: build_glob_alternation([*plan])[0] for dtype, plan in plans.items() if plan}
 
 
-def changed(config, new) -> dict:
-    """Return a config with new(key, value) in the place of each value, at any depth."""
+def changed(config, values, old=None) -> dict:
+    """Return a copy with other values where it has their keys, at any depth, and not quantized.
+
+    old: change only what has this value.
+    """
 
     def change(part):
-        return {key: new(key, value) for key, value in part.items()}
+        part.pop("quantization_config", None)
+        return part | {key: values[key] for key in values if key in part and old in (None, part[key])}
 
     return json.loads(json.dumps(config), object_hook=change)
 
@@ -219,7 +213,7 @@ def changed(config, new) -> dict:
 def untied(config, model) -> dict:
     """Return the config of a model whose embeddings are no longer tied."""
     key, scales = "tie_word_embeddings", "scale_decoder_outputs"
-    config = changed(config | {key: False}, lambda name, value: False if name == key else value)
+    config = changed(config | {key: False}, {key: False})
     if hasattr(model.config, scales):  # T5 would read it from the key
         config[scales] = model.config.scale_decoder_outputs
     return config

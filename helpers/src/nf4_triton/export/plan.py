@@ -36,9 +36,11 @@ class Made(NamedTuple):
 class Plan:
     """What the tensors of a new checkpoint are made of. make() makes one."""
 
-    def __init__(self, source, model=None, adapter=None, dtype=None, training=None, device="cpu"):
-        """source: the Source of the base."""
-        self.tensors, self.model, self.adapter = source.tensors, model, adapter
+    def __init__(
+        self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
+    ):
+        """tensors: {name: the open file that holds it}. pruned: leave out those that the model does not have."""
+        self.tensors, self.model, self.adapter = tensors, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
         for key in self.tensors:
@@ -47,14 +49,14 @@ class Plan:
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys) if model else {}
         own = model.state_dict() if model else {}
-        if adapter and [type(model).__name__] != source.config.get("architectures", [type(model).__name__]):
-            left = [name for name in self.keys if self.targets[name][0] not in own]
-            say(f"Training used {type(model).__name__}. It lacks {', '.join(left) or 'nothing'}.")
-            self.keys = {name: self.keys[name] for name in self.keys if name not in left}
-        # {dtype: the parameters that transformers loads in float32 where others have this dtype}
+        left = [name for name in self.keys if pruned and self.targets[name][0] not in own]
+        for name in left:
+            del self.keys[name]
+        if pruned:
+            say(f"Training used {type(model).__name__}. It lacks {', '.join(left) or 'nothing'} of the base.")
         self.float32: dict = {}
         if (adapter or training) and hasattr(model, "base_model_prefix"):
-            self.float32 = {half: kept_in_float32(model, half) for half in FLOATS[:2]}
+            self.float32 = kept_in_float32(model)
         self.made = {name: self.without_adapter(name, own) for name in self.keys}
         self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
         self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
@@ -121,14 +123,16 @@ class Plan:
         used, given = set(), self.adapter.given
         for names in tied_names(self.model):
             there = [name for name in names if name in stored]
-            if not there and names[0] in given:
-                dtype = self.dtype or (self.training or self.model.config).dtype or given[names[0]].dtype
-                self.made[names[0]] = Made("", given[names[0]].to("meta", dtype), None, False, False)
-                there = names[:1]
-            if not there or self.changes.isdisjoint(names):
+            if self.changes.isdisjoint(names):
+                continue
+            first, *others = there or names
+            if not there and first in given:
+                dtype = self.dtype or (self.training or self.model.config).dtype
+                self.made[first] = Made("", given[first].to("meta", dtype), None, False, False)
+                there, stored[first] = [first], first
+            if not there:
                 continue
             used |= {*names}
-            first, *others = there
             for name in others:
                 tensor = self.base(stored[name])
                 if not tensor.equal(self.base(stored[first]).to(tensor)):  # transformers would not tie them
@@ -141,7 +145,7 @@ class Plan:
                 self.untied = True
                 there += [name for name in names if name not in there]
             for name in there:
-                made = self.made[stored.get(name, stored.get(first, first))]
+                made = self.made[stored.get(name, stored[first])]
                 own = tuple(kept) if name in kept else (name,)
                 like = next((given[key] for key in own if key in given), made.like).to(made.like)
                 self.made[stored.get(name, name)] = made._replace(names=own, like=like)

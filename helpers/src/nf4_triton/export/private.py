@@ -20,4 +20,4 @@ def dtype_plan(model, dtype) -> dict:
 
 def class_for(auto, config):
     """Return the class that an Auto class loads for a config. from_config() would make a whole model."""
-    return auto._model_mapping.get(type(config))
+    return auto._model_mapping.get(type(config), None)

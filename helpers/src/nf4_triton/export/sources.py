@@ -52,55 +52,49 @@ def find(source, base=None) -> tuple:
     if not (folder / "adapter_config.json").exists():
         if (folder / ADAPTER[0]).exists():
             raise UnsupportedState(
-                f"{folder} has {ADAPTER[0]} and no adapter_config.json: copy it there, too"
+                f"{folder} lacks adapter_config.json, expected beside {ADAPTER[0]}: copy it"
             )
         if base:
             raise UnsupportedState(
-                f"{source} is not an adapter, expected one beside --base. If {base} is, type: nf4_triton export"
-                f" {base} OUT --base {source}. Without an adapter, omit --base"
+                f"{source} is not an adapter, expected one beside --base: omit --base, or if {base} is the adapter,"
+                f" type: nf4_triton export {base} OUT --base {source}"
             )
         return read_source(source, path, WEIGHTS, "config.json"), None
     adapter = read_source(source, path, ADAPTER, "adapter_config.json")
     trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
-    if not base and not trained_on:
+    name = str(base or trained_on or "")
+    if not name:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    name = os.path.expanduser(str(base or trained_on))
-    if not base and revision and not os.path.exists(name):
+    if not base and revision and not os.path.exists(os.path.expanduser(name)):
         name += f"@{revision}"
     model = read_source(name, fetch(name), WEIGHTS, "config.json")
-    commit = f", commit {model.folder.name}" if model.folder.parent.name == "snapshots" else ""
-    say(
-        f"Base: {name}{commit}"
-        + (f"; the adapter was trained on {trained_on}" if base and trained_on else "")
-    )
+    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on}.")
     if others := subfolders(folder, "adapter_config.json"):
-        say(f"Other adapters, not merged: {others}")
+        say(f"Not merged: the adapters in {others}.")
     return model, adapter
 
 
 def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*") -> Path:
     """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for.
 
-    form: of such a name. Adapters name a base such as gpt2, too.
+    form: of a name on the hub. Adapters name their base gpt2, too.
     """
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
     repository, _, revision = str(name).partition("@")
-    do = "if an adapter was trained on it elsewhere, pass --base MODEL"
+    do = "check its name, or pass --base MODEL if training had it elsewhere"
     if not re.fullmatch(form, repository):
-        raise UnsupportedState(f"there is no folder or file {name}: check the name; {do}")
+        raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
         folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=SMALL))
         files = {*WEIGHTS, *ADAPTER}
         for index in folder.glob("*.safetensors.index.json"):
-            files |= read_index(folder, index.name).values()
+            files |= {*map(str, read_json(folder, index.name, "weight_map").values())}
         snapshot_download(repository, revision=revision or None, allow_patterns=sorted(files))
         return folder
     except (OSError, ValueError) as error:
-        raise UnsupportedState(
-            f"{name} is no folder or file here, and not on the hub ({error}): {do}"
-        ) from error
+        raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
 
 
 def read_source(name, path, candidates, config) -> Source:
@@ -108,18 +102,16 @@ def read_source(name, path, candidates, config) -> Source:
     folder, found = (path, None) if path.is_dir() else (path.parent, path.name)
     found = found or next((file for file in candidates if (folder / file).exists()), None)
     if not found:
-        others = subfolders(folder, "*config.json")
-        held = ", ".join(sorted(file.name for file in folder.iterdir())[:9])
+        held = subfolders(folder, "*config.json") or ", ".join(sorted(os.listdir(folder))[:9])
         raise UnsupportedState(
-            f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: "
-            + (f"pass one of {others}" if others else f"it holds {held}")
+            f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds {held}"
         )
     if not found.endswith((".safetensors", ".index.json")):
         raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
-    weight_map = read_index(folder, found) if found.endswith(".json") else {}
+    weight_map = read_json(folder, found, "weight_map") if found.endswith(".json") else {}
     tensors: dict = {}
     stats: dict = {}
-    for file in sorted({*weight_map.values()}) or [found]:
+    for file in sorted({*map(str, weight_map.values())}) or [found]:
         path = inside(folder, file)
         with library(f"{path} cannot be read: download it again"):
             stats[path] = path.stat().st_mtime_ns
@@ -128,13 +120,14 @@ def read_source(name, path, candidates, config) -> Source:
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    fields = read_json(inside(folder, config)) if (folder / config).exists() else {}
-    how = an_object(fields.get("quantization_config") or {}, f"quantization_config of {folder / config}")
+    fields, how = {}, {}
+    if (folder / config).exists():
+        fields, how = read_json(folder, config), read_json(folder, config, "quantization_config")
     kind = how.get("quant_method", "bitsandbytes")
     if kind != "bitsandbytes":
         do = "pass its original"
         if kind == "mxfp4":
-            do = "load it with quantization_config=Mxfp4Config(dequantize=True), and pass what save_pretrained() writes"
+            do = "load it with Mxfp4Config(dequantize=True), save_pretrained() that, and pass it"
         raise UnsupportedState(
             f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
         )
@@ -148,78 +141,64 @@ def subfolders(folder, file) -> str:
 
 def inside(folder, file) -> Path:
     """Return the path of a file. A link may lead to the blobs of the same repository in the hub's cache."""
-    path, folder = folder / str(file), folder.resolve()
+    path, folder = folder / file, folder.resolve()
     blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
     if not any(path.resolve().is_relative_to(place) for place in (folder, *blobs)):
         raise UnsupportedState(f"{path} leads out of its folder, expected a file in it: copy it there")
-    if not path.is_file():
-        raise UnsupportedState(f"{path} is no regular file, expected one: download it again")
+    if not path.is_file():  # reading a pipe would wait
+        raise UnsupportedState(f"{path} is no file, expected one: download it again")
     with path.open("rb") as opened:
         if opened.read(20) == b"version https://git-":
-            raise UnsupportedState(
-                f"{path} is a pointer of git-lfs, expected the file: run git lfs pull there"
-            )
+            raise UnsupportedState(f"{path} is a pointer of git-lfs, expected the file: run git lfs pull")
     return path
 
 
-def read_index(folder, file) -> dict:
-    """Return {tensor: file} of an index."""
-    weight_map = read_json(inside(folder, file)).get("weight_map")
-    an_object(weight_map, f"weight_map of {folder / file}")
-    return {key: str(value) for key, value in weight_map.items()}
-
-
-def read_json(path) -> dict:
-    """Return the object that a JSON file holds."""
+def read_json(folder, file, key=None) -> dict:
+    """Return the object that a JSON file holds, or the one under a key of it, if there is one."""
+    path = inside(folder, file)
     with library(f"{path} cannot be read, expected a JSON object: download it again"):
-        return an_object(json.loads(path.read_text(encoding="utf-8")), path)
-
-
-def an_object(value, name) -> dict:
-    """Return a part of a JSON file. Refuse what is no object."""
-    if not isinstance(value, dict):
-        raise UnsupportedState(f"{name} is {value!r:.40}, expected a JSON object: download it again")
-    return value
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+    if key:
+        content = content.get(key) or {}
+    if not isinstance(content, dict):
+        raise UnsupportedState(f"{key} of {path} is {content!r:.40}, expected an object: download it again")
+    return content
 
 
 def small_files(folder, adapter=None, rows=None) -> dict:
     """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like.
 
-    rows: how many tokens the model has.
+    rows: how many tokens the model knows.
     """
-    found, theirs = listed(folder, SMALL), {}
+    found, tokenizer = listed(folder, SMALL), folder
     if adapter:
         theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
+            tokenizer = adapter
         found |= theirs
         whose = f"the adapter's ({', '.join(sorted(theirs))})" if theirs else "the base's"
         say(f"Tokenizer and chat template: {whose}")
-    if rows:
-        check_tokens(found, rows, "tokenizer_config.json" in theirs)
+    if rows and "tokenizer.json" in found:
+        check_tokens(tokenizer, rows, refused=tokenizer is adapter)
     return found
 
 
-def check_tokens(found, rows, refused):
-    """Say that a tokenizer has ids for which the model has no rows, or refuse special ones."""
-    names = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
-    fast, settings, added = (read_json(found[name]) if name in found else {} for name in names)
-    with library("the tokenizer cannot be read: save it again"):
-        vocabulary = fast.get("model", {}).get("vocab", {})
-        if isinstance(vocabulary, list):  # [token, score]
-            vocabulary = {token: number for number, (token, *_) in enumerate(vocabulary)}
-        ids = vocabulary | {token["content"]: token["id"] for token in fast.get("added_tokens", [])}
-        ids |= {token["content"]: int(key) for key, token in settings.get("added_tokens_decoder", {}).items()}
-        past = {token: number for token, number in (ids | added).items() if number >= rows}
-    if not past:
-        return
-    text = f"the tokenizer has ids up to {max(past.values())}, and the model has {rows} rows"
-    special = json.dumps(
-        [value for key, value in settings.items() if key.endswith(("_token", "special_tokens"))]
+def check_tokens(folder, rows, refused):
+    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones."""
+    settings = (
+        read_json(folder, "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     )
-    if refused and any(json.dumps(token) in special for token in past):
-        raise UnsupportedState(f"{text}, special tokens among them: ")
-    say(f"Careful: {text}.")
+    content = read_json(folder, "tokenizer.json")
+    with library(f"the tokenizer in {folder} cannot be read: save it again"):
+        ids = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+        largest = max([len(content.get("model", {}).get("vocab", [])) - 1, *ids])
+    special = json.dumps([settings[key] for key in settings if key.endswith(("_token", "special_tokens"))])
+    text = f"the tokenizer has ids up to {largest}, and the model {rows} rows"
+    if refused and any(json.dumps(ids[number]) in special for number in ids if number >= rows):
+        raise UnsupportedState(f"{text}: resize the base and train again, or remove the special tokens")
+    if largest >= rows:
+        say(f"Careful: {text}.")
 
 
 def listed(folder, patterns) -> dict:
@@ -227,10 +206,8 @@ def listed(folder, patterns) -> dict:
     found: dict = {}
     for path in {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}:
         name = str(path.relative_to(folder))
-        if LEFT.fullmatch(name):
-            continue
         if path.stat().st_size > LARGE:
-            say(f"Not copied: {path}, which is above 100 MB")
-        else:
+            say(f"Not copied: {path} is above 100 MB.")
+        elif not LEFT.fullmatch(name):
             found[name] = inside(folder, name)
     return found

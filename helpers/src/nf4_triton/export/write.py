@@ -15,7 +15,8 @@ from ..core.state import UnsupportedState
 def write(out, config, plan, shard_size, small, sources):
     """Write what a plan makes and the small files into OUT.
 
-    OUT may be an empty folder. small: {name in OUT: path}. sources: what is read, which must not change until all is.
+    OUT may be an empty folder. small: {name in OUT: path}. sources: what is
+    read, which must not change until all is. Returns the bytes of the tensors.
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
     likes = {name: made.like for name, made in plan.made.items()}
@@ -63,3 +64,4 @@ def write(out, config, plan, shard_size, small, sources):
         shutil.rmtree(part, ignore_errors=True)
         if empty:
             out.mkdir(exist_ok=True)
+    return size
