@@ -33,11 +33,6 @@ def read_checkpoint(
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
     size, or if it was quantized with other values than those of its type.
     """
-    if not hasattr(tensors, "keys"):
-        raise UnsupportedState(
-            f"tensors is {type(tensors).__name__}, expected the tensors by their names: pass what"
-            " safetensors.torch.load_file returns, or an open safetensors.safe_open"
-        )
     try:
         if hasattr(tensors, "get_tensor"):
             own = [key for key in tensors.keys() if f"{key}.".startswith(f"{name}.")]
@@ -45,11 +40,11 @@ def read_checkpoint(
         return read(tensors, name)
     except UnsupportedState as error:
         raise UnsupportedState(f"{name}: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of damaged JSON, sizes, and whatever is passed
         raise UnsupportedState(
             f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
-            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them,"
-            " and use a 16-bit weight as it is"
+            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them, or an"
+            " open safetensors.safe_open, and use a 16-bit weight as it is"
         ) from error
 
 
@@ -73,30 +68,30 @@ def read(tensors, name) -> tuple:
             blocksize=facts["nested_blocksize"],
         )
     packed = tensors[name]
-    check_sizes(packed, state)
+    count, *_ = check(*read_state(packed, state))
+    for level in (state, state.state2) if state.nested else (state,):
+        count = -(-count // level.blocksize)
+        if level.absmax.numel() != count:  # a file has no others
+            raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
+    check_tables(tensors, name, state)
+    return packed, state
+
+
+def check_tables(tensors, name, state):
+    """Check the 256 values of scales, and that the 16 of codes are those of the type."""
+    if state.nested and not state.state2.code.isfinite().all():
+        raise ValueError("its nested_quant_map has values that are not finite")
     if f"{name}.quant_map" in tensors:
         values = tensors[f"{name}.quant_map"].float()  # saved in 16 bits under such a default dtype
         if not torch.allclose(values, values.new_tensor(VALUES[state.quant_type]), atol=0.01):
             raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
-    return packed, state
 
 
 def read_facts(tensors, name) -> dict:
     """Return what the JSON of a weight's state says."""
-    if f"{name}.weight" in tensors:
+    if f"{name}.weight" in tensors.keys():
         raise ValueError(f"the weight's name is {name}.weight")
     states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in tensors]
     if len(states) != 1:
         raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
     return json.loads(bytes(tensors[states[0]].flatten().tolist()))
-
-
-def check_sizes(packed, state):
-    """Check what a launch would, that a file has no more scales than it needs, and that these are finite."""
-    count, *_ = check(*read_state(packed, state))
-    for level in (state, state.state2) if state.nested else (state,):
-        count = -(-count // level.blocksize)
-        if level.absmax.numel() != count:
-            raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
-    if state.nested and not state.state2.code.isfinite().all():
-        raise ValueError("its nested_quant_map has values that are not finite")

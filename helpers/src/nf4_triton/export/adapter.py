@@ -4,9 +4,8 @@ import copy
 
 import torch
 
-from ..core.state import UnsupportedState
 from .model import plain
-from .problems import library, refuse
+from .problems import UnsupportedState, library, refuse
 
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
 # change the base when PEFT injects the adapter.
@@ -72,14 +71,12 @@ def inject(source, model) -> tuple:
         own = {key: key for key in likes}
         expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
         allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
-    problems = [f"missing {key}" for key in sorted(expected.keys() - tensors)]
-    problems += [f"surplus {key}" for key in sorted(tensors.keys() - allowed)]
-    refuse(
-        f"{name} does not hold what its config targets in {kind}",
-        problems,
+    do = (
         f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used another"
-        " class, save the base with it, and pass that as --base",
+        " class, save the base with it, and pass that as --base"
     )
+    refuse(f"{name} lacks what its config targets in {kind}", sorted(expected.keys() - tensors), do)
+    refuse(f"{name} holds what its config does not target in {kind}", sorted(tensors.keys() - allowed), do)
     values: dict = {}
     for names in (allowed, expected):  # a file can hold a saved module under two names
         values |= {names[key]: tensors[key] for key in names if key in tensors}

@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 
 from ..core.checkpoint import PART
-from ..core.state import UnsupportedState
 from ..log import say
 from .adapter import Adapter
-from .model import build, changed, compare, quantized_layers, rows_of, untied
+from .model import build, changed, compare, quantized_layers, untied
 from .plan import Plan, Training
-from .problems import library
+from .problems import UnsupportedState, library
 from .sources import find, small_files
 from .write import write
 
+Location = str | os.PathLike
 SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KINDS = ("nf4", "nf4+double", "fp4", "fp4+double")
 LEAST = 1e6  # bytes in a file
@@ -33,10 +33,10 @@ class Counts(NamedTuple):
 
 
 def export_checkpoint(
-    source: str | os.PathLike,
-    out: str | os.PathLike,
+    source: Location,
+    out: Location,
     *,
-    base: str | os.PathLike | None = None,
+    base: Location | None = None,
     trained_in: str | None = None,
     load_dtype: str | torch.dtype | None = None,
     skip_modules: list[str] | None = None,
@@ -78,19 +78,19 @@ def export_checkpoint(
     pruned = config.get("architectures") != model.config.get("architectures")
     plan = Plan(model.tensors, built, merging, dtype, training, device, pruned)
     if built:
-        compare(built, {name: made.like for name, made in plan.made.items()}, adapter, training)
+        compare(built, plan.likes(), adapter, training)
     dequantized = sum(made.dequantized for made in plan.made.values())
-    if not dequantized and not adapter:
-        raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not dequantized:
+        if not adapter:
+            raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
         say(
             "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with your"
             " bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
         )
-    small = small_files(model.folder, adapter and adapter.folder, rows_of(built))
+    small = small_files(model.folder, adapter and adapter.folder, built)
     size = write(out, new_config(config, plan), plan, shard_size, small, [model, adapter or model])
     merged = sum(plan.changed(name) for name in plan.made)
-    dtypes = sorted({str(made.like.dtype) for made in plan.made.values()})
+    dtypes = sorted({str(like.dtype) for like in plan.likes().values()})
     return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)
 
 
@@ -108,7 +108,7 @@ def check_out(out):
 
 def how_trained(kind, load_dtype, skip_modules, model, built, device):
     """Return the Training of a 16-bit base; None for a base that is used as it is."""
-    if not kind and not load_dtype and not skip_modules:
+    if not (kind or load_dtype or skip_modules):
         return None
     if kind not in KINDS:
         raise UnsupportedState(
@@ -130,8 +130,10 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     dtype = load_dtype or built.config.dtype
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
-    say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
-    say(f"The base is loaded in {dtype}. If training loaded another dtype, pass --load-dtype.")
+    say(
+        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}. They are loaded in {dtype}:"
+        " if training loaded another dtype, pass --load-dtype."
+    )
     quant_type, _, double = kind.partition("+")
     return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})
 

@@ -6,10 +6,10 @@ import torch
 
 from ..backend import dequantize
 from ..core.checkpoint import PART, read_checkpoint
-from ..core.state import UnsupportedState
 from ..log import say
-from .model import fuse, kept_in_float32, names_in, tied_names
-from .problems import library, refuse
+from .model import tied_names
+from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
+from .problems import UnsupportedState, library, refuse
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,25 +47,22 @@ class Plan:
             part = PART.fullmatch(key)
             self.keys.setdefault(part[1] if part else key, []).append(key)
         # {name: (its name in the model, how transformers makes that of it and others)}
-        self.targets = names_in(model, self.keys) if model else {}
-        own = model.state_dict() if model else {}
-        left = [name for name in self.keys if pruned and self.targets[name][0] not in own]
-        for name in left:
-            del self.keys[name]
+        self.targets = names_in(model, self.keys, pruned)
         if pruned:
+            left = self.keys.keys() - self.targets
             say(f"Training used {type(model).__name__}. It lacks {', '.join(left) or 'nothing'} of the base.")
-        self.float32: dict = {}
-        if (adapter or training) and hasattr(model, "base_model_prefix"):
-            self.float32 = kept_in_float32(model)
-        self.made = {name: self.without_adapter(name, own) for name in self.keys}
+        own = model.state_dict() if model else {}
+        self.float32 = kept_in_float32(model) if adapter or training else {}
+        self.made = {name: self.without_adapter(name, own) for name in self.targets}
         self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
         self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
         self.ready: dict = {}  # tensors that were made together, until each is asked for
         self.untied = False
         if adapter:
-            used = self.connect_fused() | self.connect()
-            unused = sorted(self.changes - used)
-            refuse("the adapter changes what is not in the checkpoint", unused, "pass its base")
+            self.unused = {*self.changes}
+            self.connect_fused()
+            self.connect()
+            refuse("the adapter changes what is not in the checkpoint", sorted(self.unused), "pass its base")
 
     def read(self, name, device="cpu") -> tuple:
         """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
@@ -77,15 +74,20 @@ class Plan:
     def without_adapter(self, name, own) -> Made:
         """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
         tensor, state = self.read(name)
-        dtype, shape = (state or tensor).dtype, (state or tensor).shape
-        target, converter = self.targets.get(name, ("", None))
-        known = None if converter else own.get(target)
+        held = state or tensor
+        dtype, (target, _) = held.dtype, self.targets[name]
+        known = own.get(target)
         if dtype not in FLOATS and (known is None or known.is_floating_point()):
             raise UnsupportedState(
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        like, loaded, dequantized, transposed = torch.empty(shape, device="meta"), None, bool(state), False
+        like, loaded, dequantized, transposed = (
+            torch.empty(held.shape, device="meta"),
+            None,
+            bool(state),
+            False,
+        )
         if self.training and dtype in FLOATS:
             loaded = self.training.dtype
             dequantized = target in self.training.layers
@@ -100,39 +102,34 @@ class Plan:
             dtype = self.dtype or loaded or dtype
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
-    def connect_fused(self) -> set:
-        """Note which tensors become one, such as experts, that the adapter changes. Return these changes."""
+    def connect_fused(self):
+        """Note which tensors become one, such as experts, that the adapter changes."""
         groups: dict = {}
-        for name in self.keys:
-            target, converter = self.targets[name]
+        for name, (target, converter) in self.targets.items():
             if converter:
                 groups.setdefault(target, {})[name] = converter, self.made[name].like
-        used: set = set()
         for target, parts in groups.items():
-            found = self.changes & fuse(self.model, target, parts).keys()
-            used |= found
-            if found:
+            made = fuse(self.model, target, parts)
+            self.unused -= made.keys()
+            if not self.changes.isdisjoint(made):
                 self.fused |= dict.fromkeys(parts, [*parts])
                 # In a row, so that each group is made once: a file alternates between groups.
                 self.made |= {part: self.made.pop(part) for part in parts}
-        return used
 
-    def connect(self) -> set:
-        """Note which others the adapter changes, return these. Add the tensors that a saved copy unties."""
+    def connect(self):
+        """Note which others the adapter changes. Add the tensors that a saved copy unties, or that are new."""
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
-        used, given = set(), self.adapter.given
+        given = self.adapter.given
         for names in tied_names(self.model):
             there = [name for name in names if name in stored]
-            if self.changes.isdisjoint(names):
+            if not there and names[0] in given:
+                like = given[names[0]].to("meta", self.dtype or (self.training or self.model.config).dtype)
+                self.made[names[0]] = Made("", like, None, False, False)
+                stored[names[0]], there = names[0], names[:1]
+            if not there or self.changes.isdisjoint(names):
                 continue
-            first, *others = there or names
-            if not there and first in given:
-                dtype = self.dtype or (self.training or self.model.config).dtype
-                self.made[first] = Made("", given[first].to("meta", dtype), None, False, False)
-                there, stored[first] = [first], first
-            if not there:
-                continue
-            used |= {*names}
+            first, *others = there
+            self.unused -= {*names}
             for name in others:
                 tensor = self.base(stored[name])
                 if not tensor.equal(self.base(stored[first]).to(tensor)):  # transformers would not tie them
@@ -149,7 +146,10 @@ class Plan:
                 own = tuple(kept) if name in kept else (name,)
                 like = next((given[key] for key in own if key in given), made.like).to(made.like)
                 self.made[stored.get(name, name)] = made._replace(names=own, like=like)
-        return used
+
+    def likes(self) -> dict:
+        """Return {name: a tensor on meta} of the new checkpoint."""
+        return {name: made.like for name, made in self.made.items()}
 
     def changed(self, name) -> bool:
         """Return whether the adapter changes a tensor."""
@@ -160,8 +160,6 @@ class Plan:
         if name not in self.fused:
             return self.checked(name, self.adapted(self.base(name), self.made[name].names))
         with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
-            from transformers.core_model_loading import revert_weight_conversion
-
             if name not in self.ready:
                 parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
                 fused = fuse(self.model, self.targets[name][0], parts)
@@ -201,12 +199,9 @@ class Plan:
         return tensor.to(made.like.dtype)
 
     def checked(self, name, tensor) -> torch.Tensor:
-        """Return a tensor. Refuse another shape, and what became infinite or NaN here."""
-        made = self.made[name]
-        like = made.like
-        if tensor.shape != like.shape:
-            raise UnsupportedState(f"{name} becomes {tuple(tensor.shape)}, expected {tuple(like.shape)}")
-        new = self.changed(name) or made.loaded or self.dtype
+        """Return a tensor. Refuse what became infinite or NaN here."""
+        like = self.made[name].like
+        new = self.changed(name) or self.made[name].loaded or self.dtype
         if new and like.is_floating_point() and like.numel():
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
                 raise UnsupportedState(

@@ -1,5 +1,6 @@
 """What is read: a 4-bit or 16-bit checkpoint, and an adapter with the base that it was trained on."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,9 +10,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from ..core.state import UnsupportedState
 from ..log import say
-from .problems import library, refuse
+from .problems import UnsupportedState, library, refuse
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "model.safetensors",
@@ -19,6 +19,7 @@ WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
+SHARDS = ("model-*.safetensors", "diffusion_pytorch_model-*.safetensors")
 ADAPTER = ("adapter_model.safetensors",)
 TOKENIZER = """additional_chat_templates/* added_tokens.json chat_template* merges.txt special_tokens_map.json
 tokenizer* vocab* *.model *.tiktoken""".split()
@@ -61,20 +62,19 @@ def find(source, base=None) -> tuple:
             )
         return read_source(source, path, WEIGHTS, "config.json"), None
     adapter = read_source(source, path, ADAPTER, "adapter_config.json")
-    trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
+    trained_on = adapter.config.get("base_model_name_or_path")
     name = str(base or trained_on or "")
     if not name:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    if not base and revision and not os.path.exists(os.path.expanduser(name)):
-        name += f"@{revision}"
-    model = read_source(name, fetch(name), WEIGHTS, "config.json")
+    path = fetch(name, revision=None if base else adapter.config.get("revision"))
+    model = read_source(name, path, WEIGHTS, "config.json")
     say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on}.")
     if others := subfolders(folder, "adapter_config.json"):
         say(f"Not merged: the adapters in {others}.")
     return model, adapter
 
 
-def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*") -> Path:
+def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
     """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for.
 
     form: of a name on the hub. Adapters name their base gpt2, too.
@@ -82,17 +82,13 @@ def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*") -> Path:
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
-    repository, _, revision = str(name).partition("@")
+    repository, _, named = str(name).partition("@")
     do = "check its name, or pass --base MODEL if training had it elsewhere"
     if not re.fullmatch(form, repository):
         raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
-        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=SMALL))
-        files = {*WEIGHTS, *ADAPTER}
-        for index in folder.glob("*.safetensors.index.json"):
-            files |= {*map(str, read_json(folder, index.name, "weight_map").values())}
-        snapshot_download(repository, revision=revision or None, allow_patterns=sorted(files))
-        return folder
+        files = [*SMALL, *WEIGHTS, *ADAPTER, *SHARDS]
+        return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
     except (OSError, ValueError) as error:
         raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
 
@@ -102,9 +98,9 @@ def read_source(name, path, candidates, config) -> Source:
     folder, found = (path, None) if path.is_dir() else (path.parent, path.name)
     found = found or next((file for file in candidates if (folder / file).exists()), None)
     if not found:
-        held = subfolders(folder, "*config.json") or ", ".join(sorted(os.listdir(folder))[:9])
         raise UnsupportedState(
-            f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds {held}"
+            f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds"
+            f" {subfolders(folder, '*config.json') or ', '.join(sorted(os.listdir(folder))[:9])}"
         )
     if not found.endswith((".safetensors", ".index.json")):
         raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
@@ -113,17 +109,14 @@ def read_source(name, path, candidates, config) -> Source:
     stats: dict = {}
     for file in sorted({*map(str, weight_map.values())}) or [found]:
         path = inside(folder, file)
-        with library(f"{path} cannot be read: download it again"):
+        with library(f"{path} cannot be read: download it again, a pointer of git-lfs by git lfs pull"):
             stats[path] = path.stat().st_mtime_ns
             opened = safe_open(path, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    fields, how = {}, {}
-    if (folder / config).exists():
-        fields, how = read_json(folder, config), read_json(folder, config, "quantization_config")
-    kind = how.get("quant_method", "bitsandbytes")
+    kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
     if kind != "bitsandbytes":
         do = "pass its original"
         if kind == "mxfp4":
@@ -131,7 +124,7 @@ def read_source(name, path, candidates, config) -> Source:
         raise UnsupportedState(
             f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
         )
-    return Source(str(name), folder, tensors, fields, stats)
+    return Source(str(name), folder, tensors, read_json(folder, config), stats)
 
 
 def subfolders(folder, file) -> str:
@@ -147,16 +140,17 @@ def inside(folder, file) -> Path:
         raise UnsupportedState(f"{path} leads out of its folder, expected a file in it: copy it there")
     if not path.is_file():  # reading a pipe would wait
         raise UnsupportedState(f"{path} is no file, expected one: download it again")
-    with path.open("rb") as opened:
-        if opened.read(20) == b"version https://git-":
-            raise UnsupportedState(f"{path} is a pointer of git-lfs, expected the file: run git lfs pull")
     return path
 
 
 def read_json(folder, file, key=None) -> dict:
-    """Return the object that a JSON file holds, or the one under a key of it, if there is one."""
+    """Return the object that a JSON file holds, or the one under a key of it; an empty one if there is none."""
+    if not (folder / file).exists():
+        return {}
     path = inside(folder, file)
-    with library(f"{path} cannot be read, expected a JSON object: download it again"):
+    with library(
+        f"{path} cannot be read, expected a JSON object: download it again, a pointer of git-lfs by git lfs pull"
+    ):
         content = dict(json.loads(path.read_text(encoding="utf-8")))
     if key:
         content = content.get(key) or {}
@@ -165,11 +159,8 @@ def read_json(folder, file, key=None) -> dict:
     return content
 
 
-def small_files(folder, adapter=None, rows=None) -> dict:
-    """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like.
-
-    rows: how many tokens the model knows.
-    """
+def small_files(folder, adapter=None, model=None) -> dict:
+    """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
     found, tokenizer = listed(folder, SMALL), folder
     if adapter:
         theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
@@ -177,28 +168,25 @@ def small_files(folder, adapter=None, rows=None) -> dict:
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
             tokenizer = adapter
         found |= theirs
-        whose = f"the adapter's ({', '.join(sorted(theirs))})" if theirs else "the base's"
-        say(f"Tokenizer and chat template: {whose}")
-    if rows and "tokenizer.json" in found:
-        check_tokens(tokenizer, rows, refused=tokenizer is adapter)
+        say(f"Of the adapter's tokenizer and chat template: {', '.join(sorted(theirs)) or 'nothing'}.")
+    check_tokens(tokenizer, model, refused=tokenizer is adapter)
     return found
 
 
-def check_tokens(folder, rows, refused):
+def check_tokens(folder, model, refused):
     """Say that a tokenizer has ids for which the model has no rows. Refuse special ones."""
-    settings = (
-        read_json(folder, "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    )
-    content = read_json(folder, "tokenizer.json")
-    with library(f"the tokenizer in {folder} cannot be read: save it again"):
-        ids = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
-        largest = max([len(content.get("model", {}).get("vocab", [])) - 1, *ids])
-    special = json.dumps([settings[key] for key in settings if key.endswith(("_token", "special_tokens"))])
-    text = f"the tokenizer has ids up to {largest}, and the model {rows} rows"
-    if refused and any(json.dumps(ids[number]) in special for number in ids if number >= rows):
-        raise UnsupportedState(f"{text}: resize the base and train again, or remove the special tokens")
-    if largest >= rows:
-        say(f"Careful: {text}.")
+    content, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
+    with contextlib.suppress(AttributeError, LookupError, NotImplementedError, TypeError):  # of another kind
+        rows = len(model.get_input_embeddings().weight)
+        tokens = {token["id"]: token["content"] for token in content["added_tokens"]}
+        special = json.dumps(
+            [settings[key] for key in settings if key.endswith(("_token", "special_tokens"))]
+        )
+        text = f"the tokenizer has ids up to {max(tokens)}, and the model {rows} rows"
+        if refused and any(json.dumps(tokens[number]) in special for number in tokens if number >= rows):
+            raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
+        if max(tokens) >= rows:
+            say(f"Careful: {text}.")
 
 
 def listed(folder, patterns) -> dict:

@@ -19,7 +19,7 @@ def write(out, config, plan, shard_size, small, sources):
     read, which must not change until all is. Returns the bytes of the tensors.
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
-    likes = {name: made.like for name, made in plan.made.items()}
+    likes = plan.likes()
     shards = split_torch_state_dict_into_shards(
         likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
     )
