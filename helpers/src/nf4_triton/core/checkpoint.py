@@ -34,10 +34,9 @@ def read_checkpoint(
     size, or if it was quantized with other values than those of its type.
     """
     try:
-        if hasattr(tensors, "get_tensor"):
-            own = [key for key in tensors.keys() if f"{key}.".startswith(f"{name}.")]
-            tensors = {key: tensors.get_tensor(key) for key in own}
-        return read(tensors, name)
+        if read := getattr(tensors, "get_tensor", None):
+            tensors = {key: read(key) for key in tensors.keys() if f"{key}.".startswith(f"{name}.")}
+        return read_state_of(tensors, name)
     except UnsupportedState as error:
         raise UnsupportedState(f"{name}: {error}") from error
     except Exception as error:  # of damaged JSON, sizes, and whatever is passed
@@ -48,7 +47,7 @@ def read_checkpoint(
         ) from error
 
 
-def read(tensors, name) -> tuple:
+def read_state_of(tensors, name) -> tuple:
     """Return what read_checkpoint returns, or raise what Python raises."""
     facts = read_facts(tensors, name)
     state = types.SimpleNamespace(

@@ -75,8 +75,7 @@ def export_checkpoint(
         built, config = build(config, adapter)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
     merging = Adapter(adapter, built) if adapter else None
-    pruned = config.get("architectures") != model.config.get("architectures")
-    plan = Plan(model.tensors, built, merging, dtype, training, device, pruned)
+    plan = Plan(model.tensors, built, merging, dtype, training, device, pruned=config is not model.config)
     if built:
         compare(built, plan.likes(), adapter, training)
     dequantized = sum(made.dequantized for made in plan.made.values())
@@ -100,10 +99,14 @@ def check_out(out):
         raise UnsupportedState(
             f"{out.parent} does not exist, expected the folder in which OUT appears: make it"
         )
-    if os.path.lexists(out):
-        used = not out.is_dir() or out.is_symlink() or os.path.ismount(out) or out.samefile(".")
-        if used or any(out.iterdir()):
-            raise UnsupportedState(f"{out} exists, expected a new or an empty folder: pass another name")
+    if os.path.lexists(out) and (
+        not out.is_dir()
+        or out.is_symlink()
+        or os.path.ismount(out)
+        or out.samefile(".")
+        or any(out.iterdir())
+    ):
+        raise UnsupportedState(f"{out} exists, expected a new or an empty folder: pass another name")
 
 
 def how_trained(kind, load_dtype, skip_modules, model, built, device):
@@ -116,8 +119,7 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         )
     if any(PART.fullmatch(key) for key in model.tensors):
         how = model.config.get("quantization_config") or {}
-        double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
-        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{double}"
+        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if how.get('bnb_4bit_use_double_quant') else ''}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None

@@ -3,7 +3,9 @@
 import copy
 import difflib
 import json
+import pathlib
 import re
+import tempfile
 
 import torch
 import transformers
@@ -26,9 +28,13 @@ def build(config, adapter=None) -> tuple:
 
     adapter: a Source. If its training used another class, or other numbers of tokens or labels, so do both.
     """
-    problem = "no library builds the model of config.json, and code that comes with it is not run: update"
-    problem += " transformers, or pass --unchecked" if "auto_map" in config else " transformers"
-    with library(problem), torch.device("meta"):
+    with (
+        library(
+            "no library builds the model of config.json, and code that comes with it is not run: update"
+            f" transformers{', or pass --unchecked' if 'auto_map' in config else ''}"
+        ),
+        torch.device("meta"),
+    ):
         if "_class_name" in config:
             import diffusers
 
@@ -44,25 +50,25 @@ def build(config, adapter=None) -> tuple:
 def of_transformers(config):
     """Return the model of a config.json."""
     kind = getattr(transformers, config["architectures"][0])
-    settings = kind.config_class.from_dict(changed(config, {}))
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "config.json").write_text(json.dumps(changed(config, {})))
+        settings = kind.config_class.from_pretrained(folder)
     settings._attn_implementation = "eager"  # others can be code from the hub
     return kind(settings)
 
 
 def with_class(config, model, adapter) -> dict:
-    """Return a config with the class that training used: the base's, if it has the adapter's modules."""
-    task = TASKS.get(adapter.config.get("task_type"))
-    parts = {plain(key).partition(".")[0] for key in adapter.tensors}
-    if task == "AutoModel" and parts <= {*dict(model.named_children())}:  # people call other classes so
-        return config
-    if task:
+    """Return a config with the class that training used, if that has the modules which the adapter names."""
+    if task := TASKS.get(adapter.config.get("task_type")):
         kind = class_for(task, model.config)
     else:
         mapping = adapter.config.get("auto_mapping") or {}
         kind = getattr(transformers, mapping.get("base_model_class", ""), None)
-    if getattr(kind, "config_class", None) is not type(model.config):
+    if kind is type(model) or getattr(kind, "config_class", None) is not type(model.config):
         return config
-    return config | {"architectures": [kind.__name__]}
+    fitted = config | {"architectures": [kind.__name__]}
+    parts = {plain(key).partition(".")[0] for key in adapter.tensors}
+    return fitted if parts <= {*dict(of_transformers(fitted).named_children())} else config
 
 
 def with_sizes(config, model, adapter) -> dict:
@@ -105,18 +111,21 @@ def compare(model, likes, adapter=None, training=None):
     problems = [f"{kind.partition('_')[0]} {name}" for kind in found for name in found[kind]]
     do = "download them again"
     if adapter:
-        do += ", or if training added tokens, save the adapter with save_embedding_layers=True"
+        do += (
+            ". If training added tokens, save the adapter with save_embedding_layers=True; if it made a head, save"
+            " the base with its class, and pass that as --base"
+        )
     elif not training and all(problem.startswith("unexpected") for problem in problems):
         do += ", or pass --unchecked"
     refuse(f"{type(model).__name__} expects other tensors", problems, do)
 
 
-def tied_names(model) -> list:
+def tied_names(model):
     """Return the names of each parameter: several, if it is tied."""
     groups: dict = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    return [*groups.values()]
+    return groups.values()
 
 
 def quantized_layers(model, how) -> set:

@@ -11,8 +11,6 @@ from .model import tied_names
 from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
 from .problems import UnsupportedState, library, refuse
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 class Training(NamedTuple):
     """How training loaded a 16-bit base."""
@@ -30,7 +28,7 @@ class Made(NamedTuple):
     loaded: torch.dtype | None  # what transformers loads it in, if that is another one
     dequantized: bool  # from 4 bits, stored or as training saw it
     transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
-    names: tuple = ()  # the parameters of the model that it stands for
+    names: list | tuple = ()  # the parameters of the model that it stands for
 
 
 class Plan:
@@ -48,9 +46,8 @@ class Plan:
             self.keys.setdefault(part[1] if part else key, []).append(key)
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys, pruned)
-        if pruned:
-            left = self.keys.keys() - self.targets
-            say(f"Training used {type(model).__name__}. It lacks {', '.join(left) or 'nothing'} of the base.")
+        if left := self.keys.keys() - self.targets:
+            say(f"{type(model).__name__}, in which the adapter was trained, has no {', '.join(left)}.")
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
         self.made = {name: self.without_adapter(name, own) for name in self.targets}
@@ -77,7 +74,8 @@ class Plan:
         held = state or tensor
         dtype, (target, _) = held.dtype, self.targets[name]
         known = own.get(target)
-        if dtype not in FLOATS and (known is None or known.is_floating_point()):
+        floating = dtype.is_floating_point and dtype.itemsize > 1  # fp8 has scales
+        if not floating and (known is None or known.is_floating_point()):
             raise UnsupportedState(
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
@@ -88,7 +86,7 @@ class Plan:
             bool(state),
             False,
         )
-        if self.training and dtype in FLOATS:
+        if self.training and floating:
             loaded = self.training.dtype
             dequantized = target in self.training.layers
         kept = self.float32.get(loaded or dtype)
@@ -98,7 +96,7 @@ class Plan:
             transposed = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
         if transposed and state:
             like = like.t()
-        if dtype in FLOATS:
+        if floating:
             dtype = self.dtype or loaded or dtype
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
@@ -140,12 +138,13 @@ class Plan:
             kept = [name for name in names if name not in self.adapter.saved]
             if len(kept) < len(names) > 1:
                 self.untied = True
-                there += [name for name in names if name not in there]
-            for name in there:
-                made = self.made[stored.get(name, stored[first])]
-                own = tuple(kept) if name in kept else (name,)
-                like = next((given[key] for key in own if key in given), made.like).to(made.like)
-                self.made[stored.get(name, name)] = made._replace(names=own, like=like)
+                there = names
+            before = {name: self.made[stored.get(name, stored[first])] for name in there}
+            for name, made in before.items():
+                own = kept if name in kept else [name]
+                for key in own:
+                    made = made._replace(names=own, like=given.get(key, made.like).to(made.like))
+                self.made[stored.get(name, name)] = made
 
     def likes(self) -> dict:
         """Return {name: a tensor on meta} of the new checkpoint."""
@@ -156,16 +155,31 @@ class Plan:
         return name in self.fused or not self.changes.isdisjoint(self.made[name].names)
 
     def make(self, name) -> torch.Tensor:
-        """Return a tensor of the new checkpoint."""
+        """Return a tensor of the new checkpoint. Refuse another shape, and what became infinite or NaN here."""
+        made = self.made[name]
         if name not in self.fused:
-            return self.checked(name, self.adapted(self.base(name), self.made[name].names))
-        with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
-            if name not in self.ready:
-                parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
-                fused = fuse(self.model, self.targets[name][0], parts)
-                merged = {key: self.adapted(fused[key], [key]) for key in fused}
-                self.ready = revert_weight_conversion(self.model, merged)
-            return self.checked(name, self.ready.pop(name))
+            tensor = self.adapted(self.base(name), made.names)
+        else:
+            with library(
+                f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"
+            ):
+                if name not in self.ready:
+                    parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
+                    fused = fuse(self.model, self.targets[name][0], parts)
+                    merged = {key: self.adapted(fused[key], [key]) for key in fused}
+                    self.ready = revert_weight_conversion(self.model, merged)
+                tensor = self.ready.pop(name)
+        like = made.like
+        if tensor.shape != like.shape:
+            raise UnsupportedState(
+                f"{name} becomes {tensor.shape}, expected {like.shape}: merge it with PEFT"
+            )
+        if (self.changed(name) or made.loaded or self.dtype) and like.is_floating_point() and like.numel():
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
+                raise UnsupportedState(
+                    f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
+                )
+        return tensor
 
     def adapted(self, tensor, names) -> torch.Tensor:
         """Return a tensor with the adapter's changes of the parameters that it stands for."""
@@ -197,14 +211,3 @@ class Plan:
         if made.transposed:
             tensor = tensor.t().contiguous()
         return tensor.to(made.like.dtype)
-
-    def checked(self, name, tensor) -> torch.Tensor:
-        """Return a tensor. Refuse what became infinite or NaN here."""
-        like = self.made[name].like
-        new = self.changed(name) or self.made[name].loaded or self.dtype
-        if new and like.is_floating_point() and like.numel():
-            if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
-                raise UnsupportedState(
-                    f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
-                )
-        return tensor

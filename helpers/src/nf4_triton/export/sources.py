@@ -19,13 +19,11 @@ WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
 )
-SHARDS = ("model-*.safetensors", "diffusion_pytorch_model-*.safetensors")
 ADAPTER = ("adapter_model.safetensors",)
 TOKENIZER = """additional_chat_templates/* added_tokens.json chat_template* merges.txt special_tokens_map.json
 tokenizer* vocab* *.model *.tiktoken""".split()
 # [0-9]_*: a folder of sentence-transformers, such as 1_Pooling.
 SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_POLICY* [0-9]_*/*".split()]
-LARGE = 100e6  # bytes
 # Written anew, or of a training run.
 LEFT = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
 
@@ -69,8 +67,8 @@ def find(source, base=None) -> tuple:
     path = fetch(name, revision=None if base else adapter.config.get("revision"))
     model = read_source(name, path, WEIGHTS, "config.json")
     say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on}.")
-    if others := subfolders(folder, "adapter_config.json"):
-        say(f"Not merged: the adapters in {others}.")
+    if others := sorted(path.parent.name for path in folder.glob("*/adapter_config.json")):
+        say(f"Other adapters in {folder}, not merged: {', '.join(others)}.")
     return model, adapter
 
 
@@ -87,9 +85,9 @@ def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
     if not re.fullmatch(form, repository):
         raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
-        files = [*SMALL, *WEIGHTS, *ADAPTER, *SHARDS]
+        files = [*SMALL, *WEIGHTS, *ADAPTER, "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"]
         return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
 
 
@@ -100,7 +98,7 @@ def read_source(name, path, candidates, config) -> Source:
     if not found:
         raise UnsupportedState(
             f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds"
-            f" {subfolders(folder, '*config.json') or ', '.join(sorted(os.listdir(folder))[:9])}"
+            f" {', '.join(sorted(os.listdir(folder))[:20])}"
         )
     if not found.endswith((".safetensors", ".index.json")):
         raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
@@ -118,18 +116,15 @@ def read_source(name, path, candidates, config) -> Source:
     )
     kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
     if kind != "bitsandbytes":
-        do = "pass its original"
-        if kind == "mxfp4":
-            do = "load it with Mxfp4Config(dequantize=True), save_pretrained() that, and pass it"
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
+            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: "
+            + (
+                "load it with Mxfp4Config(dequantize=True), and pass what save_pretrained() writes"
+                if kind == "mxfp4"
+                else "pass its original"
+            )
         )
     return Source(str(name), folder, tensors, read_json(folder, config), stats)
-
-
-def subfolders(folder, file) -> str:
-    """Return the names of the subfolders that hold a file."""
-    return ", ".join(sorted({path.parent.name for path in folder.glob(f"*/{file}")}))
 
 
 def inside(folder, file) -> Path:
@@ -161,31 +156,34 @@ def read_json(folder, file, key=None) -> dict:
 
 def small_files(folder, adapter=None, model=None) -> dict:
     """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
-    found, tokenizer = listed(folder, SMALL), folder
+    found = listed(folder, SMALL)
     if adapter:
         theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
-            tokenizer = adapter
         found |= theirs
         say(f"Of the adapter's tokenizer and chat template: {', '.join(sorted(theirs)) or 'nothing'}.")
-    check_tokens(tokenizer, model, refused=tokenizer is adapter)
+    if "tokenizer.json" in found:
+        check_tokens(found["tokenizer.json"].parent, model, adapter)
     return found
 
 
-def check_tokens(folder, model, refused):
-    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones."""
+def check_tokens(folder, model, adapter):
+    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones, if it is the adapter's."""
     content, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
     with contextlib.suppress(AttributeError, LookupError, NotImplementedError, TypeError):  # of another kind
         rows = len(model.get_input_embeddings().weight)
         tokens = {token["id"]: token["content"] for token in content["added_tokens"]}
+        most = max([len(content["model"]["vocab"]) - 1, *tokens])
         special = json.dumps(
             [settings[key] for key in settings if key.endswith(("_token", "special_tokens"))]
         )
-        text = f"the tokenizer has ids up to {max(tokens)}, and the model {rows} rows"
-        if refused and any(json.dumps(tokens[number]) in special for number in tokens if number >= rows):
+        text = f"the tokenizer has ids up to {most}, and the model {rows} rows"
+        if folder == adapter and any(
+            json.dumps(tokens[number]) in special for number in tokens if number >= rows
+        ):
             raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
-        if max(tokens) >= rows:
+        if most >= rows:
             say(f"Careful: {text}.")
 
 
@@ -194,7 +192,7 @@ def listed(folder, patterns) -> dict:
     found: dict = {}
     for path in {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}:
         name = str(path.relative_to(folder))
-        if path.stat().st_size > LARGE:
+        if path.stat().st_size > 100e6:
             say(f"Not copied: {path} is above 100 MB.")
         elif not LEFT.fullmatch(name):
             found[name] = inside(folder, name)

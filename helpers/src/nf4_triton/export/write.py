@@ -43,7 +43,7 @@ def write(out, config, plan, shard_size, small, sources):
             (part / "config.json").write_text(json.dumps(config, indent=2))
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
         with tqdm(total=size, unit="B", unit_scale=True, desc=out.name) as bar:
             for file, names in shards.filename_to_tensors.items():
                 tensors = {}
