@@ -72,8 +72,8 @@ def inject(source, model) -> tuple:
         expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
         allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
     do = (
-        f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used another"
-        " class, save the base with it, and pass that as --base"
+        f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used"
+        " another class, save the base with it, and pass that as --base"
     )
     refuse(f"{name} lacks what its config targets in {kind}", sorted(expected.keys() - tensors), do)
     refuse(f"{name} holds what its config does not target in {kind}", sorted(tensors.keys() - allowed), do)
@@ -83,8 +83,8 @@ def inject(source, model) -> tuple:
     for own, tensor in values.items():
         if tensor.shape != likes[own].shape or not tensor.is_floating_point():
             raise UnsupportedState(
-                f"{own} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating point of"
-                f" shape {tuple(likes[own].shape)}: pass the base that it was trained on"
+                f"{own} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating point"
+                f" of shape {tuple(likes[own].shape)}: pass the base that it was trained on"
             )
     return tuned, values
 

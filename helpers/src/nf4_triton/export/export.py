@@ -65,8 +65,8 @@ def export_checkpoint(
     """
     out = Path(os.path.expanduser(out))
     check_out(out)
-    shard_size, dtype, load_dtype = to_bytes(shard_size), to_dtype(dtype), to_dtype(load_dtype)
-    device = to_device(device)
+    most, device = to_bytes(shard_size), to_device(device)
+    dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     model, adapter = find(source, base)
     if out.resolve().is_relative_to(model.folder.resolve()):
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
@@ -83,11 +83,11 @@ def export_checkpoint(
         if not adapter:
             raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
         say(
-            "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with your"
-            " bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
+            "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with"
+            " your bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
         )
     small = small_files(model.folder, adapter and adapter.folder, built)
-    size = write(out, new_config(config, plan), plan, shard_size, small, [model, adapter or model])
+    size = write(out, new_config(config, plan), plan, most, small, [model, adapter or model])
     merged = sum(plan.changed(name) for name in plan.made)
     dtypes = sorted({str(like.dtype) for like in plan.likes().values()})
     return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)
@@ -119,7 +119,8 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         )
     if any(PART.fullmatch(key) for key in model.tensors):
         how = model.config.get("quantization_config") or {}
-        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if how.get('bnb_4bit_use_double_quant') else ''}"
+        double = how.get("bnb_4bit_use_double_quant")
+        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if double else ''}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None
@@ -133,8 +134,8 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(
-        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}. They are loaded in {dtype}:"
-        " if training loaded another dtype, pass --load-dtype."
+        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}. Training loaded them"
+        f" in {dtype}: if not, pass --load-dtype."
     )
     quant_type, _, double = kind.partition("+")
     return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})

@@ -112,8 +112,8 @@ def compare(model, likes, adapter=None, training=None):
     do = "download them again"
     if adapter:
         do += (
-            ". If training added tokens, save the adapter with save_embedding_layers=True; if it made a head, save"
-            " the base with its class, and pass that as --base"
+            ". If training added tokens, save the adapter with save_embedding_layers=True; if it made a head,"
+            " save the base with its class, and pass that as --base"
         )
     elif not training and all(problem.startswith("unexpected") for problem in problems):
         do += ", or pass --unchecked"

@@ -37,7 +37,7 @@ class Plan:
     def __init__(
         self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
     ):
-        """tensors: {name: the open file that holds it}. pruned: leave out those that the model does not have."""
+        """tensors: {name: the open file that holds it}. pruned: without those that the model does not have."""
         self.tensors, self.model, self.adapter = tensors, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
@@ -47,7 +47,9 @@ class Plan:
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys, pruned)
         if left := self.keys.keys() - self.targets:
-            say(f"{type(model).__name__}, in which the adapter was trained, has no {', '.join(left)}.")
+            say(
+                f"{type(model).__name__}, in which the adapter was trained, has no {', '.join(sorted(left))}."
+            )
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
         self.made = {name: self.without_adapter(name, own) for name in self.targets}
@@ -80,12 +82,8 @@ class Plan:
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        like, loaded, dequantized, transposed = (
-            torch.empty(held.shape, device="meta"),
-            None,
-            bool(state),
-            False,
-        )
+        like = torch.empty(held.shape, device="meta")
+        loaded, dequantized, transposed = None, bool(state), False
         if self.training and floating:
             loaded = self.training.dtype
             dequantized = target in self.training.layers
@@ -115,7 +113,7 @@ class Plan:
                 self.made |= {part: self.made.pop(part) for part in parts}
 
     def connect(self):
-        """Note which others the adapter changes. Add the tensors that a saved copy unties, or that are new."""
+        """Note which others the adapter changes. Add a new head, and the tensors that a saved copy unties."""
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
         given = self.adapter.given
         for names in tied_names(self.model):
@@ -155,7 +153,7 @@ class Plan:
         return name in self.fused or not self.changes.isdisjoint(self.made[name].names)
 
     def make(self, name) -> torch.Tensor:
-        """Return a tensor of the new checkpoint. Refuse another shape, and what became infinite or NaN here."""
+        """Return a tensor of the new checkpoint. Refuse another shape, and what became infinite or NaN."""
         made = self.made[name]
         if name not in self.fused:
             tensor = self.adapted(self.base(name), made.names)

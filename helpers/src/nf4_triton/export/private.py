@@ -1,5 +1,6 @@
-"""What only private names of transformers say: what the tensors of a file are called in the model, which become
-one, and what stays in float32. Without one of these names the export cannot be imported, and the error names it.
+"""What only private names of transformers say: what the tensors of a file are called in the model, which
+become one, and which stay in float32. Without one of these names the export cannot be imported, and the error
+names it.
 """
 
 import copy
