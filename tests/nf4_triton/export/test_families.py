@@ -70,37 +70,32 @@ FLAT = "GPT-2", "Qwen3", "T5"  # fp4, not double
 LOADED = {True: torch.float16, False: torch.bfloat16}
 
 
-MERGES = [
-    ("Llama", {"use_rslora": True, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}),
-    ("Llama", {"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}),
-    ("Llama", {"target_modules": ["q_proj", "embed_tokens"]}),
-    ("Llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
-    ("Llama", {"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}),
-    ("Llama", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-    ("Llama", {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}),
-    ("Llama", {"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}),
-    ("Qwen3-MoE", {}),
-    ("Qwen3-MoE", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
-    ("Mixtral", {"target_modules": ["w1", "w2", "w3"]}),
-    ("T5", {"target_modules": ["wo"]}),  # which transformers keeps in float32
-    ("Llama", {"trainable_token_indices": [3, 8999]}),
-    ("Llama", {"rows": 9007}),
-    ("Llama", {"rows": 8000, "target_modules": ["embed_tokens", "lm_head"]}),
-    ("Llama", {"rows": 9007, "trainable_token_indices": [3, 9006]}),
-    ("Qwen3", {"rows": 150, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": True}),
-    ("Qwen3", {"rows": 167, "trainable_token_indices": {"embed_tokens": [166], "lm_head": [0]}}),
-    ("Llama", {"auto": "AutoModelForSequenceClassification", "labels": 1, "task_type": "SEQ_CLS"}),
+MERGES = [  # family, fields of its adapter_config.json and arguments of check_merge()
+    ("Llama", '{"use_rslora": true, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}'),
+    ("Llama", '{"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}'),
+    ("Llama", '{"target_modules": ["q_proj", "embed_tokens"]}'),
+    ("Llama", '{"target_modules": ["embed_tokens", "lm_head"], "use_dora": true}'),
+    ("Llama", '{"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}'),
+    ("Llama", '{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": true}'),
+    ("Llama", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
+    ("Llama", '{"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}'),
+    ("Qwen3-MoE", "{}"),
+    ("Qwen3-MoE", '{"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}'),
+    ("Mixtral", '{"target_modules": ["w1", "w2", "w3"]}'),
+    ("T5", '{"target_modules": ["wo"]}'),  # which transformers keeps in float32
+    ("Llama", '{"trainable_token_indices": [3, 8999]}'),
+    ("Llama", '{"rows": 9007}'),
+    ("Llama", '{"rows": 8000, "target_modules": ["embed_tokens", "lm_head"]}'),
+    ("Llama", '{"rows": 9007, "trainable_token_indices": [3, 9006]}'),
+    ("Qwen3", '{"rows": 150, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": true}'),
+    ("Qwen3", '{"rows": 167, "trainable_token_indices": {"embed_tokens": [166], "lm_head": [0]}}'),
+    ("Llama", '{"auto": "AutoModelForSequenceClassification", "labels": 1, "task_type": "SEQ_CLS"}'),
     (
         "Qwen3",
-        {
-            "auto": "AutoModelForTokenClassification",
-            "labels": 3,
-            "task_type": "TOKEN_CLS",
-            "target_modules": ["q_proj"],
-        },
+        '{"auto": "AutoModelForTokenClassification", "task_type": "TOKEN_CLS", "target_modules": ["q_proj"]}',
     ),
-    ("Qwen3", {"auto": "AutoModel"}),
-    ("T5", {"auto": "AutoModel", "task_type": "FEATURE_EXTRACTION"}),
+    ("Qwen3", '{"auto": "AutoModel"}'),
+    ("T5", '{"auto": "AutoModel", "task_type": "FEATURE_EXTRACTION"}'),
 ]
 GATE = ["Llama", "GPT-2"]
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
@@ -203,7 +198,7 @@ def test_dora_and_what_training_saw(make, tmp_path, family):
 
 @pytest.mark.parametrize("family, how", MERGES)
 def test_a_merge_is_that_of_peft(make, tmp_path, family, how):
-    check_merge(make(family), tmp_path, family, **how)
+    check_merge(make(family), tmp_path, family, **json.loads(how))
 
 
 def check_merge(folder, tmp_path, family, rows=None, auto=None, labels=2, **how):

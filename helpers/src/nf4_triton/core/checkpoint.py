@@ -42,8 +42,8 @@ def read_checkpoint(
     except Exception as error:  # of damaged JSON, sizes, and whatever is passed
         raise UnsupportedState(
             f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
-            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them, or"
-            " an open safetensors.safe_open, and use a 16-bit weight as it is"
+            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them"
+            " (or an open safetensors.safe_open), and use a 16-bit weight as it is"
         ) from error
 
 

@@ -134,8 +134,8 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(
-        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}. Training loaded them"
-        f" in {dtype}: if not, pass --load-dtype."
+        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}, which training"
+        f" loaded in {dtype}: if not, pass --load-dtype."
     )
     quant_type, _, double = kind.partition("+")
     return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})

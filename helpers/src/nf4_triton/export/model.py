@@ -77,7 +77,7 @@ def with_sizes(config, model, adapter) -> dict:
     for key, file in adapter.tensors.items():
         new = file.get_tensor(key)
         old = own.get(plain(key), new)
-        if old.shape[:1] == new.shape[:1]:
+        if old.dim() < 2 or len(old) == len(new):
             continue
         if len(old) == labels:
             model.config.num_labels = len(new)

@@ -37,7 +37,7 @@ class Plan:
     def __init__(
         self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
     ):
-        """tensors: {name: the open file that holds it}. pruned: without those that the model does not have."""
+        """tensors: {name: the open file that holds it}. pruned: without those that the model lacks."""
         self.tensors, self.model, self.adapter = tensors, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}

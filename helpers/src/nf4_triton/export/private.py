@@ -24,7 +24,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module  # no
 def names_in(model, names, pruned=False) -> dict:
     """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}.
 
-    pruned: without those that the model does not have.
+    pruned: without those that the model lacks.
     """
     if not hasattr(model, "base_model_prefix"):  # of diffusers
         return {name: (name, None) for name in names}

@@ -55,8 +55,8 @@ def find(source, base=None) -> tuple:
             )
         if base:
             raise UnsupportedState(
-                f"{source} is not an adapter, expected one beside --base: omit --base, or if {base} is the adapter,"
-                f" type: nf4_triton export {base} OUT --base {source}"
+                f"{source} is not an adapter, expected one beside --base: omit --base, or if {base} is the"
+                f" adapter, type: nf4_triton export {base} OUT --base {source}"
             )
         return read_source(source, path, WEIGHTS, "config.json"), None
     adapter = read_source(source, path, ADAPTER, "adapter_config.json")
@@ -139,12 +139,13 @@ def inside(folder, file) -> Path:
 
 
 def read_json(folder, file, key=None) -> dict:
-    """Return the object that a JSON file holds, or the one under a key of it; an empty one if there is none."""
+    """Return the object that a JSON file holds, or the one under a key; an empty one if there is none."""
     if not (folder / file).exists():
         return {}
     path = inside(folder, file)
     with library(
-        f"{path} cannot be read, expected a JSON object: download it again, a pointer of git-lfs by git lfs pull"
+        f"{path} cannot be read, expected a JSON object: download it again, a pointer of git-lfs by git lfs"
+        " pull"
     ):
         content = dict(json.loads(path.read_text(encoding="utf-8")))
     if key:
@@ -169,7 +170,7 @@ def small_files(folder, adapter=None, model=None) -> dict:
 
 
 def check_tokens(folder, model, adapter):
-    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones, if it is the adapter's."""
+    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones of an adapter."""
     content, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
     with contextlib.suppress(AttributeError, LookupError, NotImplementedError, TypeError):  # of another kind
         rows = len(model.get_input_embeddings().weight)
