@@ -14,7 +14,7 @@ from .environment import missing
 
 LIBRARIES = ("unsloth", "axolotl", "transformers", "peft")  # Unsloth wants to be imported first
 SHOWN = (*environment.PACKAGES, "unsloth_zoo", "accelerate", "trl", "axolotl")
-NEEDED = ("torch", "numpy", "huggingface_hub", "safetensors", "tqdm", "transformers", "peft", "bitsandbytes")
+NEEDED = "torch numpy huggingface_hub safetensors tqdm transformers peft bitsandbytes".split()
 VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 
 DOCTOR = "check this machine, time the kernel, and say what to do; exit status 1 if the kernel does not work"
@@ -88,20 +88,23 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def export(source, out, skip_modules, **options) -> int:
+def export(source, out, skip_modules, shard_size, **options) -> int:
     """Write a checkpoint in 16 bit. Return the exit status."""
-    for name in ("SIGTERM", "SIGHUP"):  # so that what was written so far is deleted
-        if hasattr(signal, name):  # Windows has no SIGHUP
-            signal.signal(getattr(signal, name), lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+        signal.signal(number, lambda *_: sys.exit(143))  # so that what was written so far is deleted
     try:
         if problem := missing(*NEEDED):
             raise ImportError(f'{problem} Or all of them: pip install "nf4-triton[export]"')
         silence()
         from . import export_checkpoint
 
-        options = {name: value for name, value in options.items() if value is not None}
-        skip_modules = skip_modules and skip_modules.replace(",", " ").split()
-        counts = export_checkpoint(source, out, skip_modules=skip_modules, **options)
+        counts = export_checkpoint(
+            source,
+            out,
+            skip_modules=skip_modules and skip_modules.replace(",", " ").split(),
+            shard_size=shard_size or "5GB",
+            **options,
+        )
     except (ImportError, OSError, ValueError) as error:
         print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
         return 1

@@ -180,7 +180,7 @@ COMMANDS = {  # arguments: what the error says
     "adapter out --base adapter": "adapter has no model.safetensors",
     "adapter out --base dtypeless --trained-in nf4": "names no dtype",
     "gptq out": "gptq is quantized with gptq, expected bitsandbytes in 4 bits, or 16 bit: pass its original",
-    "mxfp4 out": "Mxfp4Config(dequantize=True)",
+    "mxfp4 out": "Mxfp4Config(dequantize=True), write that with save_pretrained(OUT, save_original",
     "text out": "quantization_config of text/config.json is 'nf4', expected an object",
     "code out": "code that comes with it is not run: update transformers, or pass --unchecked",
     "unknown out": "is not run: update transformers (",

@@ -84,7 +84,7 @@ def inject(source, model) -> tuple:
         if tensor.shape != likes[own].shape or not tensor.is_floating_point():
             raise UnsupportedState(
                 f"{own} of {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected floating point"
-                f" of shape {tuple(likes[own].shape)}: pass the base that it was trained on"
+                f" of shape {tuple(likes[own].shape)}: check its config, and pass the base of its training"
             )
     return tuned, values
 

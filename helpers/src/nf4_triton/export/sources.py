@@ -66,7 +66,7 @@ def find(source, base=None) -> tuple:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
     path = fetch(name, revision=None if base else adapter.config.get("revision"))
     model = read_source(name, path, WEIGHTS, "config.json")
-    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on}.")
+    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on or 'an unnamed one'}.")
     if others := sorted(path.parent.name for path in folder.glob("*/adapter_config.json")):
         say(f"Other adapters in {folder}, not merged: {', '.join(others)}.")
     return model, adapter
@@ -116,13 +116,12 @@ def read_source(name, path, candidates, config) -> Source:
     )
     kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
     if kind != "bitsandbytes":
+        do = "pass its original"
+        if kind == "mxfp4":  # without save_original_format=False, transformers 5.17 saves no experts
+            do = "load it with quantization_config=Mxfp4Config(dequantize=True), write that with"
+            do += " save_pretrained(OUT, save_original_format=False), and pass OUT"
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: "
-            + (
-                "load it with Mxfp4Config(dequantize=True), and pass what save_pretrained() writes"
-                if kind == "mxfp4"
-                else "pass its original"
-            )
+            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
         )
     return Source(str(name), folder, tensors, read_json(folder, config), stats)
 
@@ -185,7 +184,7 @@ def check_tokens(folder, model, adapter):
         ):
             raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
         if most >= rows:
-            say(f"Careful: {text}.")
+            say(f"Careful: {text}. Generating with the others raises IndexError.")
 
 
 def listed(folder, patterns) -> dict:
