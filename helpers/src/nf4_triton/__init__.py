@@ -48,8 +48,8 @@ __version__ = VERSION
 
 if TYPE_CHECKING:
     from .backend import dequantize as dequantize
+    from .core.checkpoint import read_checkpoint as read_checkpoint
     from .core.supported import UnsupportedState as UnsupportedState
-    from .export.checkpoint import read_checkpoint as read_checkpoint
     from .export.export import export_checkpoint as export_checkpoint
     from .libraries.site import UnknownInternals as UnknownInternals
     from .libraries.switch import Switch as Switch
@@ -62,7 +62,7 @@ else:
         "UnsupportedState": "core.supported.UnsupportedState",
         "dequantize": "backend.dequantize",
         "export_checkpoint": "export.export.export_checkpoint",
-        "read_checkpoint": "export.checkpoint.read_checkpoint",
+        "read_checkpoint": "core.checkpoint.read_checkpoint",
         "restore": "libraries.switch.restore",
         "use_nf4_kernel": "libraries.switch.use_nf4_kernel",
     }

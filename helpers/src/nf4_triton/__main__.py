@@ -1,10 +1,11 @@
 """Dequantize 4-bit weights: check this machine, or export a checkpoint in 16 bit."""
 
 import argparse
+import logging
 import os
-import shlex
 import signal
 import sys
+import warnings
 
 from . import __version__
 from .doctor import NEEDED, doctor
@@ -27,12 +28,12 @@ OPTIONS = {  # option: help
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit status, 130 after Ctrl-C."""
+    """Run the command line and return its exit status. Ctrl-C ends the process with 130."""
     parser = argparse.ArgumentParser(
         "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="doctor | export")
+    commands = parser.add_subparsers(required=True, metavar="doctor | export", dest="command")
     checking = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR)
     checking.set_defaults(run=doctor)
     what = "check the export alone; exit status 1 if it does not work, else 0"
@@ -52,15 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
     for option, text in OPTIONS.items():
         exporting.add_argument(option, action=Once, help=text)
     exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
-    exporting.add_argument("--adapter", action=Once, help=argparse.SUPPRESS)  # of 1.4.0
-    options = vars(parser.parse_args(arguments))
+    known, unknown = parser.parse_known_args(arguments)
+    options = vars(known)
+    command = commands.choices[options.pop("command")]
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = options.pop("run")(**options)
         print(end="", flush=True)  # nothing where stdout was closed
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # Python itself would first free the model and unload torch, which takes seconds
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -75,19 +79,14 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
+def export(source, out, skip_modules, shard_size, **options) -> int:
     """Write a checkpoint in 16 bit. Return the exit status."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was written so far is deleted
-        signal.signal(number, lambda *_: sys.exit(143))
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+        signal.signal(number, lambda *_: sys.exit(143))  # so that what was written so far is deleted
     try:
-        if adapter or (os.path.exists(out) and not os.path.exists(source)):  # as 1.4.0 had it
-            model, out = (source, out) if os.path.exists(source) else (out, source)
-            raise ValueError(
-                "SOURCE comes first. Type: nf4_triton export "
-                + shlex.join([adapter, out, "--base", model] if adapter else [model, out])
-            )
         if problem := missing(*NEEDED):
-            raise ImportError(f'{problem} Or all of them: pip install "nf4-triton[export]"')
+            raise ImportError(problem)
+        silence()
         from . import export_checkpoint
 
         counts = export_checkpoint(
@@ -100,8 +99,23 @@ def export(source, out, adapter, skip_modules, shard_size, **options) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
         return 1
-    print(f"{out}: {counts.dequantized} of {counts.written} tensors dequantized, {counts.merged} merged")
+    print(
+        f"{out}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
+        f" {counts.dequantized} dequantized, {counts.merged} merged"
+    )
     return 0
+
+
+def silence():
+    """Stop what libraries print in a run that works, except the progress of downloads."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils import logging as reports
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    reports.set_verbosity_error()
+    reports.disable_progress_bar()  # all bars of huggingface_hub, too
+    enable_progress_bars()
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
-import threading
 import time
 import types
+import warnings
 from concurrent import futures
 from pathlib import Path
 from unittest import mock
@@ -25,59 +28,64 @@ functional = pytest.importorskip("bitsandbytes.functional")
 files = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
+hub = pytest.importorskip("huggingface_hub.utils")
 
-from nf4_triton import export_checkpoint  # noqa: E402
-from nf4_triton.export import sources  # noqa: E402
+from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
+from nf4_triton.export import model, plan, sources  # noqa: E402
 
 HOW = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 LORA, LORA_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 Q, SAVED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", f"base_model.model.{NORM}"
-EDITED = {  # a copy of a folder: in which file of it the fields or tensors are others; None: without it
-    "gptq": ("full", CONFIG, {"quantization_config": {"quant_method": "gptq"}}),
-    "code": ("full", CONFIG, {"architectures": ["Mine"], "auto_map": {"AutoModel": "mine.Mine"}}),
-    "kernels": ("four", CONFIG, {"attn_implementation": "kernels-community/flash-attn"}),
-    "fp8": ("four", WEIGHTS, {NORM: torch.ones(64).to(torch.float8_e4m3fn)}),
-    "huge": ("four", WEIGHTS, {NORM: torch.full((64,), 1e30)}),
-    "short": ("four", WEIGHTS, {NORM: torch.ones(2)}),
-    "empty": ("four", WEIGHTS, {"empty": torch.ones(0)}),
-    "twice": ("full", WEIGHTS, {HEAD: EMBEDDING}),
-    "apart": ("full", WEIGHTS, {HEAD: torch.ones(64, 64)}),
-    "elsewhere": ("adapter", LORA_CONFIG, {"base_model_name_or_path": "/content/drive/base"}),
-    "nameless": ("adapter", LORA_CONFIG, {"base_model_name_or_path": None}),
-    "hub": ("adapter", LORA_CONFIG, {"base_model_name_or_path": "a/b", "revision": "abc"}),
-    "loha": ("adapter", LORA_CONFIG, {"peft_type": "LOHA"}),
-    "nowhere": ("adapter", LORA_CONFIG, {"target_modules": "nothing"}),
-    "biased": ("adapter", LORA_CONFIG, {"lora_bias": True}),
-    "pissa": ("adapter", LORA_CONFIG, {"init_lora_weights": "pissa"}),
-    "newer": ("adapter", LORA_CONFIG, {"new": 1, "runtime_config": {"a": 1}}),
-    "cut": ("adapter", LORA, {Q: None}),
-    "surplus": ("adapter", LORA, {Q.replace("q_proj", "k_proj"): Q}),
-    "infinite": ("adapter", LORA, {Q: torch.full((2, 64), torch.inf)}),
-    "tokens": ("adapter", LORA, {SAVED: torch.ones(99)}),
+FIELDS = {  # a copy of a folder: in which JSON file of it fields are others
+    "gptq": 'full/config.json {"quantization_config": {"quant_method": "gptq"}}',
+    "mxfp4": 'full/config.json {"quantization_config": {"quant_method": "mxfp4"}}',
+    "text": 'full/config.json {"quantization_config": "nf4"}',
+    "code": 'full/config.json {"architectures": ["Mine"], "auto_map": {"AutoModel": "mine.Mine"}}',
+    "unknown": 'full/config.json {"architectures": ["Mine"]}',
+    "dtypeless": 'full/config.json {"dtype": null}',
+    "endless": 'full/config.json {"num_hidden_layers": 200000}',
+    "kernels": 'four/config.json {"attn_implementation": "kernels-community/flash-attn"}',
+    "elsewhere": 'adapter/adapter_config.json {"base_model_name_or_path": "/content/drive/base"}',
+    "nameless": 'adapter/adapter_config.json {"base_model_name_or_path": null}',
+    "hub": 'adapter/adapter_config.json {"base_model_name_or_path": "a/b", "revision": "abc"}',
+    "local": 'adapter/adapter_config.json {"base_model_name_or_path": "~/four", "revision": "abc"}',
+    "loha": 'adapter/adapter_config.json {"peft_type": "LOHA"}',
+    "nowhere": 'adapter/adapter_config.json {"target_modules": "nothing"}',
+    "backtracking": 'adapter/adapter_config.json {"target_modules": "(.+)+(.+)+(.+)+(.+)+!"}',
+    "biased": 'adapter/adapter_config.json {"lora_bias": true}',
+    "pissa": 'adapter/adapter_config.json {"init_lora_weights": "pissa"}',
+    "newer": 'adapter/adapter_config.json {"new": null}',
+    "newest": 'adapter/adapter_config.json {"use_new": true}',
+}
+TENSORS = {  # a copy of a folder: which tensors of its file are others; None: none; a name: that one
+    "fp8": ("four", {NORM: torch.ones(64).to(torch.float8_e4m3fn)}),
+    "huge": ("four", {NORM: torch.full((64,), 1e30)}),
+    "short": ("four", {NORM: torch.ones(2)}),
+    "empty": ("four", {"empty": torch.ones(0)}),
+    "twice": ("full", {HEAD: EMBEDDING}),
+    "apart": ("full", {HEAD: torch.ones(64, 64)}),
+    "cut": ("adapter", {Q: None}),
+    "surplus": ("adapter", {Q.replace("q_proj", "k_proj"): Q}),
+    "infinite": ("adapter", {Q: torch.full((2, 64), torch.inf)}),
+    "int8": ("adapter", {Q: torch.ones(2, 64).char()}),
+    "narrow": ("adapter", {Q: torch.ones(2, 32)}),
+    "tokens": ("adapter", {SAVED: torch.ones(99)}),
 }
 WRITTEN = {  # a folder: a file in it, and what it holds
+    "adapter": (f"second/{LORA_CONFIG}", "{}"),
     "gguf": ("a.gguf", ""),
     "runs": (f"checkpoint-500/{LORA_CONFIG}", "{}"),
+    "bare": (LORA, ""),
+    "pointer": (WEIGHTS, "version https://git-lfs.github.com/spec/v1"),
     "deep": (INDEX, "[" * 100_000),
+    "listed": (INDEX, '{"weight_map": ["a"]}'),
     "lost": (INDEX, '{"weight_map": {"a": "other.safetensors"}}'),
     "leads": (INDEX, '{"weight_map": {"a": "/etc/passwd"}}'),
     "damaged": (WEIGHTS, "x" * 99),
     "killed.partial": (CONFIG, "{}"),
 }
-
-
-def edit(path, changes):
-    """Change the fields of a JSON file, or the tensors of another. None: without it. A text: the other's."""
-    old = json.loads(path.read_text()) if path.suffix == ".json" else files.load_file(path)
-    new = old | {
-        key: old.get(value, value) if isinstance(value, str) else value for key, value in changes.items()
-    }
-    if path.suffix == ".json":
-        path.write_text(json.dumps(new))
-    else:
-        files.save_file({key: x.clone() for key, x in new.items() if x is not None}, path)
 
 
 @pytest.fixture(scope="module")
@@ -98,23 +106,35 @@ def home(tmp_path_factory):
         if "lora_B" in name:
             parameter.data += 0.1
     tuned.save_pretrained(home / "adapter")
-    for name, (source, file, changes) in EDITED.items():
-        edit(shutil.copytree(home / source, home / name) / file, changes)
+    for name, text in FIELDS.items():
+        source, file, fields = re.fullmatch("(.*?)/(.*?) (.*)", text).groups()
+        path = shutil.copytree(home / source, home / name) / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | json.loads(fields)))
+    for name, (source, changes) in TENSORS.items():
+        (path,) = shutil.copytree(home / source, home / name).glob("*.safetensors")
+        old = files.load_file(path)
+        new = old | {key: old[x] if isinstance(x, str) else x for key, x in changes.items()}
+        files.save_file({key: x.clone() for key, x in new.items() if x is not None}, path)
     for name, (file, content) in WRITTEN.items():
         path = home / name / file
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
     shutil.copytree(home / "four", home / "lacks")
     (home / "lacks" / WEIGHTS).rename(home / "lacks" / "a.safetensors")
     (home / "lacks" / INDEX).write_text('{"weight_map": {"more": "a.safetensors"}}')
     (home / "link").symlink_to("nowhere")
+    (home / "taken").mkdir()
     return home
 
 
 @pytest.fixture
-def here(home, tmp_path, monkeypatch):
-    """The current folder: a copy of home."""
+def here(home, tmp_path, monkeypatch, caplog):
+    """The current folder, and the user's: a copy of home. The command changes nothing of this process."""
+    caplog.set_level(logging.INFO, "nf4_triton")
     monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command_line, "silence", lambda: None)
+    monkeypatch.setattr(command_line.os, "_exit", sys.exit)
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
     monkeypatch.chdir(shutil.copytree(home, tmp_path / "here", symlinks=True))
     return tmp_path / "here"
 
@@ -125,67 +145,90 @@ def refused(here, capsys):
 
     def refused(arguments, text):
         before = sorted(here.rglob("*"))
-        try:
-            status = command_line.main(["export", *arguments.split()])
-        except SystemExit as error:
-            status = error.code
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert status in (1, 2, 130) and text in said
-        assert said.startswith(("Nothing was written: ", "nf4_triton export: error: ", "interrupted"))
+        with pytest.raises(SystemExit) as end:
+            sys.exit(command_line.main(["export", *arguments.split()]))
+        starts = {1: "Nothing was written: ", 2: "nf4_triton export: error: ", 130: "interrupted"}
+        *_, said = capsys.readouterr().err.splitlines()
+        assert said.startswith(starts[end.value.code]) and text in f"{said}\n"
         assert sorted(here.rglob("*")) == before
 
     return refused
 
 
-TYPE = "SOURCE comes first. Type: nf4_triton export"
 COMMANDS = {  # arguments: what the error says
-    "out four --adapter adapter": f"{TYPE} adapter out --base four",
-    "four out --adapter adapter": f"{TYPE} adapter out --base four",
-    "my_out org/model --adapter adapter": f"{TYPE} adapter my_out --base org/model",
-    "out four": f"{TYPE} four out",
     "adapter out --base four --base full": "--base is given twice",
-    "four link": "link exists",
-    "four no/where": "its parent does not",
-    "four out --shard-size many": "Supported units are TB, GB, MB, KB",
+    "four out --adapter adapter": "unrecognized arguments: --adapter adapter",
+    "four link": "link exists, expected a new or an empty folder",
+    "four adapter": "adapter exists",
+    "four .": ". exists",
+    "four no/where": "no does not exist",
+    "four ~nobody_here/out": "~nobody_here does not exist",
+    "~nobody_here/a out": "~nobody_here/a is no folder or file here: check its name",
+    "lora out": "lora is no folder or file here: check its name",
+    "four out --shard-size abc": "shard_size is abc, expected a size such as 5GB, at least 1MB",
+    "four out --shard-size 0": "at least 1MB",
+    "four out --shard-size 5": "at least 1MB",
     "four out --dtype int8": "dtype is int8, expected float16",
     "four out --device cuda:99": "device is cuda:99",
-    "four out --base full": "four is not an adapter",
+    "four out --base adapter": "type: nf4_triton export adapter OUT --base four",
     "full out": "full is in 16 bit and has no adapter: there is nothing to do",
     "four out --trained-in fp4": "four is in 4 bit (nf4) and used as it is: omit trained_in",
+    "four out --trained-in nf4 --load-dtype fp16": "used as it is",
     "four four/out": "four/out is inside four",
     "full out --trained-in int4": "trained_in is int4, expected one of nf4, nf4+double",
     "four out --load-dtype fp16": "load_dtype and skip_modules need it",
     "adapter out --base adapter": "adapter has no model.safetensors",
-    "gptq out": "gptq is quantized with gptq",
-    "code out": "code that comes with it is not run",
+    "adapter out --base dtypeless --trained-in nf4": "names no dtype",
+    "gptq out": "gptq is quantized with gptq, expected bitsandbytes in 4 bits, or 16 bit: pass its original",
+    "mxfp4 out": "Mxfp4Config(dequantize=True), write that with save_pretrained(OUT, save_original",
+    "text out": "quantization_config of text/config.json is 'nf4', expected an object",
+    "code out": "code that comes with it is not run: update transformers, or pass --unchecked",
+    "unknown out": "is not run: update transformers (",
     "elsewhere out": "/content/drive/base is no folder or file here",
     "nameless out": "does not say what it was trained on: pass --base",
     "gguf out": "it holds a.gguf",
+    "gguf/a.gguf out": "pass gguf, or what a GGUF was made from",
+    "four/config.json out": "pass four",
+    "adapter/adapter_config.json out": "pass adapter",
     "runs out": "it holds checkpoint-500",
+    "bare out": "bare lacks adapter_config.json",
+    "pointer out": "a pointer of git-lfs by git lfs pull",
     "deep out": "expected a JSON object",
-    "lost out": "other.safetensors cannot be read",
+    "listed out": f"weight_map of listed/{INDEX} is ['a'], expected an object",
+    "lost out": "other.safetensors is no file",
     "leads out": "passwd leads out of its folder",
-    "damaged out": "cannot be read: download it again (SafetensorError",
+    "damaged out": "cannot be read: download it again",
     "lacks out --unchecked": "lacks lacks tensors that its index lists (1): more",
-    "four killed": "killed.partial is left from an export that was killed",
+    "four killed": "killed.partial is left from an export that was killed, or another one writes it",
     "fp8 out --dtype bf16": f"{NORM} is torch.float8_e4m3fn",
     "huge out --dtype fp16": f"{NORM} is not finite in torch.float16",
-    "short out": f"mismatched ('{NORM}'",
+    "short out": "torch.Size([64])); download them again\n",
+    "empty out": "(1): unexpected empty; download them again, or pass --unchecked\n",
+    "adapter out --base empty": "unexpected empty; download them again. If training added tokens",
     "adapter out --base apart": f"{EMBEDDING} and {HEAD} differ",
     "loha out": "peft_type=LOHA",
     "nowhere out": "PEFT cannot put nowhere into LlamaForCausalLM",
     "biased out": "lora_bias=True",
+    "newest out": "use_new=True; update PEFT",
     "pissa out": "init_lora_weights=pissa",
-    "cut out": f"LlamaForCausalLM, the class of the base's config (1): missing {Q}",
-    "surplus out": f"surplus {Q.replace('q_proj', 'k_proj')}",
+    "cut out": f"cut lacks what its config targets in LlamaForCausalLM (1): {Q}",
+    "surplus out": f"does not target in LlamaForCausalLM (1): {Q.replace('q_proj', 'k_proj')}",
     "infinite out": "q_proj.weight is not finite in torch.bfloat16, expected numbers",
-    "tokens out": "becomes (99,), expected (64,): if",
+    "int8 out": "is torch.int8 of shape (2, 64), expected floating point of shape (2, 64)",
+    "narrow out": "of shape (2, 32), expected floating point of shape (2, 64)",
+    "tokens out": "of shape (99,), expected floating point of shape (64,)",
 }
 
 
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_what_is_refused_is_said_in_one_line(refused, arguments):
     refused(arguments, COMMANDS[arguments])
+
+
+@pytest.mark.parametrize("size", [0, None])
+def test_sizes_from_python(size):
+    with pytest.raises(UnsupportedState, match=f"shard_size is {size}, .*at least 1MB"):
+        export_checkpoint("four", "out", shard_size=size)
 
 
 FAILURES = {  # what the error says: what writing calls, and what it does
@@ -197,55 +240,80 @@ FAILURES = {  # what the error says: what writing calls, and what it does
 
 
 @pytest.mark.parametrize("text", FAILURES)
-def test_a_failure_leaves_nothing(refused, monkeypatch, text):
+@pytest.mark.parametrize("out", ["out", "taken"])
+def test_a_failure_leaves_nothing(refused, monkeypatch, text, out):
     name, function = FAILURES[text]
     monkeypatch.setattr(f"nf4_triton.export.write.{name}", function)
-    refused("four out", text)
+    refused(f"four {out}", text)
 
 
 def test_a_full_disk_leaves_nothing(refused, full_disk):
     refused("four out", "too large")
 
 
+def test_a_pipe_is_not_read(refused, here):
+    for path in (Path("four", CONFIG), Path("adapter", LORA_CONFIG)):
+        path.unlink()
+        os.mkfifo(path)
+        refused(f"{path.parent} out", f"{path} is no file, expected one")
+
+
 EXPORTS = {  # arguments: what is said
-    "adapter out": "Base: four/7 of 11 tensors dequantized, 5 merged",
-    "newer out --shard-size 5GB": "7 of 11 tensors dequantized, 5 merged",
-    "adapter out --base full": "trained on four/pass --trained-in nf4+double/0 of 11 tensors dequantized",
+    "adapter out": "Base: four/adapter, not merged: second/7 dequantized, 5 merged",
+    "local taken": "Base: ~/four, in /taken: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged",
+    "newer out --shard-size '5 gib'": "7 dequantized, 5 merged",
+    "adapter out --base full": "trained on four/with your bnb_4bit_quant_type, and +double if/; 0 deq",
     "adapter out --base full --trained-in nf4+double": "loaded in torch.bfloat16/layers to nf4+double on c",
-    "adapter out --base twice": "of 12 tensors dequantized, 6 merged",
-    "full out --trained-in fp4 --load-dtype fp16 --skip-modules q_proj,lm_head": "quantizes 6 layers/6 of 11",
-    "kernels out --dtype bf16": "7 of 11 tensors dequantized",
-    "four/model.safetensors out --device cpu": "7 of 11 tensors dequantized",
-    "empty out --unchecked --dtype fp16": "7 of 12 tensors dequantized",
+    "adapter out --base twice": "12 tensors/6 merged",
+    "full out --trained-in fp4 --load-dtype fp16 --skip-modules 'q_proj, lm_head,'": "6 layers/6 deq",
+    "full out --trained-in nf4 --skip-modules q_prj": "has q_prj, which/the closest: q_proj",
+    "kernels out --dtype bf16": "7 dequantized",
+    "four/model.safetensors out --device cpu": "7 dequantized",
+    "empty out --unchecked --dtype fp16": "12 tensors in torch.float16",
 }
 
 
 @pytest.mark.parametrize("arguments", EXPORTS)
 def test_what_is_used_is_said(here, capsys, caplog, arguments):
-    caplog.set_level(logging.INFO, "nf4_triton")
-    assert command_line.main(["export", *arguments.split()]) == 0
+    assert command_line.main(["export", *shlex.split(arguments)]) == 0
     said = caplog.text + capsys.readouterr().out
     assert all(text in said for text in EXPORTS[arguments].split("/"))
 
 
-def test_small_files(here):
+def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):
+    """Of the base it is said, of the adapter's special tokens it is refused."""
+    text = "the tokenizer has ids up to 64, and the model 64 rows"
+    for folder in ("four", "adapter"):
+        token = {"added_tokens": [{"id": 64, "content": "<new>"}], "model": {"vocab": {}}}
+        (here / folder / "tokenizer.json").write_text(json.dumps(token))
+        (here / folder / "tokenizer_config.json").write_text('{"pad_token": "<new>"}')
+        if folder == "four":
+            export_checkpoint("four", "out")
+            assert text in caplog.text
+    refused("adapter other", text)
+
+
+def test_small_files(here, caplog):
     """The adapter's tokenizer, whole; licenses, and modules; nothing of a training run."""
     base = "tokenizer.json tokenizer_config.json added_tokens.json chat_template.jinja LICENSE USE_POLICY.md"
     left = "trainer_state.json train_results.json README.md other/config.json"
     for name in f"{base} {left} 1_Pooling/config.json".split():
         path = here / "four" / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("base")
+        path.write_text("{}")
+    (here / "four" / "large.txt").touch()
+    os.truncate("four/large.txt", 100_000_001)
     export_checkpoint("four", "one")
+    assert "four/large.txt is above 100 MB" in caplog.text
     for name in ("tokenizer.json", "tokenizer_config.json", "trainer_state.json"):
-        (here / "adapter" / name).write_text("adapter")
+        (here / "adapter" / name).write_text("{ }")
     export_checkpoint("adapter", "two")
     one, two = ({path.name for path in Path(out).rglob("*") if path.is_file()} for out in ("one", "two"))
     assert one == {*base.split(), CONFIG, "generation_config.json", WEIGHTS}
     assert one - two == {"added_tokens.json", "chat_template.jinja"} and not two - one
     assert Path("one/1_Pooling/config.json").exists() and not Path("one/other").exists()
-    assert Path("one/tokenizer.json").read_text() == Path("two/LICENSE").read_text() == "base"
-    assert Path("two/tokenizer.json").read_text() == "adapter"
+    assert Path("one/tokenizer.json").read_text() == Path("two/LICENSE").read_text() == "{}"
+    assert Path("two/tokenizer.json").read_text() == "{ }"
 
 
 def test_one_file_comes_before_an_index(here):
@@ -261,12 +329,11 @@ def test_a_second_adapter_is_merged_into_the_first_export(here):
     first = transformers.LlamaForCausalLM.from_pretrained("one", dtype="auto")
     tuned = peft.PeftModel.from_pretrained(first, "adapter")
     expected, got = tuned.merge_and_unload().state_dict(), files.load_file("two/model.safetensors")
-    assert counts == (11, 0, 5) and all(same_bits(got[name], expected[name]) for name in got)
+    assert counts[:3] == (11, 0, 5) and all(same_bits(got[name], expected[name]) for name in got)
 
 
 def test_a_name_on_the_hub(here, monkeypatch, caplog):
     """The base of an adapter at its revision: links to blobs of the same repository."""
-    caplog.set_level(logging.INFO, "nf4_triton")
     snapshot, blobs = here / "models--a--b" / "snapshots" / "c0ffee", here / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     shutil.move(here / "four", blobs)
@@ -274,42 +341,80 @@ def test_a_name_on_the_hub(here, monkeypatch, caplog):
         (snapshot / path.name).symlink_to(path)
     download = mock.Mock(return_value=snapshot)
     monkeypatch.setattr(sources, "snapshot_download", download)
-    assert export_checkpoint("hub", "out") == (11, 7, 5)
-    download.assert_called_with("a/b", revision="abc", allow_patterns=sorted([*sources.WEIGHTS, LORA]))
-    assert "Base: a/b@abc, commit c0ffee" in caplog.text
+    assert export_checkpoint("hub", "out")[:3] == (11, 7, 5)
+    assert download.call_args.kwargs["revision"] == "abc" and "Base: a/b, in " in caplog.text
     (snapshot / "generation_config.json").unlink()
     (snapshot / "generation_config.json").symlink_to(here / "full" / CONFIG)
     with pytest.raises(ValueError, match="generation_config.json leads out of its folder"):
         export_checkpoint("hub", "other")
 
 
-def test_nothing_of_the_process_changes(here, caplog, monkeypatch):
-    """Four exports at once, with another default dtype, beside a thread that logs as transformers does."""
-    monkeypatch.setenv("NF4_BACKEND", "torch")  # Triton's interpreter is not safe in threads
-    logger, ended, count = logging.getLogger("transformers.modeling_utils"), threading.Event(), [0]
+def state():
+    """Return what a library call could leave changed in a process."""
+    loggers = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
+    held = {log.name: (log.level, [*log.handlers], [*log.filters], log.disabled) for log in loggers}
+    bars = transformers.utils.logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    return held, [*warnings.filters], bars, torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)
 
-    def log():
-        while not ended.wait(0.001):
-            logger.warning("mine")
-            count[0] += 1
+
+def test_nothing_of_the_process_changes(here, monkeypatch):
+    """Four exports at once, with another default dtype."""
+    monkeypatch.setenv("NF4_BACKEND", "torch")  # Triton's interpreter is not safe in threads
 
     def run(number):
         return export_checkpoint("adapter", f"out{number}", base="full", trained_in="nf4")
 
-    filters = [*logger.filters]  # Unsloth adds some
+    run(4)
     torch.set_default_dtype(torch.float64)
+    before = state()
     try:
         with futures.ThreadPoolExecutor() as pool:
-            pool.submit(log)
             results = [*pool.map(run, range(4))]
-            ended.set()
-        assert torch.get_default_dtype() == torch.float64
+        assert state() == before
     finally:
         torch.set_default_dtype(torch.float32)
-    assert results == [(11, 7, 5)] * 4 and logger.filters == filters
-    assert sum(record.getMessage() == "mine" for record in caplog.records) == count[0] > 0
-    run(4)
+    assert [result[:3] for result in results] == [(11, 7, 5)] * 4
     assert len({Path(f"out{number}", WEIGHTS).read_bytes() for number in range(5)}) == 1
+
+
+def test_the_command_on_windows_without_triton(here):
+    """It prints its own lines and one bar."""
+    code = """
+import signal, sys
+sys.modules["triton"] = None
+del signal.SIGHUP
+from nf4_triton.__main__ import main
+main("export adapter out --base full --trained-in nf4".split())
+"""
+    variables = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}
+    done = processes.python(["-c", code], variables=variables, folder=here)
+    assert done.out == "out: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged\n"
+    assert all(line.startswith(("nf4_triton: ", "out: ")) for line in re.split("[\r\n]+", done.err.strip()))
+
+
+def test_experts_take_linear_time(tmp_path, monkeypatch):
+    """A file alternates between the groups of experts that become one tensor."""
+    reads, base = [], plan.Plan.base
+    monkeypatch.setattr(plan.Plan, "base", lambda *arguments: reads.append(1) or base(*arguments))
+    how = peft.LoraConfig(target_parameters=["mlp.experts.down_proj", "mlp.experts.gate_up_proj"])
+    for experts in (8, 16):
+        config = transformers.Qwen3MoeConfig(**HOW, num_experts=experts, moe_intermediate_size=64)
+        folder, whole = tmp_path / str(experts), transformers.Qwen3MoeForCausalLM(config)
+        whole.save_pretrained(folder)
+        peft.get_peft_model(whole, how).save_pretrained(folder / "adapter")
+        reads.clear()
+        export_checkpoint(folder / "adapter", tmp_path / f"out{experts}", base=folder)
+        assert len(reads) == 3 * experts + 12
+
+
+def test_layers_that_training_quantized():
+    """transformers asks before it ties: of Gemma 3n's last linear layers, one stays in 16 bit when tied."""
+    sizes = dict(num_hidden_layers=5, num_kv_shared_layers=0, vocab_size=64, vocab_size_per_layer_input=64)
+    config = transformers.Gemma3nTextConfig(**HOW | sizes | {"tie_word_embeddings": True})
+    with torch.device("meta"):
+        tied = transformers.Gemma3nForCausalLM(config)
+    layers = model.quantized_layers(tied, transformers.BitsAndBytesConfig(load_in_4bit=True))
+    assert "model.altup_unembed_projections.2.weight" in layers and HEAD not in layers
 
 
 @pytest.fixture(scope="module")
@@ -350,11 +455,31 @@ print(peak[0] - before)
     assert 8 < float(said) < 50
 
 
-def test_sigterm_leaves_nothing(large, tmp_path):
-    command = [sys.executable, "-m", "nf4_triton", "export", large, "out", "--unchecked", "--shard-size=9MB"]
+def start(arguments, folder):
+    """Start the command in a process of its own."""
     path = os.environ | {"PYTHONPATH": os.pathsep.join([str(machine.SRC), *sys.path]), "NF4_BACKEND": "torch"}
-    process = subprocess.Popen(command, cwd=tmp_path, env=path, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "nf4_triton", "export", *arguments.split()]
+    return subprocess.Popen(command, cwd=folder, env=path, stderr=subprocess.PIPE, text=True)
+
+
+def test_sigterm_leaves_nothing(large, tmp_path):
+    process = start(f"{large} out --unchecked --shard-size=9MB", tmp_path)
     while not list(tmp_path.glob("out.partial/*")) and process.poll() is None:
         time.sleep(0.01)
     process.terminate()
-    assert process.wait(60) == 143 and not list(tmp_path.iterdir())
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", ["adapter out --base endless", "backtracking out"])
+def test_ctrl_c_ends_what_takes_long(home, arguments):
+    """A model of 200,000 layers, and a pattern of layers that backtracks for minutes."""
+    before = sorted(home.rglob("*"))
+    process = start(arguments, home)
+    while "trained on" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=2)
+    assert process.returncode == 130 and said.endswith("interrupted\n")
+    assert sorted(home.rglob("*")) == before

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
 ATTENTION = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
 HOW = ATTENTION | dict(num_hidden_layers=2, num_key_value_heads=2, vocab_size=160)
 FAMILIES = {  # class, config
-    "Llama": ("LlamaForCausalLM", HOW | dict(tie_word_embeddings=True, attention_bias=True)),
+    "Llama": ("LlamaForCausalLM", HOW | dict(vocab_size=9000, tie_word_embeddings=True, attention_bias=True)),
     "GPT-2": ("GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=2, vocab_size=160)),
     "T5": (
         "T5ForConditionalGeneration",
@@ -66,21 +66,36 @@ BY_HAND = {
     "Mixtral": "self_attn",
     "SD3": "attn",
 }  # the 4-bit weights, which no library makes here
-FLAT, LOADED = ("GPT-2", "Qwen3"), {True: torch.float16, False: torch.bfloat16}  # fp4, not double; loaded as
+FLAT = "GPT-2", "Qwen3", "T5"  # fp4, not double
+LOADED = {True: torch.float16, False: torch.bfloat16}
 
 
-MERGES = [
-    ("Llama", {"use_rslora": True, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}),
-    ("Llama", {"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}),
-    ("Llama", {"target_modules": ["q_proj", "embed_tokens"]}),
-    ("Llama", {"target_modules": ["embed_tokens", "lm_head"], "use_dora": True}),
-    ("Llama", {"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}),
-    ("Llama", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}),
-    ("Llama", {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}),
-    ("Llama", {"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}),
-    ("Qwen3-MoE", {}),
-    ("Qwen3-MoE", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}),
-    ("Mixtral", {"target_modules": ["w1", "w2", "w3"]}),
+MERGES = [  # family, fields of its adapter_config.json and arguments of check_merge()
+    ("Llama", '{"use_rslora": true, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}'),
+    ("Llama", '{"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}'),
+    ("Llama", '{"target_modules": ["q_proj", "embed_tokens"]}'),
+    ("Llama", '{"target_modules": ["embed_tokens", "lm_head"], "use_dora": true}'),
+    ("Llama", '{"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}'),
+    ("Llama", '{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": true}'),
+    ("Llama", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
+    ("Llama", '{"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}'),
+    ("Qwen3-MoE", "{}"),
+    ("Qwen3-MoE", '{"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}'),
+    ("Mixtral", '{"target_modules": ["w1", "w2", "w3"]}'),
+    ("T5", '{"target_modules": ["wo"]}'),  # which transformers keeps in float32
+    ("Llama", '{"trainable_token_indices": [3, 8999]}'),
+    ("Llama", '{"rows": 9007}'),
+    ("Llama", '{"rows": 8000, "target_modules": ["embed_tokens", "lm_head"]}'),
+    ("Llama", '{"rows": 9007, "trainable_token_indices": [3, 9006]}'),
+    ("Qwen3", '{"rows": 150, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": true}'),
+    ("Qwen3", '{"rows": 167, "trainable_token_indices": {"embed_tokens": [166], "lm_head": [0]}}'),
+    ("Llama", '{"auto": "AutoModelForSequenceClassification", "labels": 1, "task_type": "SEQ_CLS"}'),
+    (
+        "Qwen3",
+        '{"auto": "AutoModelForTokenClassification", "task_type": "TOKEN_CLS", "target_modules": ["q_proj"]}',
+    ),
+    ("Qwen3", '{"auto": "AutoModel"}'),
+    ("T5", '{"auto": "AutoModel", "task_type": "FEATURE_EXTRACTION"}'),
 ]
 GATE = ["Llama", "GPT-2"]
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
@@ -91,11 +106,11 @@ def kind_of(family):
     return getattr(library, FAMILIES[family][0])
 
 
-def load(family, folder):
-    """Return the model in a folder. Fail unless the folder has all that it expects and nothing else."""
-    dtype = {"torch_dtype": torch.bfloat16} if family == "SD3" else {"dtype": "auto"}
-    model, found = kind_of(family).from_pretrained(folder, output_loading_info=True, **dtype)
-    assert not any(found.values()), found
+def load(kind, folder, whole=True, **how):
+    """Return the model in a folder. Fail unless the folder has the whole of it and nothing else."""
+    dtype = {"torch_dtype": torch.bfloat16} if "SD3" in kind.__name__ else {"dtype": "auto"}
+    model, found = kind.from_pretrained(folder, output_loading_info=True, **dtype, **how)
+    assert not (whole and any(found.values())), found
     return model.to(DEVICE)
 
 
@@ -138,7 +153,8 @@ def make(own_bitsandbytes, tmp_path_factory):
         model, kind, config = folder / "model", kind_of(family), FAMILIES[family][1]
         torch.manual_seed(0)
         whole = kind(**config) if family == "SD3" else kind(kind.config_class(**config))
-        whole.to(torch.bfloat16 if family in BY_HAND else torch.float32).save_pretrained(folder / "full")
+        dtype = torch.float16 if family in FLAT else torch.float32
+        whole.to(torch.bfloat16 if family in BY_HAND else dtype).save_pretrained(folder / "full")
         if family in BY_HAND:
             shutil.copytree(folder / "full", model)
             quantize_by_hand(model, BY_HAND[family])
@@ -154,7 +170,7 @@ def make(own_bitsandbytes, tmp_path_factory):
                 folder / "full", quantization_config=how, dtype=LOADED[flat], device_map={"": DEVICE}
             )
             quantized.save_pretrained(model, max_shard_size="40KB" if family == "Llama" else "5GB")
-        export_checkpoint(model, folder / "out", shard_size="60KB" if family == "Llama" else "5GB")
+        export_checkpoint(model, folder / "out", shard_size=1e6 if family == "Llama" else "5GB")
         return folder
 
     return make
@@ -167,11 +183,11 @@ def test_each_tensor_is_that_of_bitsandbytes(make, family):
     expected, got = dequantized(model, transposed=family == "GPT-2"), tensors_of(out)
     assert got.keys() == expected.keys()
     assert all(same_bits(got[name] + 0, expected[name] + 0) for name in got)  # fp4's zeros have any sign
-    load(family, out)
+    load(kind_of(family), out)
     config = json.loads((model / "config.json").read_text())
     config.pop("quantization_config", None)
     assert json.loads((out / "config.json").read_text()) == config
-    assert len(list(out.glob("*.safetensors"))) == (3 if family == "Llama" else 1)
+    assert len(list(out.glob("*.safetensors"))) == (2 if family == "Llama" else 1)
 
 
 @pytest.mark.parametrize("family", [*GATE, *LONG])
@@ -182,35 +198,46 @@ def test_dora_and_what_training_saw(make, tmp_path, family):
 
 @pytest.mark.parametrize("family, how", MERGES)
 def test_a_merge_is_that_of_peft(make, tmp_path, family, how):
-    check_merge(make(family), tmp_path, family, **how)
+    check_merge(make(family), tmp_path, family, **json.loads(how))
 
 
-def check_merge(folder, tmp_path, family, **how):
-    """On weights in 4 bits and in 16 (o_proj). Training quantized a 16-bit base, or its 4 bits were saved."""
-    out, again = tmp_path / "out", tmp_path / "again"
-    before = load(family, folder / "out")
-    unchanged = {name: x.clone() for name, x in before.state_dict().items()} | tensors_of(folder / "out")
+def check_merge(folder, tmp_path, family, rows=None, auto=None, labels=2, **how):
+    """On a base in 4 bits and in 16. Training quantized the latter on loading, or its 4 bits were saved."""
+
+    def trained(name):
+        kind, fields = (
+            (getattr(transformers, auto), {"num_labels": labels}) if auto else (kind_of(family), {})
+        )
+        model = load(kind, folder / name, not auto, **fields)
+        if rows:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        return model
+
     config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear"} | how)
-    tuned = peft.get_peft_model(before, config)
+    tuned = peft.get_peft_model(trained("out"), config)
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    tuned.save_pretrained(tmp_path / "adapter")
-    expected = tuned.merge_and_unload().state_dict()
-    counts = export_checkpoint(tmp_path / "adapter", out, base=folder / "model", shard_size="100 KiB")
-    got, written = load(family, out).state_dict(), tensors_of(out)
-    assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
-    changed = [name for name in written if not same_bits(written[name], unchanged[name])]
-    assert counts.merged == len(changed) > 0 and counts.written == len(written)
+    adapter = tmp_path / "adapter"
+    tuned.save_pretrained(adapter)
+    for base, name in (("full", "full"), ("model", "out")):  # the base, and what PEFT merges into
+        model = peft.PeftModel.from_pretrained(trained(name), adapter).merge_and_unload()
+        out, expected = tmp_path / base, model.state_dict()
+        counts = export_checkpoint(adapter, out, base=folder / base, shard_size="1 MiB")
+        got, written = load(type(model), out).state_dict(), tensors_of(out)
+        assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
+        unchanged = trained(name).state_dict() | tensors_of(folder / name)
+        changed = [key for key in written if not same_bits(written[key], unchanged[key])]
+        assert counts.merged == len(changed) > 0 and counts.written == len(written)
+    config = json.loads((out / "config.json").read_text())
     if family == "Llama":
-        tied = json.loads((out / "config.json").read_text())["tie_word_embeddings"]
-        assert tied is ("lm_head.weight" not in written)
+        assert config["tie_word_embeddings"] is ("lm_head.weight" not in written)
     if family not in BY_HAND:
-        flat, skipped = family in FLAT, ["lm_head", "o_proj"]
-        trained = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
-        trained |= {"base": folder / "full", "skip_modules": skipped}
-        assert export_checkpoint(tmp_path / "adapter", again, **trained) == counts
-        got = tensors_of(again)
+        flat = family in FLAT
+        training = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
+        training |= {"base": folder / "full", "skip_modules": ["lm_head", "o_proj"]}
+        assert export_checkpoint(adapter, tmp_path / "again", **training) == counts
+        got = tensors_of(tmp_path / "again")
         assert got.keys() == written.keys() and all(same_bits(got[key], written[key]) for key in got)
 
 

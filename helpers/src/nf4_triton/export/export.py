@@ -1,23 +1,25 @@
 """The public function: sources, a plan of what each new tensor is made of, one loop that makes and writes."""
 
 import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from ..core.state import UnsupportedState
+from ..core.checkpoint import PART
 from ..log import say
 from .adapter import Adapter
-from .checkpoint import PART
-from .model import build, changed, compare, kept_in_float32, quantized_layers, untied
+from .model import build, changed, compare, quantized_layers, untied
 from .plan import Plan, Training
-from .problems import library
+from .problems import UnsupportedState, library
 from .sources import find, small_files
 from .write import write
 
+Location = str | os.PathLike
 SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KINDS = ("nf4", "nf4+double", "fp4", "fp4+double")
+LEAST = 1e6  # bytes in a file
 
 
 class Counts(NamedTuple):
@@ -26,13 +28,15 @@ class Counts(NamedTuple):
     written: int
     dequantized: int  # of these: from 4 bits, stored or as training saw them
     merged: int  # of these: changed by the adapter
+    dtypes: str  # of all
+    size: int  # bytes
 
 
 def export_checkpoint(
-    source: str | os.PathLike,
-    out: str | os.PathLike,
+    source: Location,
+    out: Location,
     *,
-    base: str | os.PathLike | None = None,
+    base: Location | None = None,
     trained_in: str | None = None,
     load_dtype: str | torch.dtype | None = None,
     skip_modules: list[str] | None = None,
@@ -45,14 +49,14 @@ def export_checkpoint(
 
     source: a 4-bit checkpoint of transformers or diffusers, or a LoRA adapter: a folder, a .safetensors file,
     or a name on the hub (a/b or a/b@revision). Code that comes with it is not run.
-    out: the folder. It appears when it is complete.
+    out: the folder, new or empty. What is written appears in it when it is complete.
     base: what the adapter is merged into, in 4 or in 16 bit. Default: what adapter_config.json names.
     trained_in: "nf4", "nf4+double", "fp4", or "fp4+double" (bnb_4bit_use_double_quant), if training quantized
     a 16-bit base on loading. The result then has the weights that training saw.
     load_dtype: the dtype in which training loaded that base. Default: its config's.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
-    shard_size: the most bytes in a file: a number, or a size such as "5GB" or "500 MiB".
+    shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
@@ -60,36 +64,54 @@ def export_checkpoint(
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
     out = Path(os.path.expanduser(out))
-    if os.path.lexists(out) or not out.parent.is_dir():
-        raise UnsupportedState(f"{out} exists, or its parent does not: pass the name of a new folder")
-    dtype, load_dtype, device = to_dtype(dtype), to_dtype(load_dtype), to_device(device)
+    check_out(out)
+    most, device = to_bytes(shard_size), to_device(device)
+    dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     model, adapter = find(source, base)
     if out.resolve().is_relative_to(model.folder.resolve()):
         raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
-    built = merging = None
+    built, config = None, model.config
     if adapter or trained_in or not unchecked:
-        built = build(model.folder, model.config)
+        built, config = build(config, adapter)
     training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
-    if adapter:
-        merging = Adapter(adapter, built)
-    plan = Plan(model.tensors, built, merging, dtype, training, device)
+    merging = Adapter(adapter, built) if adapter else None
+    plan = Plan(model.tensors, built, merging, dtype, training, device, pruned=config is not model.config)
     if built:
-        compare(built, {name: made.like for name, made in plan.made.items()})
+        compare(built, plan.likes(), adapter, training)
     dequantized = sum(made.dequantized for made in plan.made.values())
-    if not dequantized and not adapter:
-        raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not dequantized:
-        say("The base is merged in 16 bit. If training loaded it in 4 bit, pass --trained-in nf4+double.")
-    small = small_files(model.folder, adapter and adapter.folder)
-    write(
-        out, new_config(model.config, plan), plan, shard_size, small, [model, adapter] if adapter else [model]
-    )
-    return Counts(len(plan.made), dequantized, sum(plan.changed(name) for name in plan.made))
+        if not adapter:
+            raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
+        say(
+            "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with"
+            " your bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
+        )
+    small = small_files(model.folder, adapter and adapter.folder, built)
+    size = write(out, new_config(config, plan), plan, most, small, [model, adapter or model])
+    merged = sum(plan.changed(name) for name in plan.made)
+    dtypes = sorted({str(like.dtype) for like in plan.likes().values()})
+    return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)
+
+
+def check_out(out):
+    """Raise unless a folder can appear as OUT."""
+    if not out.parent.is_dir():
+        raise UnsupportedState(
+            f"{out.parent} does not exist, expected the folder in which OUT appears: make it"
+        )
+    if os.path.lexists(out) and (
+        not out.is_dir()
+        or out.is_symlink()
+        or os.path.ismount(out)
+        or out.samefile(".")
+        or any(out.iterdir())
+    ):
+        raise UnsupportedState(f"{out} exists, expected a new or an empty folder: pass another name")
 
 
 def how_trained(kind, load_dtype, skip_modules, model, built, device):
     """Return the Training of a 16-bit base; None for a base that is used as it is."""
-    if not kind and not load_dtype and not skip_modules:
+    if not (kind or load_dtype or skip_modules):
         return None
     if kind not in KINDS:
         raise UnsupportedState(
@@ -97,8 +119,8 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         )
     if any(PART.fullmatch(key) for key in model.tensors):
         how = model.config.get("quantization_config") or {}
-        double = "+double" if how.get("bnb_4bit_use_double_quant") else ""
-        stored = how.get("bnb_4bit_quant_type", "fp4") + double
+        double = how.get("bnb_4bit_use_double_quant")
+        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if double else ''}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None
@@ -106,21 +128,17 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig
 
-        layers = quantized_layers(
-            built, BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
-        )
-        if not load_dtype:
-            load_dtype = built.config.dtype
-            if not load_dtype:
-                raise UnsupportedState(
-                    "the base's config names no dtype: pass what training loaded as --load-dtype"
-                )
-            say(f"The base is loaded in {load_dtype}. If training loaded another dtype, pass --load-dtype.")
-        float32 = kept_in_float32(built, load_dtype)
-    say(f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}.")
+        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
+        layers = quantized_layers(built, how)
+    dtype = load_dtype or built.config.dtype
+    if not dtype:
+        raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
+    say(
+        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}, which training"
+        f" loaded in {dtype}: if not, pass --load-dtype."
+    )
     quant_type, _, double = kind.partition("+")
-    how = {"quant_type": quant_type, "compress_statistics": bool(double)}
-    return Training(load_dtype, float32, layers, how)
+    return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})
 
 
 def new_config(config, plan) -> dict:
@@ -138,6 +156,15 @@ def to_dtype(dtype):
     if dtype and text not in SHORT.values():
         raise UnsupportedState(f"dtype is {dtype}, expected float16, bfloat16, or float32")
     return getattr(torch, text) if dtype else None
+
+
+def to_bytes(size) -> float:
+    """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
+    found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
+    number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
+    if number < LEAST:
+        raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB, at least 1MB")
+    return number
 
 
 def to_device(device) -> torch.device:

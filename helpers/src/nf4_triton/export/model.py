@@ -1,70 +1,101 @@
 """The model and its names: built on meta, without memory. Code that comes with a checkpoint is not run."""
 
 import copy
+import difflib
 import json
+import pathlib
 import re
+import tempfile
 
 import torch
+import transformers
 
+from ..log import say
+from .private import class_for, should_convert_module
 from .problems import library, refuse
 
+TASKS = {  # PEFT's task_type: the class that loads the base for it
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
 
-def build(folder, config):
-    """Return the model of a folder's config.json on meta, of transformers or diffusers."""
-    problem = "no library builds the model of config.json, and code that comes with it is not run: update"
-    with library(f"{problem} transformers, or pass --unchecked"), torch.device("meta"):
+
+def build(config, adapter=None) -> tuple:
+    """Return the model of a config.json on meta, of transformers or diffusers, and its config.
+
+    adapter: a Source. If its training used another class, or other numbers of tokens or labels, so do both.
+    """
+    with (
+        library(
+            "no library builds the model of config.json, and code that comes with it is not run: update"
+            f" transformers{', or pass --unchecked' if 'auto_map' in config else ''}"
+        ),
+        torch.device("meta"),
+    ):
         if "_class_name" in config:
             import diffusers
 
-            return getattr(diffusers, config["_class_name"]).from_config(config)
-        import transformers
+            return getattr(diffusers, config["_class_name"]).from_config(config), config
+        model = of_transformers(config)
+        for fit in (with_class, with_sizes) if adapter else ():
+            fitted = fit(config, model, adapter)
+            if fitted is not config:
+                model, config = of_transformers(fitted), fitted
+        return model, config
 
-        kind = getattr(transformers, config["architectures"][0])
+
+def of_transformers(config):
+    """Return the model of a config.json."""
+    kind = getattr(transformers, config["architectures"][0])
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "config.json").write_text(json.dumps(changed(config, {})))
         settings = kind.config_class.from_pretrained(folder)
-        settings._attn_implementation = "eager"  # others can be code from the hub
-        if hasattr(settings, "quantization_config"):
-            del settings.quantization_config
-        return kind(settings)
+    settings._attn_implementation = "eager"  # others can be code from the hub
+    return kind(settings)
 
 
-def names_in(model, names) -> dict:
-    """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}."""
-    if not hasattr(model, "base_model_prefix"):  # of diffusers
-        return {name: (name, None) for name in names}
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    steps, own, found = get_model_conversion_mapping(model), model.state_dict(), {}
-    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
-    converters = [step for step in steps if isinstance(step, WeightConverter)]
-    by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
-    for name in names:
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if target not in own and name in own:  # so does transformers
-            target, pattern = name, None
-        found[name] = target, by_pattern.get(pattern)
-    return found
+def with_class(config, model, adapter) -> dict:
+    """Return a config with the class that training used, if that has the modules which the adapter names."""
+    if task := TASKS.get(adapter.config.get("task_type")):
+        kind = class_for(task, model.config)
+    else:
+        mapping = adapter.config.get("auto_mapping") or {}
+        kind = getattr(transformers, mapping.get("base_model_class", ""), None)
+    if kind is type(model) or getattr(kind, "config_class", None) is not type(model.config):
+        return config
+    fitted = config | {"architectures": [kind.__name__]}
+    parts = {plain(key).partition(".")[0] for key in adapter.tensors}
+    return fitted if parts <= {*dict(of_transformers(fitted).named_children())} else config
 
 
-def fuse(model, target, parts) -> dict:
-    """Return {name in the model: tensor} of the tensors of a file that become one.
+def with_sizes(config, model, adapter) -> dict:
+    """Return a config with the numbers of tokens and labels of an adapter that holds embeddings or a head."""
+    own, labels = model.state_dict(), model.config.num_labels
+    for key, file in adapter.tensors.items():
+        new = file.get_tensor(key)
+        old = own.get(plain(key), new)
+        if old.dim() < 2 or len(old) == len(new):
+            continue
+        if len(old) == labels:
+            model.config.num_labels = len(new)
+            config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
+        else:
+            config = changed(config, {"vocab_size": len(new)}, len(old))
+    return config
 
-    parts: {name in the file: (what names_in() returns, tensor)}
-    """
-    from transformers.core_model_loading import dot_natural_key
 
-    names = sorted(parts, key=dot_natural_key)
-    step = copy.deepcopy(parts[names[0]][0][0])
-    for name in names:
-        (_, pattern), tensor = parts[name]
-        step.add_tensor(target, name, pattern, tensor)
-    made = step.convert(target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+def plain(key) -> str:
+    """Return the name that a module or tensor has in the model without PEFT."""
+    wraps = r"\.(base_layer|original_module|token_adapter|modules_to_save(\.default)?)\b"
+    return re.sub(wraps, "", key.removeprefix("base_model.model."))
 
 
-def compare(model, likes):
+def compare(model, likes, adapter=None, training=None):
     """Check that a model can load tensors: none is missing, surplus, or of another shape."""
-    with library("the model cannot load the tensors: download them again, or pass --unchecked"):
+    with library("the model cannot load the tensors: download them again"):
         if not hasattr(model, "base_model_prefix"):  # of diffusers
             model.load_state_dict(likes, assign=True)
             return
@@ -78,41 +109,53 @@ def compare(model, likes):
             output_loading_info=True,
         )
     problems = [f"{kind.partition('_')[0]} {name}" for kind in found for name in found[kind]]
-    refuse("the model expects other tensors", problems, "download them again, or pass --unchecked")
+    do = "download them again"
+    if adapter:
+        do += (
+            ". If training added tokens, save the adapter with save_embedding_layers=True; if it made a head,"
+            " save the base with its class, and pass that as --base"
+        )
+    elif not training and all(problem.startswith("unexpected") for problem in problems):
+        do += ", or pass --unchecked"
+    refuse(f"{type(model).__name__} expects other tensors", problems, do)
 
 
-def tied_names(model) -> list:
+def tied_names(model):
     """Return the names of each parameter: several, if it is tied."""
     groups: dict = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    return [*groups.values()]
+    return groups.values()
 
 
 def quantized_layers(model, how) -> set:
-    """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig."""
+    """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig.
+
+    Say which modules to skip are not there: others that should be skipped may be quantized.
+    """
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
 
+    paths = [path for path, _ in model.named_modules()]
+    for name in how.llm_int8_skip_modules or ():
+        if all(should_convert_module(path, [name]) for path in paths):
+            close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in paths}, 1, 0)
+            say(f"skip_modules has {name}, which no module is called; the closest: {close[0]}.")
     copied = copy.deepcopy(model)
+    copied.load_state_dict(copied.state_dict(), assign=True)  # unties: transformers asks before it ties
     AutoHfQuantizer.from_config(how, pre_quantized=False).preprocess_model(copied, device_map=None)
     return {f"{path}.weight" for path, module in copied.named_modules() if isinstance(module, Linear4bit)}
 
 
-def kept_in_float32(model, dtype):
-    """Return a pattern of the parameters that transformers loads in float32 where others get a dtype."""
-    from transformers.core_model_loading import build_glob_alternation
+def changed(config, values, old=None) -> dict:
+    """Return a copy with other values where it has their keys, at any depth, and not quantized.
 
-    plan = model._get_dtype_plan(dtype)
-    return build_glob_alternation(list(plan))[0] if plan else re.compile("(?!)")
-
-
-def changed(config, values) -> dict:
-    """Return a config with other values where it has their keys, at any depth, and not quantized."""
+    old: change only what has this value.
+    """
 
     def change(part):
         part.pop("quantization_config", None)
-        return {key: values.get(key, old) for key, old in part.items()}
+        return part | {key: values[key] for key in values if key in part and old in (None, part[key])}
 
     return json.loads(json.dumps(config), object_hook=change)
 

@@ -1,5 +1,6 @@
 """What is read: a 4-bit or 16-bit checkpoint, and an adapter with the base that it was trained on."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,9 +10,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from ..core.state import UnsupportedState
 from ..log import say
-from .problems import library, refuse
+from .problems import UnsupportedState, library, refuse
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "model.safetensors",
@@ -25,7 +25,7 @@ tokenizer* vocab* *.model *.tiktoken""".split()
 # [0-9]_*: a folder of sentence-transformers, such as 1_Pooling.
 SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_POLICY* [0-9]_*/*".split()]
 # Written anew, or of a training run.
-LEFT = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
+NOT_COPIED = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
 
 
 @dataclasses.dataclass
@@ -46,45 +46,49 @@ class Source:
 
 def find(source, base=None) -> tuple:
     """Return (Source of the model, Source of the adapter or None)."""
-    folder = fetch(source)
-    if not (folder.parent if folder.is_file() else folder).joinpath("adapter_config.json").is_file():
+    path = fetch(source, r"\w[\w.-]*/\w[\w.-]*")
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "adapter_config.json").exists():
+        if (folder / ADAPTER[0]).exists():
+            raise UnsupportedState(
+                f"{folder} lacks adapter_config.json, expected beside {ADAPTER[0]}: copy it"
+            )
         if base:
-            raise UnsupportedState(f"{source} is not an adapter, expected one beside --base: omit --base")
-        return read_source(source, folder, WEIGHTS, "config.json"), None
-    adapter = read_source(source, folder, ADAPTER, "adapter_config.json")
-    trained_on, revision = (adapter.config.get(key) for key in ("base_model_name_or_path", "revision"))
-    if not base and not trained_on:
+            raise UnsupportedState(
+                f"{source} is not an adapter, expected one beside --base: omit --base, or if {base} is the"
+                f" adapter, type: nf4_triton export {base} OUT --base {source}"
+            )
+        return read_source(source, path, WEIGHTS, "config.json"), None
+    adapter = read_source(source, path, ADAPTER, "adapter_config.json")
+    trained_on = adapter.config.get("base_model_name_or_path")
+    name = str(base or trained_on or "")
+    if not name:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    name = os.path.expanduser(str(base or trained_on))
-    if not base and revision and not os.path.exists(name):
-        name += f"@{revision}"
-    model = read_source(name, fetch(name), WEIGHTS, "config.json")
-    commit = f", commit {model.folder.name}" if model.folder.parent.name == "snapshots" else ""
-    say(
-        f"Base: {name}{commit}"
-        + (f"; the adapter was trained on {trained_on}" if base and trained_on else "")
-    )
+    path = fetch(name, revision=None if base else adapter.config.get("revision"))
+    model = read_source(name, path, WEIGHTS, "config.json")
+    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on or 'an unnamed one'}.")
+    if others := sorted(path.parent.name for path in folder.glob("*/adapter_config.json")):
+        say(f"Other adapters in {folder}, not merged: {', '.join(others)}.")
     return model, adapter
 
 
-def fetch(name) -> Path:
-    """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for."""
+def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
+    """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for.
+
+    form: of a name on the hub. Adapters name their base gpt2, too.
+    """
     path = Path(os.path.expanduser(name))
     if path.exists():
         return path
-    repository, _, revision = str(name).partition("@")
+    repository, _, named = str(name).partition("@")
+    do = "check its name, or pass --base MODEL if training had it elsewhere"
+    if not re.fullmatch(form, repository):
+        raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
-        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=SMALL))
-        files = {*WEIGHTS, *ADAPTER}
-        for index in folder.glob("*.safetensors.index.json"):
-            files |= set(read_json(index, "weight_map").values())
-        snapshot_download(repository, revision=revision or None, allow_patterns=sorted(files))
-        return folder
-    except (OSError, ValueError) as error:
-        raise UnsupportedState(
-            f"{name} is no folder or file here, and not on the hub ({error}): if an adapter was trained on it"
-            " elsewhere, pass --base MODEL"
-        ) from error
+        files = [*SMALL, *WEIGHTS, *ADAPTER, "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"]
+        return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
+    except (OSError, TypeError, ValueError) as error:
+        raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
 
 
 def read_source(name, path, candidates, config) -> Source:
@@ -92,53 +96,65 @@ def read_source(name, path, candidates, config) -> Source:
     folder, found = (path, None) if path.is_dir() else (path.parent, path.name)
     found = found or next((file for file in candidates if (folder / file).exists()), None)
     if not found:
-        held = sorted(file.name for file in folder.iterdir())
         raise UnsupportedState(
             f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds"
-            f" {', '.join(held[:9])}"
+            f" {', '.join(sorted(os.listdir(folder))[:20])}"
         )
-    weight_map: dict = {}
-    files = [found]
-    if found.endswith(".json"):
-        weight_map = read_json(inside(folder, found), "weight_map")
-        files = sorted(set(weight_map.values()))
+    if not found.endswith((".safetensors", ".index.json")):
+        raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
+    weight_map = read_json(folder, found, "weight_map") if found.endswith(".json") else {}
     tensors: dict = {}
     stats: dict = {}
-    for file in files:
-        with library(f"{file} cannot be read: download it again"):
-            path = inside(folder, file)
+    for file in sorted({*map(str, weight_map.values())}) or [found]:
+        path = inside(folder, file)
+        with library(f"{path} cannot be read: download it again, a pointer of git-lfs by git lfs pull"):
             stats[path] = path.stat().st_mtime_ns
             opened = safe_open(path, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    fields = read_json(inside(folder, config)) if (folder / config).exists() else {}
-    kind = (fields.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
+    kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
     if kind != "bitsandbytes":
+        do = "pass its original"
+        if kind == "mxfp4":  # without save_original_format=False, transformers 5.17 saves no experts
+            do = "load it with quantization_config=Mxfp4Config(dequantize=True), write that with"
+            do += " save_pretrained(OUT, save_original_format=False), and pass OUT"
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: pass its original"
+            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
         )
-    return Source(str(name), folder, tensors, fields, stats)
+    return Source(str(name), folder, tensors, read_json(folder, config), stats)
 
 
 def inside(folder, file) -> Path:
     """Return the path of a file. A link may lead to the blobs of the same repository in the hub's cache."""
-    path, folder = folder / str(file), folder.resolve()
+    path, folder = folder / file, folder.resolve()
     blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
     if not any(path.resolve().is_relative_to(place) for place in (folder, *blobs)):
         raise UnsupportedState(f"{path} leads out of its folder, expected a file in it: copy it there")
+    if not path.is_file():  # reading a pipe would wait
+        raise UnsupportedState(f"{path} is no file, expected one: download it again")
     return path
 
 
-def read_json(path, key=None) -> dict:
-    """Return the object that a JSON file holds, or the one under a key of it."""
-    with library(f"{path} cannot be read, expected a JSON object: download it again"):
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return dict(content[key] if key else content)
+def read_json(folder, file, key=None) -> dict:
+    """Return the object that a JSON file holds, or the one under a key; an empty one if there is none."""
+    if not (folder / file).exists():
+        return {}
+    path = inside(folder, file)
+    with library(
+        f"{path} cannot be read, expected a JSON object: download it again, a pointer of git-lfs by git lfs"
+        " pull"
+    ):
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+    if key:
+        content = content.get(key) or {}
+    if not isinstance(content, dict):
+        raise UnsupportedState(f"{key} of {path} is {content!r:.40}, expected an object: download it again")
+    return content
 
 
-def small_files(folder, adapter=None) -> dict:
+def small_files(folder, adapter=None, model=None) -> dict:
     """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
     found = listed(folder, SMALL)
     if adapter:
@@ -146,16 +162,38 @@ def small_files(folder, adapter=None) -> dict:
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs
-        whose = f"the adapter's ({', '.join(sorted(theirs))})" if theirs else "the base's"
-        say(f"Tokenizer and chat template: {whose}")
+        say(f"Of the adapter's tokenizer and chat template: {', '.join(sorted(theirs)) or 'nothing'}.")
+    if "tokenizer.json" in found:
+        check_tokens(found["tokenizer.json"].parent, model, adapter)
     return found
+
+
+def check_tokens(folder, model, adapter):
+    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones of an adapter."""
+    content, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
+    with contextlib.suppress(AttributeError, LookupError, NotImplementedError, TypeError):  # of another kind
+        rows = len(model.get_input_embeddings().weight)
+        tokens = {token["id"]: token["content"] for token in content["added_tokens"]}
+        most = max([len(content["model"]["vocab"]) - 1, *tokens])
+        special = json.dumps(
+            [settings[key] for key in settings if key.endswith(("_token", "special_tokens"))]
+        )
+        text = f"the tokenizer has ids up to {most}, and the model {rows} rows"
+        if folder == adapter and any(
+            json.dumps(tokens[number]) in special for number in tokens if number >= rows
+        ):
+            raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
+        if most >= rows:
+            say(f"Careful: {text}. Generating with the others raises IndexError.")
 
 
 def listed(folder, patterns) -> dict:
     """Return {name: path} of the files in a folder that fit a pattern."""
-    found = {str(path.relative_to(folder)): path for pattern in patterns for path in folder.glob(pattern)}
-    return {
-        name: inside(folder, name)
-        for name, path in found.items()
-        if path.is_file() and not LEFT.fullmatch(name)
-    }
+    found: dict = {}
+    for path in {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}:
+        name = str(path.relative_to(folder))
+        if path.stat().st_size > 100e6:
+            say(f"Not copied: {path} is above 100 MB.")
+        elif not NOT_COPIED.fullmatch(name):
+            found[name] = inside(folder, name)
+    return found

@@ -9,18 +9,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from ..core.state import UnsupportedState
+from ..core.supported import UnsupportedState
 
 
 def write(out, config, plan, shard_size, small, sources):
     """Write what a plan makes and the small files into OUT.
 
-    small: {name in OUT: path}. sources: what is read, which must not change until all is.
+    OUT may be an empty folder. small: {name in OUT: path}. sources: what is
+    read, which must not change until all is. Returns the bytes of the tensors.
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
-    likes = {name: made.like for name, made in plan.made.items()}
-    if isinstance(shard_size, str):  # huggingface_hub reads 5GB; 5 GiB is a little more, so files fit it, too
-        shard_size = shard_size.replace(" ", "").upper().replace("IB", "B")
+    likes = plan.likes()
     shards = split_torch_state_dict_into_shards(
         likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
     )
@@ -35,6 +34,7 @@ def write(out, config, plan, shard_size, small, sources):
         raise UnsupportedState(
             f"{part} is left from an export that was killed, or another one writes it: wait, or delete it"
         ) from None
+    empty = out.exists()
     try:
         for name, path in small.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +43,7 @@ def write(out, config, plan, shard_size, small, sources):
             (part / "config.json").write_text(json.dumps(config, indent=2))
         if shards.is_sharded:
             index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
-            (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
         with tqdm(total=size, unit="B", unit_scale=True, desc=out.name) as bar:
             for file, names in shards.filename_to_tensors.items():
                 tensors = {}
@@ -53,6 +53,8 @@ def write(out, config, plan, shard_size, small, sources):
                 save_file(tensors, part / file, {"format": "pt"})
         for source in sources:
             source.check()
+        if empty:
+            out.rmdir()
         part.rename(out)
     except torch.OutOfMemoryError as error:
         raise UnsupportedState(f"{plan.device} has too little memory ({error}): pass --device cpu") from error
@@ -60,3 +62,6 @@ def write(out, config, plan, shard_size, small, sources):
         raise OSError(f"{part} cannot be written ({error}): check the disk") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        if empty:
+            out.mkdir(exist_ok=True)
+    return size

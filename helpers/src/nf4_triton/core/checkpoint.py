@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.checks import check_state
-from ..core.reference import VALUES
-from ..core.state import UnsupportedState, read_state
+from .checks import check_state
+from .reference import VALUES
+from .state import read_state
+from .supported import UnsupportedState
 
 if TYPE_CHECKING:
     import safetensors
@@ -35,34 +36,24 @@ def read_checkpoint(
     size, or if it was quantized with other values than those of its type.
     """
     try:
-        return read(tensors, name)
+        if read := getattr(tensors, "get_tensor", None):
+            tensors = {key: read(key) for key in tensors.keys() if f"{key}.".startswith(f"{name}.")}
+        return read_state_of(tensors, name)
     except UnsupportedState as error:
         raise UnsupportedState(f"{name}: {error}") from error
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # of damaged JSON, sizes, and whatever is passed
         raise UnsupportedState(
             f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
-            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them,"
-            " and use a 16-bit weight as it is"
+            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them"
+            " (or an open safetensors.safe_open), and use a 16-bit weight as it is"
         ) from error
 
 
-def read(tensors, name) -> tuple:
+def read_state_of(tensors, name) -> tuple:
     """Return what read_checkpoint returns, or raise what Python raises."""
-    names = tensors.keys()
-
-    def get(key):
-        if key not in names:
-            raise KeyError(key)
-        return tensors.get_tensor(key) if hasattr(tensors, "get_tensor") else tensors[key]
-
-    if f"{name}.weight" in names:
-        raise ValueError(f"the weight's name is {name}.weight")
-    states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in names]
-    if len(states) != 1:
-        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
-    facts = json.loads(bytes(get(states[0]).flatten().tolist()))
+    facts = read_facts(tensors, name)
     state = types.SimpleNamespace(
-        absmax=get(f"{name}.absmax"),
+        absmax=tensors[f"{name}.absmax"],
         shape=torch.Size(facts["shape"]),
         dtype=getattr(torch, facts["dtype"]),
         quant_type=facts["quant_type"],
@@ -72,21 +63,36 @@ def read(tensors, name) -> tuple:
     if state.nested:
         state.offset = state.absmax.new_tensor(float(facts["nested_offset"]), dtype=torch.float32)
         state.state2 = types.SimpleNamespace(
-            absmax=get(f"{name}.nested_absmax"),
-            code=get(f"{name}.nested_quant_map"),
+            absmax=tensors[f"{name}.nested_absmax"],
+            code=tensors[f"{name}.nested_quant_map"],
             dtype=getattr(torch, facts["nested_dtype"]),
             blocksize=facts["nested_blocksize"],
         )
-    packed = get(name)
+    packed = tensors[name]
     count, *_ = check_state(*read_state(packed, state))
     for level in (state, state.state2) if state.nested else (state,):
         count = -(-count // level.blocksize)
         if level.absmax.numel() != count:  # a file has no others
             raise ValueError(f"it has {level.absmax.numel()} scales, expected {count}")
+    check_tables(tensors, name, state)
+    return packed, state
+
+
+def check_tables(tensors, name, state):
+    """Check the 256 values of scales, and that the 16 of codes are those of the type."""
     if state.nested and not state.state2.code.isfinite().all():
         raise ValueError("its nested_quant_map has values that are not finite")
-    if f"{name}.quant_map" in names:
-        values = get(f"{name}.quant_map").float()  # saved in 16 bits under such a default dtype
+    if f"{name}.quant_map" in tensors:
+        values = tensors[f"{name}.quant_map"].float()  # saved in 16 bits under such a default dtype
         if not torch.allclose(values, values.new_tensor(VALUES[state.quant_type]), atol=0.01):
             raise ValueError(f"its quant_map does not hold the values of {state.quant_type}")
-    return packed, state
+
+
+def read_facts(tensors, name) -> dict:
+    """Return what the JSON of a weight's state says."""
+    if f"{name}.weight" in tensors.keys():
+        raise ValueError(f"the weight's name is {name}.weight")
+    states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in tensors]
+    if len(states) != 1:
+        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
+    return json.loads(bytes(tensors[states[0]].flatten().tolist()))
