@@ -23,7 +23,6 @@ from helpers.results.store import Row
 # problems -> (case, unit, {contender: values}) of each case; what goes wrong is added to the problems
 SECTIONS = {
     "gpu_time": gpu.time_sizes,
-    "settings": gpu.time_settings,
     "host_time": host.time_host,
 }
 DEFAULT = tuple(SECTIONS)  # the others train for minutes

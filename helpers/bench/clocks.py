@@ -30,21 +30,17 @@ def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int) -> dict:
     return found
 
 
-def host_timer(call: Callable, count: int, wait: bool = False) -> Callable:
-    """Return a function that times `count` calls, after an untimed one, and returns the microseconds of one.
+def host_timer(call: Callable, count: int) -> Callable:
+    """Return a function that times `count` calls until they return, after an untimed one, and returns the
+    microseconds of one.
 
-    wait: wait for the GPU, on the clock, after each call. Otherwise only until the calls return; `count` must
-    then stay below the depth of the launch queue (about 1,000 kernels), or they would wait for the GPU.
+    `count` must stay below the depth of the launch queue (about 1,000 kernels), or calls wait for the GPU.
     """
-
-    def call_and_wait():
-        call()
-        synchronize()
-
-    timer = timeit.Timer(call_and_wait if wait else call)  # which keeps the garbage collector off
+    timer = timeit.Timer(call)  # which keeps the garbage collector off
 
     def us():
-        call_and_wait()
+        call()
+        synchronize()
         elapsed = timer.timeit(count)
         synchronize()
         return 1e6 * elapsed / count

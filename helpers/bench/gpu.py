@@ -1,4 +1,4 @@
-"""The sections gpu_time and settings of `python -m helpers bench`: time on the GPU, in CUDA graphs.
+"""The section gpu_time of `python -m helpers bench`: time on the GPU, in CUDA graphs.
 
 A graph holds one call on each of many weights that together fill the L2 cache many times, so every call finds
 it cold. The weights are stored as rows of 64: a kernel's time depends on their number of elements, not on
@@ -17,8 +17,6 @@ from helpers.bench import clocks, contenders
 from helpers.bench.contenders import check, why
 from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import dequantize
-from nf4_triton.core import settings
-from nf4_triton.core.launch import your_dequantize_nf4
 
 # In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
 SIZES = (
@@ -39,20 +37,6 @@ ROTATE = 220_000_000  # elements that a graph dequantizes, as in the notebook: 0
 MOST_LAYERS = 2048  # of a graph
 # Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
 B200 = (1024, 2, True, True, 2)
-CHANGES = {  # arguments of settings.force; one of them may be the default
-    "default": {},
-    "asm=False": {"asm": False},
-    "hints=False": {"hints": False},
-    **{f"rows={rows}": {"rows": rows} for rows in (16, 32, 64, 128)},
-    **{f"num_warps={warps}": {"num_warps": warps} for warps in (1, 2, 4)},
-    "T4 settings": settings.T4,
-}
-CHANGED = (  # elements
-    (2**20, "bf16"),
-    (2**24, "bf16"),
-    (2**24, "fp16"),
-    (234_881_024, "bf16"),
-)
 
 
 def gpu_us(works: dict[str, tuple], problems: list[str], where: str) -> dict[str, list[float]]:
@@ -135,22 +119,3 @@ def time_sizes(problems: list[str]) -> Iterator[tuple]:
             flat = layers_of(numel, dtype, nested=False)
             works |= works_of(of_flat, flat, contenders.exact_weight(flat[-1]))
             yield case, "us", gpu_us(works, problems, case)
-
-
-# --- settings ---
-
-
-def changed(fields: dict, layer) -> torch.Tensor:
-    """Dequantize with these settings forced."""
-    with settings.force(**fields):
-        return your_dequantize_nf4(layer)
-
-
-def time_settings(problems: list[str]) -> Iterator[tuple]:
-    """Yield GPU time with one setting changed at a time, and with a T4's, beside the default."""
-    functions = {name: functools.partial(changed, fields) for name, fields in CHANGES.items()}
-    for numel, dtype in CHANGED:
-        case = f"{numel} {dtype}"
-        layers = layers_of(numel, dtype)
-        works = works_of(functions, layers, contenders.exact_weight(layers[-1]))
-        yield case, "us", gpu_us(works, problems, case)
