@@ -133,12 +133,12 @@ PRIVATE = [f"{module}.{name.split()[0]}" for module, names in IMPORTS for name i
 
 
 @pytest.mark.parametrize("path", PRIVATE)
-def test_without_a_private_name(changed_kernel, make_layer, monkeypatch, path):
+def test_without_a_private_name(kernel_module, make_layer, monkeypatch, path):
     """Then every call is an ordinary launch, or an operator's."""
     assert len(PRIVATE) >= 8
     with monkeypatch.context() as patched:
         patched.delattr(path, raising=False)
-        module = changed_kernel("without")
+        module = kernel_module("without")
     assert not module.CAN_RELAUNCH
     call, layer = module._your_dequantize_nf4, make_layer(64, 320, torch.bfloat16)
     traced = torch.compile(call, backend="aot_eager", fullgraph=True)
