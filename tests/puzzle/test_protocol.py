@@ -8,16 +8,11 @@ import pytest
 import torch
 
 from helpers.puzzle import layers, protocol
-from nf4_triton.core import reference
 from nf4_triton.core.launch import your_dequantize_nf4
-from nf4_triton.core.state import read_state
+from nf4_triton.core.reference import dequantize_in_pytorch as exact
 
 pytest.importorskip("bitsandbytes")
 FP16, BF16 = torch.float16, torch.bfloat16
-
-
-def exact(layer):
-    return reference.exact_weight(*read_state(layer.weight, layer.weight.quant_state))
 
 
 def last_element_off(layer):
@@ -54,8 +49,8 @@ def in_one_buffer(layer, buffers={}):  # noqa: B006
 
 def deferred(layer, calls=collections.Counter(), owed={}):  # noqa: B006, B008
     """After the first calls, fill a result at the layer's next call, unless the weight has changed."""
-    weight, same = exact(layer), torch.equal
-    changed = layer in owed and not same(exact(layer), owed[layer][1])
+    weight = exact(layer)
+    changed = layer in owed and not torch.equal(weight, owed[layer][1])
     if layer in owed:
         owed[layer][0].copy_(owed[layer][1])
     calls[layer] += 1
