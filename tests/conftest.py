@@ -35,20 +35,20 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def changed_kernel(tmp_path):
-    """changed_kernel(name, old="", new=""): the cells of kernel and launch path as one module of that name,
-    as in a notebook, with a text replaced and an operator of its own."""
+def kernel_module(tmp_path):
+    """kernel_module(name): the cells of kernel and launch path as one module of that name, as in a notebook,
+    with an operator of its own."""
+    from helpers.puzzle import notebook
 
-    def load(name, old="", new=""):
+    def load(name):
         text = "import os\nimport torch\n"  # from the notebook's first cell
-        for part in ("supported", "kernel", "settings", "private", "launch", "operators"):
-            file = (machine.SRC / "nf4_triton" / "core" / f"{part}.py").read_text(encoding="utf-8")
-            text += "\n# %% " + file.split("\n# %% ", 2)[2]  # without the imports of the module
+        for file in notebook.MODULES[:6]:  # to operators.py
+            for cell in notebook.cells_of_module(file, machine.ROOT):
+                text += f"\n{cell.source}\n"
         text = text.replace('"nf4_triton::dequantize"', f'"{name}::dequantize"')
         text = text.replace("torch.ops.nf4_triton.", f"torch.ops.{name}.")
-        assert old in text
         path = tmp_path / f"{name}.py"
-        path.write_text(text.replace(old, new), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -1,17 +1,14 @@
 """The prediction for a T4: stored rows and docs/t4.md are what inputs.json beside those rows gives."""
 
-import importlib.util
+import runpy
+import types
 
 import pytest
 
 from helpers.results import pages, store
 
 SCRIPT = store.ROOT / "results" / pages.SIMULATED / "predict.py"
-SPEC = importlib.util.spec_from_file_location("predict", SCRIPT)
-predict = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(predict)
-
-
+predict = types.SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 SECTIONS = (predict.published, predict.t4_prediction, predict.t4_sensitivity, predict.claim)
 
 
