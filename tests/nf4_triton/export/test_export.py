@@ -192,14 +192,14 @@ COMMANDS = {  # arguments: what the error says
     "adapter/adapter_config.json out": "pass adapter",
     "runs out": "it holds checkpoint-500",
     "bare out": "bare lacks adapter_config.json",
-    "pointer out": "a pointer of git-lfs by git lfs pull",
+    "pointer out": "download it again (a git-lfs pointer: git lfs pull)",
     "deep out": "expected a JSON object",
     "listed out": f"weight_map of listed/{INDEX} is ['a'], expected an object",
-    "lost out": "other.safetensors is no file",
+    "lost out": "other.safetensors is no regular file",
     "leads out": "passwd leads out of its folder",
     "damaged out": "cannot be read: download it again",
     "lacks out --unchecked": "lacks lacks tensors that its index lists (1): more",
-    "four killed": "killed.partial is left from an export that was killed, or another one writes it",
+    "four killed": "killed.partial is of an export that runs or was killed: wait, or delete it",
     "fp8 out --dtype bf16": f"{NORM} is torch.float8_e4m3fn",
     "huge out --dtype fp16": f"{NORM} is not finite in torch.float16",
     "short out": "torch.Size([64])); download them again\n",
@@ -255,11 +255,11 @@ def test_a_pipe_is_not_read(refused, here):
     for path in (Path("four", CONFIG), Path("adapter", LORA_CONFIG)):
         path.unlink()
         os.mkfifo(path)
-        refused(f"{path.parent} out", f"{path} is no file, expected one")
+        refused(f"{path.parent} out", f"{path} is no regular file, expected one")
 
 
 EXPORTS = {  # arguments: what is said
-    "adapter out": "Base: four/adapter, not merged: second/7 dequantized, 5 merged",
+    "adapter out": "Base: four/adapter, not merged: second/template: nothing/7 dequantized, 5 merged",
     "local taken": "Base: ~/four, in /taken: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged",
     "newer out --shard-size '5 gib'": "7 dequantized, 5 merged",
     "adapter out --base full": "trained on four/with your bnb_4bit_quant_type, and +double if/; 0 deq",
@@ -377,8 +377,8 @@ def test_nothing_of_the_process_changes(here, monkeypatch):
     assert len({Path(f"out{number}", WEIGHTS).read_bytes() for number in range(5)}) == 1
 
 
-def test_the_command_on_windows_without_triton(here):
-    """It prints its own lines and one bar."""
+def test_the_command_without_triton_and_sighup(here):
+    """Windows has neither. The command prints its own lines and one bar."""
     code = """
 import signal, sys
 sys.modules["triton"] = None

@@ -158,7 +158,7 @@ def to_dtype(dtype):
     return getattr(torch, text) if dtype else None
 
 
-def to_bytes(size) -> float:
+def to_bytes(size):
     """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
     number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0

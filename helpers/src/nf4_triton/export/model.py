@@ -31,7 +31,7 @@ def build(config, adapter=None) -> tuple:
     with (
         library(
             "no library builds the model of config.json, and code that comes with it is not run: update"
-            f" transformers{', or pass --unchecked' if 'auto_map' in config else ''}"
+            f" transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
         ),
         torch.device("meta"),
     ):

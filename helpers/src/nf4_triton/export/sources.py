@@ -66,7 +66,7 @@ def find(source, base=None) -> tuple:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
     path = fetch(name, revision=None if base else adapter.config.get("revision"))
     model = read_source(name, path, WEIGHTS, "config.json")
-    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on or 'an unnamed one'}.")
+    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on or 'an unnamed model'}.")
     if others := sorted(path.parent.name for path in folder.glob("*/adapter_config.json")):
         say(f"Other adapters in {folder}, not merged: {', '.join(others)}.")
     return model, adapter
@@ -107,7 +107,7 @@ def read_source(name, path, candidates, config) -> Source:
     stats: dict = {}
     for file in sorted({*map(str, weight_map.values())}) or [found]:
         path = inside(folder, file)
-        with library(f"{path} cannot be read: download it again, a pointer of git-lfs by git lfs pull"):
+        with library(f"{path} cannot be read: download it again (a git-lfs pointer: git lfs pull)"):
             stats[path] = path.stat().st_mtime_ns
             opened = safe_open(path, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
@@ -133,7 +133,7 @@ def inside(folder, file) -> Path:
     if not any(path.resolve().is_relative_to(place) for place in (folder, *blobs)):
         raise UnsupportedState(f"{path} leads out of its folder, expected a file in it: copy it there")
     if not path.is_file():  # reading a pipe would wait
-        raise UnsupportedState(f"{path} is no file, expected one: download it again")
+        raise UnsupportedState(f"{path} is no regular file, expected one: download it again")
     return path
 
 
@@ -143,8 +143,7 @@ def read_json(folder, file, key=None) -> dict:
         return {}
     path = inside(folder, file)
     with library(
-        f"{path} cannot be read, expected a JSON object: download it again, a pointer of git-lfs by git lfs"
-        " pull"
+        f"{path} cannot be read, expected a JSON object: download it again (a git-lfs pointer: git lfs pull)"
     ):
         content = dict(json.loads(path.read_text(encoding="utf-8")))
     if key:
@@ -184,7 +183,7 @@ def check_tokens(folder, model, adapter):
         ):
             raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
         if most >= rows:
-            say(f"Careful: {text}. Generating with the others raises IndexError.")
+            say(f"Careful: {text}. Ids past them raise IndexError.")
 
 
 def listed(folder, patterns) -> dict:

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards as split
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -13,26 +13,22 @@ from ..core.supported import UnsupportedState
 
 
 def write(out, config, plan, shard_size, small, sources):
-    """Write what a plan makes and the small files into OUT.
+    """Write what a plan makes and the small files into OUT, new or empty. Return the bytes of the tensors.
 
-    OUT may be an empty folder. small: {name in OUT: path}. sources: what is
-    read, which must not change until all is. Returns the bytes of the tensors.
+    small: {name in OUT: path}. sources: what is read, which must not change until all is.
     """
     stem = "diffusion_pytorch_model" if "_class_name" in config else "model"
     likes = plan.likes()
-    shards = split_torch_state_dict_into_shards(
-        likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size
-    )
+    shards = split(likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size)
     size = shards.metadata["total_size"]
-    free = shutil.disk_usage(out.parent).free
-    if size > free:
+    if size > (free := shutil.disk_usage(out.parent).free):
         raise UnsupportedState(f"{out} needs {size:,} bytes, and {free:,} are free: choose another disk")
     part = out.with_name(f"{out.name}.partial")
     try:
         part.mkdir()
     except FileExistsError:
         raise UnsupportedState(
-            f"{part} is left from an export that was killed, or another one writes it: wait, or delete it"
+            f"{part} is of an export that runs or was killed: wait, or delete it"
         ) from None
     empty = out.exists()
     try:
