@@ -50,7 +50,7 @@ class Adapter:
             return getattr(base, name).data
 
 
-def inject(source, model) -> tuple:
+def inject(source, model):
     """Return (PEFT's model on meta, {name of a tensor in it: tensor}). Refuse an adapter of another model."""
     name, kind = source.name, type(model).__name__
     tensors = {key: file.get_tensor(key) for key, file in source.tensors.items()}

@@ -23,7 +23,7 @@ TASKS = {  # PEFT's task_type: the class that loads the base for it
 }
 
 
-def build(config, adapter=None) -> tuple:
+def build(config, adapter=None):
     """Return the model of a config.json on meta, of transformers or diffusers, and its config.
 
     adapter: a Source. If its training used another class, or other numbers of tokens or labels, so do both.

@@ -47,7 +47,7 @@ class Plan:
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys, pruned)
         if left := self.keys.keys() - self.targets:
-            say(f"Left out, as {type(model).__name__} of the training has none: {', '.join(sorted(left))}.")
+            say(f"Left out, because {type(model).__name__} has none: {', '.join(sorted(left))}.")
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
         self.made = {name: self.without_adapter(name, own) for name in self.targets}

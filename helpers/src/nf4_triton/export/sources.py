@@ -44,7 +44,7 @@ class Source:
             raise UnsupportedState(f"{self.name} changed during the export: export it again")
 
 
-def find(source, base=None) -> tuple:
+def find(source, base=None):
     """Return (Source of the model, Source of the adapter or None)."""
     path = fetch(source, r"\w[\w.-]*/\w[\w.-]*")
     folder = path if path.is_dir() else path.parent
@@ -161,7 +161,7 @@ def small_files(folder, adapter=None, model=None) -> dict:
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs
-        say(f"Of the adapter's tokenizer and chat template: {', '.join(sorted(theirs)) or 'nothing'}.")
+        say(f"The adapter brings {', '.join(sorted(theirs)) or 'no tokenizer and no chat template'}.")
     if "tokenizer.json" in found:
         check_tokens(found["tokenizer.json"].parent, model, adapter)
     return found
