@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import types
 
 import pytest
@@ -196,11 +195,7 @@ def test_traced_ids_of_a_real_weight(monkeypatch, name):
         traced(ids[:1])
 
 
-CANNOT = [OSError("no space"), ImportError("no file")]
-CANNOT += [subprocess.SubprocessError("ptxas"), triton.TritonError("IR")]
-
-
-@pytest.mark.parametrize("error", CANNOT, ids=repr)
+@pytest.mark.parametrize("error", [OSError("no space"), triton.TritonError("IR")], ids=repr)
 def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device, error):
     def broken(*_):
         raise error

@@ -100,7 +100,6 @@ BAD = {
     "weight": strided,
     "state2.dtype": lambda x: torch.float16,
     "state2": lambda x: None,
-    "blocksize": lambda x: 96,
 }
 
 
@@ -120,7 +119,6 @@ def test_a_state_gone_bad_is_refused(layer, name):
 
 SEEN = {
     "of one row": lambda w: w.t(),
-    "from the middle of its storage": lambda w: torch.cat([w[:8], w])[8:],
     "from an odd address": lambda w: moved(w, 3),
 }
 
