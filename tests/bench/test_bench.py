@@ -12,8 +12,8 @@ pytest.importorskip("bitsandbytes")
 SMALL = (
     (gpu, "SIZES", (2**10,)),
     (gpu, "MOST_LAYERS", 2),
-    (host, "LAYER", (64, 8)),  # each selected row is a program, which the interpreter runs for 15 ms
-    (clocks, "ROUNDS", 2),
+    (host, "LAYER", (64, 2)),  # each selected row is a program, which the interpreter runs for 15 ms
+    (clocks, "ROUNDS", 1),
     (clocks, "INNER", 1),
 )
 

@@ -1,6 +1,6 @@
-"""Millions of launches over changing layers: memory does not grow, calls get no slower, bits stay right.
+"""Millions of launches over changing layers: memory does not grow, calls get no slower.
 
-By hand on a GPU: pytest -m long tests/long/test_soak.py
+The bits: test_fuzz.py. By hand on a GPU: pytest -m long tests/long/test_soak.py
 """
 
 import gc
@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nf4_triton.core import launch_general
-from nf4_triton.core.reference import same_bits
-from states import DTYPES, oracle, random_state
+from states import DTYPES, random_state
 
 LAUNCHES = int(os.environ.get("NF4_SOAK_LAUNCHES", 10_000_000))
 LAYERS = 64
@@ -23,14 +22,9 @@ SIZES = (1, 63, 640, 4097, 20480, 65536)
 
 
 def new_layer(seed):
-    """Return (weight, state), whose first results were right."""
-    size = SIZES[seed % len(SIZES)]
+    """Return (weight, state)."""
     dtype = DTYPES[seed // len(SIZES) % len(DTYPES)]
-    weight, state = random_state((size, 1), dtype, seed=seed)
-    expected = oracle(weight, state)
-    for _ in range(2):
-        assert same_bits(launch_general.dequantize_weight(weight, state), expected), seed
-    return weight, state
+    return random_state((SIZES[seed % len(SIZES)], 1), dtype, seed=seed)
 
 
 def resident_bytes():

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import types
 
 import pytest
@@ -110,7 +109,9 @@ def call(w):
     return dequantize(w, state).float()
 print(torch.equal(torch.compile(call, backend="{compiler}", fullgraph=True)(weight), call(weight)))
 """
-    said = processes.python(["-c", code], variables={"TRITON_INTERPRET": None, "NF4_BACKEND": None}).out
+    quick = {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
+    variables = {"TRITON_INTERPRET": None, "NF4_BACKEND": None} | quick
+    said = processes.python(["-c", code], variables=variables).out
     assert said.endswith("True\n"), said
 
 
@@ -194,11 +195,7 @@ def test_traced_ids_of_a_real_weight(monkeypatch, name):
         traced(ids[:1])
 
 
-CANNOT = [OSError("no space"), ImportError("no file")]
-CANNOT += [subprocess.SubprocessError("ptxas"), triton.TritonError("IR")]
-
-
-@pytest.mark.parametrize("error", CANNOT, ids=repr)
+@pytest.mark.parametrize("error", [OSError("no space"), triton.TritonError("IR")], ids=repr)
 def test_a_kernel_that_cannot_be_launched_names_the_way_out(monkeypatch, device, error):
     def broken(*_):
         raise error

@@ -37,17 +37,15 @@ def large_buffer(layer):
     return weight
 
 
-def keeps_an_absmax(layer, kept={}):  # noqa: B006
-    """Keep as many bytes as the decoded absmax of the puzzle's smallest layer has."""
-    if layer not in kept:
-        kept[layer] = torch.empty(4096 * 1024 // 64, device="cuda")
-    return candidate(layer)
+def keeps(number):
+    """Return a function that keeps so many fp32 values of each layer."""
 
+    def call(layer, kept={}):  # noqa: B006
+        if layer not in kept:
+            kept[layer] = torch.empty(number, device="cuda")
+        return candidate(layer)
 
-def keeps_a_table(layer, kept=[]):  # noqa: B006
-    if not kept:
-        kept.append(torch.tensor([1.0] * 16, device="cuda"))
-    return candidate(layer)
+    return call
 
 
 def waits(layer):
@@ -96,8 +94,8 @@ def copied_once(layer, first={}):  # noqa: B006
         (kept_result, {"exact", "memory", *LAUNCH}),
         (unwritten, {"exact", "memory", *LAUNCH}),
         (copied_once, {"exact", *LAUNCH}),
-        (keeps_an_absmax, {"memory"}),
-        (keeps_a_table, set()),
+        (keeps(4096 * 1024 // 64), {"memory"}),  # a decoded absmax of the puzzle's smallest layer
+        (keeps(16), set()),  # a table
         (waits, set()),
         (autotunes, set()),
         (protocol.kernel_grid, set()),

@@ -100,7 +100,6 @@ BAD = {
     "weight": strided,
     "state2.dtype": lambda x: torch.float16,
     "state2": lambda x: None,
-    "blocksize": lambda x: 96,
 }
 
 
@@ -120,7 +119,6 @@ def test_a_state_gone_bad_is_refused(layer, name):
 
 SEEN = {
     "of one row": lambda w: w.t(),
-    "from the middle of its storage": lambda w: torch.cat([w[:8], w])[8:],
     "from an odd address": lambda w: moved(w, 3),
 }
 
@@ -133,7 +131,7 @@ def test_views_made_in_the_graph(layer, options, view):
         assert exact(compiled(weight, state), view(weight), state)
 
 
-@pytest.mark.parametrize("before", [(1, 1), (320, 64), (0, 64)], ids=str)
+@pytest.mark.parametrize("before", [(1, 1), (0, 64)], ids=str)
 def test_a_single_byte(before, options):
     """Its weight of shape (1, 1) counts as transposed, once; alone, or after another graph."""
     compiled = torch.compile(call, **options)

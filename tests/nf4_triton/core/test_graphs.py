@@ -22,11 +22,7 @@ VARIANTS = {
     "bytes": ({"shape": (65, 1)}, {"asm": True}),
     "T4": ({"quant_type": "fp4"}, {**settings.T4, "asm": True}),
     "ids": ({}, {"asm": True}),
-    "range": ({}, {"asm": False}),
 }
-
-
-SELECTIONS = {"ids": Selection(torch.tensor([3, 1]), 0, 2), "range": Selection(None, 1, 2)}
 
 
 def written(name, layout, forced):
@@ -42,7 +38,7 @@ def written(name, layout, forced):
             _, pointers, after, _ = launch.prepare(*weight, out)
         else:
             kernel = launch_general._dequantize_general_kernel
-            selection = SELECTIONS.get(name)
+            selection = Selection(torch.tensor([3, 1]), 0, 2) if name == "ids" else None
             sizes = check_state(*weight)
             _, pointers, after, _ = launch_general.prepare(*weight, sizes, out, selection)
     named = dict(zip(kernel.arg_names, pointers + after, strict=True))

@@ -48,9 +48,6 @@ def test_what_is_no_plain_tensor_is_named(make_layer, device, name):
         replace(layer, name, DTensor)
     with pytest.raises(UnsupportedState, match=f"{name} is a DTensor, expected .* pass {name}.full_tensor"):
         dequantize(layer, **arguments)
-    for sparse in (given["rows"].to_sparse(), given["rows"].view(2, 2).to_sparse()):
-        with pytest.raises(UnsupportedState, match="rows is torch.sparse_coo, expected .*to_dense"):
-            dequantize(make_layer(64, 320, torch.bfloat16), rows=sparse)
 
 
 # What wants to see a launch

@@ -58,7 +58,10 @@ def test_the_operator_reads_nothing_outside(packed, device, count, start, number
         launch_general.general_operator(*to_fields(*packed, Selection(ids, start, number)), "")
 
 
+SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 BAD = [
+    (SPARSE, "rows is torch.sparse_coo, expected .*to_dense"),
+    (SPARSE[0], "rows is torch.sparse_coo, expected .*to_dense"),
     (torch.tensor([True, False, True, True]), "mask.nonzero"),
     (slice(0, 4, 2), "expected ints and step 1"),
     (slice(1.0, 3.0), "expected ints and step 1"),

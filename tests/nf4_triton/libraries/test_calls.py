@@ -222,7 +222,6 @@ STAND_INS = {  # {function: (its library, stand-in, calls, by the kernel and by 
     unsloth.FAST_DEQUANTIZE: ("unsloth", fast_dequantize, unsloth_calls, (2, 0)),
     unsloth.EXPERT_STACK: ("unsloth", expert_stack, expert_stack_calls, (2, 1)),
     unsloth.EXPERTS: ("unsloth", unsloth_experts, unsloth_experts_calls, (2, 2)),
-    unsloth.SITES[-1].name: ("unsloth", unsloth_experts, unsloth_experts_calls, (2, 2)),
     axolotl.FSDP2: ("axolotl", fsdp2, fsdp2_calls, (2, 1)),
     axolotl.DEQUANT: ("axolotl", from_parts, axolotl_calls, (1, 1)),
     axolotl.EXPERTS: ("axolotl", axolotl_experts, axolotl_experts_calls, (1, 2)),
