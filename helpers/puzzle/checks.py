@@ -73,11 +73,12 @@ def only_when_on(candidate, setting, find):
             candidate(layer)  # a first call may autotune
             ran, wrong = profiled(candidate, layer)
             kernels = loaded(ran)
-        print(f"{setting}={on}: {wrong} wrong elements; in the PTX of each loaded", *ran)
+        print(f"{setting}={on}: {wrong} wrong elements; found in the PTX of", *ran)
         right = right and wrong == 0 and (not on or kernels != [])
         for files in kernels:
             found = collections.Counter(re.sub(r"%\w+", "%", text) for text in find(files))
-            print("   ", *{*re.findall(r"ptr<(b?f16)>", files[".ttgir"].read_text())}, dict(found))
+            dtypes = {*re.findall(r"ptr<(b?f16)>", files[".ttgir"].read_text())}
+            print("   ", *dtypes, dict(found) or "nothing")
             right = right and bool(found) == on
     return right
 
@@ -138,7 +139,7 @@ def torch_compile(candidate):
         ran = profiled(function, layer)[0] if ON_GPU else [f"(not measured, needs {NEEDS_GPU})"]
         print(f"{SHORT[dtype]}: fullgraph={fullgraph}, {wrong} elements differ; ran", *ran)
         right = right and wrong == 0 and len(ran) == 1 and not ran[0].startswith("triton_")
-    return right if ON_GPU else None
+    return right if ON_GPU or not right else print(f"not measured (needs {NEEDS_GPU})")
 
 
 # %% id="custom-asm" call="passed['custom_asm'] = attempt(custom_asm, your_dequantize_nf4, NEEDS_HOOK)"
@@ -170,5 +171,5 @@ def memory(candidate):
     torch.cuda.reset_peak_memory_stats()
     waits = count_waits(candidate, 10 * layers)
     peak, kept = allocated("peak") - before, allocated() - before
-    print(f"{peak:,} bytes allocated for a result of {size:,}, {kept:,} kept; waited {waits} times")
+    print(f"{peak:,} bytes allocated for a result of {size:,}, {kept:,} kept; the calls waited {waits} times")
     return 0 <= peak - size <= SMALL and kept <= SMALL

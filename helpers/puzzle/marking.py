@@ -35,7 +35,8 @@ def print_score(passed, ratios):
     speedups = [statistics.median(values) if values else None for values in ratios.values()]
     points = [points_of(passed, speedup) for speedup in speedups]
     totals = [sum(filter(None, column.values())) for column in points]
-    print(f"{min(totals)} of 14 points on {where}, {datetime.date.today()}\n")
+    measured = [total for total, speedup in zip(totals, speedups, strict=True) if speedup is not None]
+    print(f"{min(measured or totals)} of 14 points on {where}, {datetime.date.today()}\n")
     line = "{:32}{:>18}{:>20}   {}".format
     print(line("Criterion", "vs Unsloth today", "vs Unsloth classic", "shown by"))
     for criterion, _, _, cell in CRITERIA:

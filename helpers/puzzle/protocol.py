@@ -68,10 +68,10 @@ def imported(name):
 @functools.cache
 def baselines():
     """Import the libraries without banners, Unsloth last: it changes others. Return {name: function}."""
-    found = {}
+    found, no = {}, open(os.devnull, "w")  # stays open: the libraries' loggers keep it
     for name in [name for name in LABELS if name == "bitsandbytes" or ON_GPU and name != "ours"]:
         try:
-            with open(os.devnull, "w") as no, contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
+            with contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
                 found[name] = imported(name)
         except Exception as error:  # not installed, or a broken installation, which can raise anything
             print(f"{LABELS[name]}: {type(error).__name__}: {error}")
@@ -243,16 +243,16 @@ def puzzles_line(your_dequantize_nf4):
     ratios = {"unsloth_today": [], "unsloth_classic": []}
     for _ in range(5):
         for name, values in ratios.items():
-            if unsloth_dequantize := baselines().get(name):
-                values.append(test_dequantize(unsloth_dequantize) / test_dequantize(your_dequantize_nf4))
+            unsloth_dequantize = baselines().get(name)
+            if unsloth_dequantize and (seconds := attempt(test_dequantize, unsloth_dequantize)):
+                values.append(seconds / test_dequantize(your_dequantize_nf4))
     if not any(ratios.values()):
         test_dequantize(your_dequantize_nf4)
         print("all weights are correct")
     for name, values in ratios.items():
-        if needs := needed(name):
+        if needs := needed(name) or ("" if values else f"a working {LABELS[name]}"):
             print(f"vs {LABELS[name]}: not measured (needs {needs})")
             values.clear()
         else:
-            texts = [shown(value) for value in (statistics.median(values), *sorted(values))]
-            print(f"vs {LABELS[name]}: median {texts[0]} of {', '.join(texts[1:])}")
+            print(f"vs {LABELS[name]}: {shown(statistics.median(values))}, median of", *map(shown, values))
     return ratios

@@ -116,8 +116,9 @@ def graph_break(layer):
     return candidate(layer)
 
 
-def test_a_graph_break_fails():
-    assert protocol.attempt(checks.torch_compile, graph_break) is False
+@pytest.mark.parametrize("wrong", [graph_break, wrong_bits])
+def test_compiled_code_with_a_graph_break_or_wrong_bits_fails(wrong):
+    assert protocol.attempt(checks.torch_compile, wrong) is False
 
 
 @pytest.mark.gpu
@@ -200,7 +201,7 @@ def test_on_and_off(check, setting, ran, on, off, passes, launched, capsys):
     """What is on must be in the PTX of the kernel. The launches are made up."""
     launched(ran, on, off, setting)
     assert check(lambda layer: None) is passes
-    assert not passes or capsys.readouterr().out.count("    bf16 {") == len(on + off)
+    assert not passes or capsys.readouterr().out.count("    bf16 ") == len(on + off)
 
 
 @pytest.mark.parametrize("ran, passes", [([KERNEL], True), ([KERNEL] * 2, False), (["copy"], False)])

@@ -45,6 +45,7 @@ def on_gpu(monkeypatch):
     [
         (True, FAST | {"unsloth_today": [0.5, 1.0968, 9.0]}, "10 of 14 points on Tesla T4, 20"),
         (True, None, "9 of 14 points"),
+        (True, FAST | {"unsloth_classic": []}, "14 of 14 points"),
         (False, FAST, "No points on Tesla T4, 20"),
         (True, False, "No points"),  # a wrong weight in the puzzle's test
     ],

@@ -166,7 +166,7 @@ def test_a_kept_absmax_fails_the_test_and_honest_functions_pass(monkeypatch):
 @pytest.mark.parametrize("off", ["", "utils._USE_NF4_KERNELS", "triton_launch._ENABLED"])
 def test_the_puzzles_line_five_times(off, monkeypatch, capsys):
     """Without Unsloth today if its kernel or launcher is off, which would flatter this kernel."""
-    known = {f"unsloth_{name}": name for name in ("today", "classic")}
+    known = {f"unsloth_{name}": name for name in ("today", "classic")} | {"bitsandbytes": exact}
     monkeypatch.setattr(protocol, "baselines", lambda: known)
     monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0, "today": 2.998, "classic": 4.0}.get)
     module, _, switch = off.partition(".")
@@ -175,8 +175,16 @@ def test_the_puzzles_line_five_times(off, monkeypatch, capsys):
     )
     ratios = protocol.puzzles_line("ours")
     assert ratios == {"unsloth_today": [] if off else [1.499] * 5, "unsloth_classic": [2.0] * 5}
-    today = f"not measured (needs Unsloth's {off}" if off else "median 1.49x of 1.49x"  # rounded down
+    today = f"not measured (needs Unsloth's {off}" if off else "1.49x, median of 1.49x"  # rounded down
     assert f"vs Unsloth today: {today}" in capsys.readouterr().out
+
+
+def test_an_error_of_unsloths_costs_the_candidate_nothing(monkeypatch, capsys):
+    known = dict.fromkeys(("unsloth_today", "unsloth_classic", "bitsandbytes"), exact)
+    monkeypatch.setattr(protocol, "baselines", lambda: known)
+    monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0}.__getitem__)
+    assert protocol.puzzles_line("ours") == {"unsloth_today": [], "unsloth_classic": []}
+    assert capsys.readouterr().out.count("not measured (needs a working Unsloth") == 2
 
 
 def needs_a_module(candidate):

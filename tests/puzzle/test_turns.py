@@ -35,6 +35,8 @@ def test_functions_take_turns_and_a_failing_one_is_named(monkeypatch, capsys):
     assert shown.count("not measured") == 2
     ours = [line.split()[2:] for line in shown.splitlines() if line.startswith("this kernel  ")]
     assert ours[1:] == [["5.000"] * 3, ["0.2500"] * 3]
+    with pytest.raises(TypeError):  # the candidate itself: no score without it
+        turns.time_all(None)
 
 
 @pytest.mark.gpu
