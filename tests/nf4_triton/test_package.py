@@ -130,7 +130,7 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     for name in ("bitsandbytes", "peft"):
         monkeypatch.setitem(sys.modules, name, None)
     text = ask()[1]
-    assert "it needs the kernel. Missing packages: pip install bitsandbytes." in text
+    assert "The switch does not work here: Missing packages: pip install bitsandbytes." in text
     assert text.endswith("The export does not work here: Missing packages: pip install peft bitsandbytes.\n")
     assert ask("export")[0] == 1
 

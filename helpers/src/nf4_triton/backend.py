@@ -19,7 +19,7 @@ from .log import say
 
 try:
     from .core import launch, launch_general
-except ImportError:  # no Triton, or an old one
+except (ImportError, AttributeError):  # no Triton, or one older than 3.4
     launch = launch_general = None  # type: ignore[assignment]
 
 BACKENDS = ("triton", "torch", "auto")
@@ -52,7 +52,8 @@ def dequantize(
     where it can run, else PyTorch.
     Returns a tensor of shape quant_state.shape, transposed if weight.shape[0] is 1; with rows, of shape
     (*ids.shape, *quant_state.shape[1:]), never transposed.
-    Raises UnsupportedState (a ValueError) for malformed input, ValueError for an unknown NF4_BACKEND.
+    Raises UnsupportedState (a ValueError) for malformed input, ValueError for an unknown NF4_BACKEND,
+    IndexError as `rows` says, and RuntimeError if the kernel cannot be launched, such as on a full disk.
     """
     if quant_state is None:
         weight, quant_state = weight_and_state(weight)
@@ -205,7 +206,7 @@ def why_torch(device: torch.device | None) -> str | None:
     problem = environment.cannot_run(device)
     if problem and device is not None and device.type == "cuda":
         say(f"dequantize() uses PyTorch: {problem}", logging.WARNING)
-    elif not problem and launch.TRITON > NEWEST_TRITON:
+    elif not problem and launch and launch.TRITON > NEWEST_TRITON:
         newest = ".".join(map(str, NEWEST_TRITON))
         text = f"Triton is newer here than the tested ones (up to {newest}). If it fails: NF4_BACKEND=torch."
         say(text, logging.WARNING)

@@ -11,7 +11,7 @@ from functools import partial
 from . import __version__, environment
 from .environment import missing
 
-NEEDED = "torch numpy huggingface_hub safetensors tqdm transformers peft bitsandbytes".split()
+NEEDED = "torch numpy huggingface_hub safetensors tqdm transformers peft accelerate bitsandbytes".split()
 VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 FAST = "unsloth.kernels.utils"
 SIZE = 4096, 4096
@@ -26,7 +26,8 @@ def doctor(what: str | None = None) -> int:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # `import torch` without numpy
     versions = environment.versions(environment.PACKAGES).items()
     print(f"nf4_triton {__version__}:", ", ".join(f"{name} {found or '-'}" for name, found in versions))
-    print("Environment:", {name: os.environ[name] for name in VARIABLES if name in os.environ})
+    print("Environment:", {name: os.environ[name] for name in VARIABLES if name in os.environ} or "none")
+    os.environ.pop("NF4_TRITON", None)  # or the kernel would be timed beside itself
     print("GPU:", answer(gpu)[1])
     questions = (export,) if what else (kernel, switch, export)
     answers = {question.__name__: answer(question) for question in questions}
@@ -51,8 +52,11 @@ def gpu():
 
 def kernel():
     """Compare the kernel's bits with PyTorch's."""
-    if problem := environment.cannot_run():
+    if problem := missing("torch") or environment.cannot_run():
         return False, problem
+    from .backend import choose
+
+    choose(None)  # raises for an unknown NF4_BACKEND
     if problem := missing("bitsandbytes"):
         return True, f"its bits were not compared. {problem}"
     from .core import launch_general, reference
@@ -62,14 +66,16 @@ def kernel():
         *layer, expected = site.small_layer(site.self_test_device(), *layout)
         if not reference.same_bits(launch_general.dequantize_weight(*layer), expected):
             return False, f"its bits differ from plain PyTorch's in {layout}."
-    return True, "bit-identical to plain PyTorch in float16 and bfloat16."
+    how = "on the GPU" if not environment.interpreted() else "in Triton's interpreter, slowly: use a GPU"
+    return True, f"bit-identical to plain PyTorch in float16 and bfloat16, {how}."
 
 
 def switch():
     """Switch the libraries, print what is left to them, and time the kernel beside them."""
+    if problem := missing("bitsandbytes"):
+        return False, problem
     if not answer(kernel)[0]:
-        problem = missing("bitsandbytes") or "The libraries keep their own code."
-        return False, f"it needs the kernel. {problem}"
+        return False, "it needs the kernel. The libraries keep their own code."
     from .libraries.switch import LIBRARIES, use_nf4_kernel
 
     installed = [name for name in LIBRARIES if not missing(name)]
@@ -117,5 +123,7 @@ def compare() -> None:
         torch.cuda.synchronize()
         seconds[name].append(time.perf_counter() - start)
     us = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
-    texts = [f"{name} {value:.0f} us ({value / us['this kernel']:.2f}x)" for name, value in us.items()]
-    print(f"A call of {SIZE[0]} x {SIZE[1]} in float16, with a synchronize:", ", ".join(texts))
+    texts = [
+        f"{name} {value:.0f} us ({value / us['this kernel']:.2f}x)" for name, value in us.items()
+    ]
+    print(f"A call of {SIZE[0]} x {SIZE[1]} in float16, with a synchronize (over the kernel's time):", ", ".join(texts))

@@ -174,7 +174,6 @@ COMMANDS = {  # arguments: what the error says
     "full out": "full is in 16 bit and has no adapter: there is nothing to do",
     "four out --trained-in fp4": "four is in 4 bit (nf4) and used as it is: omit trained_in",
     "four out --trained-in nf4 --load-dtype fp16": "used as it is",
-    "four four/out": "four/out is inside four",
     "full out --trained-in int4": "trained_in is int4, expected one of nf4, nf4+double",
     "four out --load-dtype fp16": "load_dtype and skip_modules need it",
     "adapter out --base adapter": "adapter has no model.safetensors",

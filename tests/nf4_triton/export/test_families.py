@@ -17,7 +17,7 @@ peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
 from nf4_triton import export_checkpoint  # noqa: E402
-from nf4_triton.export.model import untied  # noqa: E402
+from nf4_triton.export.model import build, untied  # noqa: E402
 from nf4_triton.export.plan import Plan  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,6 +55,10 @@ FAMILIES = {  # class, config
     ),
     "Qwen3-MoE": ("Qwen3MoeForCausalLM", HOW | dict(num_experts=4, moe_intermediate_size=64)),
     "Mixtral": ("MixtralForCausalLM", HOW | dict(num_local_experts=4, head_dim=16)),
+    "CLIP": (
+        "CLIPModel",
+        dict.fromkeys(("text_config", "vision_config"), ATTENTION | dict(num_hidden_layers=1, image_size=28)),
+    ),
     "SD3": (
         "SD3Transformer2DModel",
         dict(num_layers=1, sample_size=8, attention_head_dim=16, num_attention_heads=4)
@@ -81,6 +85,8 @@ MERGES = [  # family, fields of its adapter_config.json and arguments of check_m
     ("Llama", '{"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}'),
     ("Qwen3-MoE", "{}"),
     ("Qwen3-MoE", '{"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}'),
+    ("Qwen3-MoE", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
+    ("CLIP", '{"target_modules": ["q_proj"]}'),  # of no token embeddings that PEFT would find
     ("Mixtral", '{"target_modules": ["w1", "w2", "w3"]}'),
     ("T5", '{"target_modules": ["wo"]}'),  # which transformers keeps in float32
     ("Llama", '{"trainable_token_indices": [3, 8999]}'),
@@ -257,6 +263,23 @@ def test_a_model_that_transformers_does_not_know(make, tmp_path):
     expected, got = dequantized(model, dtype=torch.float16), tensors_of(tmp_path / "out")
     assert all(same_bits(got[name], expected[name].half()) for name in expected)
     assert '"dtype": "float16"' in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_buffers_of_older_versions_are_left_out(make, tmp_path):
+    model = shutil.copytree(make("GPT-2") / "model", tmp_path / "model")
+    (file,) = model.glob("*.safetensors")
+    old = {"position_ids": torch.arange(3), "h.0.rotary_emb.inv_freq": torch.ones(3)}
+    files.save_file(files.load_file(file) | old, file)
+    export_checkpoint(model, model / "out")
+    assert tensors_of(model / "out").keys() == tensors_of(make("GPT-2") / "out").keys()
+
+
+def test_new_tokens_where_the_config_has_its_classs_default():
+    values = torch.empty(32009, 64, device="meta")
+    file = types.SimpleNamespace(get_tensor=lambda name: values)
+    adapter = types.SimpleNamespace(config={}, tensors={"base_model.model.model.embed_tokens.weight": file})
+    model, config = build(ATTENTION | {"architectures": ["LlamaForCausalLM"]}, adapter)
+    assert len(model.model.embed_tokens.weight) == config["vocab_size"] == 32009
 
 
 def test_integers_of_the_model_keep_their_dtype():

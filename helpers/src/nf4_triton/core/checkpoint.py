@@ -1,12 +1,10 @@
 """Read a 4-bit weight from the tensors of a saved checkpoint. Needs neither bitsandbytes nor Triton."""
 
-from __future__ import annotations
-
 import json
 import re
 import types
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,23 +13,19 @@ from .reference import VALUES
 from .state import read_state
 from .supported import UnsupportedState
 
-if TYPE_CHECKING:
-    import safetensors
-
 STATE = ".quant_state.bitsandbytes__"  # before nf4 or fp4: JSON in bytes
 # What follows a 4-bit weight's name in the names of the tensors of its state.
-PART = re.compile(rf"(.+)(\.(nested_)?(absmax|quant_map)|{re.escape(STATE)}\w+)", re.DOTALL)
+PART = re.compile(rf"(.+)(\.(nested_)?(absmax|quant_map)|{re.escape(STATE)}\w+)\Z", re.DOTALL)
 
 
-def read_checkpoint(
-    tensors: Mapping[str, torch.Tensor] | safetensors.safe_open, name: str
-) -> tuple[torch.Tensor, Any]:
+def read_checkpoint(tensors: Mapping[str, torch.Tensor] | Any, name: str) -> tuple[torch.Tensor, Any]:
     """Return (packed codes, quant_state) of a saved 4-bit weight, for dequantize(*read_checkpoint(...)).
 
     tensors: the tensors of all shards by their full names, such as from safetensors.torch.load_file, or an
     open safetensors.safe_open(file, "pt"). A weight and its scales can be in two shards. Only the tensors of
     this weight are read; they stay on their device.
     name: such as "model.layers.0.mlp.up_proj.weight".
+    Returns the codes, two a byte, as they were saved, and a state with a QuantState's fields.
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
     size, or if it was quantized with other values than those of its type.
     """
@@ -90,9 +84,9 @@ def check_tables(tensors, name, state):
 
 def read_facts(tensors, name) -> dict:
     """Return what the JSON of a weight's state says."""
-    if f"{name}.weight" in tensors.keys():
-        raise ValueError(f"the weight's name is {name}.weight")
     states = [key for key in (f"{name}{STATE}{quant_type}" for quant_type in VALUES) if key in tensors]
     if len(states) != 1:
-        raise ValueError(f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4'")
+        raise ValueError(
+            f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4': pass the full name"
+        )
     return json.loads(bytes(tensors[states[0]].flatten().tolist()))

@@ -20,7 +20,7 @@ from .supported import NEWEST_TRITON, UnsupportedState
 
 # %% id="launch-path"
 def your_dequantize_nf4(layer):
-    """Return the weight of a bitsandbytes Linear4bit, of its quant_state's shape and dtype."""
+    """Return the weight of a Linear4bit, of its quant_state's shape and dtype. Raises UnsupportedState."""
     try:
         weight = layer._parameters["weight"]  # without nn.Module's __getattr__
     except (AttributeError, KeyError):

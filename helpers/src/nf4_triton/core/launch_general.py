@@ -1,7 +1,7 @@
 """Dequantize any layout: what backend and libraries call. It stands on top of launch.py.
 
 Whole weights try launch.py's kept launches first. The first launch of a weight that `fits` is the puzzle's.
-All else is checked by state.py and takes the general kernel; launches with `out=` or selected rows are kept
+All else is checked by checks.py and takes the general kernel; launches with `out=` or selected rows are kept
 here. Traced calls become one of two operators.
 """
 

@@ -1,5 +1,5 @@
-"""Private names of torch and Triton: what each is for. One more is where it is used: nn.Module._parameters, in
-launch.py."""
+"""Private names of torch and Triton: what each is for. Two more are where they are used:
+nn.Module._parameters (launch.py, backend.py) and os.environ._data (backend.py)."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import torch

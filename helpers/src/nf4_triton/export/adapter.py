@@ -1,5 +1,6 @@
 """The adapter: which tensors of a model it changes, as PEFT says, and their values, as PEFT merges them."""
 
+import contextlib
 import copy
 
 import torch
@@ -8,12 +9,11 @@ from .model import plain
 from .problems import UnsupportedState, library, refuse
 
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
-# change the base when PEFT injects the adapter.
+# change the base when PEFT injects the adapter, as most of init_lora_weights do.
 KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config
-exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern layers_to_transform lora_alpha
+exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform lora_alpha
 lora_dropout modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters
 task_type trainable_token_indices use_dora use_rslora""".split()
-STARTS = [None, True, False, "gaussian", "eva", "orthogonal"]  # others change the base
 
 
 class Adapter:
@@ -69,8 +69,9 @@ def inject(source, model):
             tensors = renamed(tuned.get_base_model(), config, tensors)
         likes = tuned.state_dict()
         own = {key: key for key in likes}
-        expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
-        allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
+        allowed = expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
+        with contextlib.suppress(NotImplementedError):  # of a model without embeddings, such as CLIP
+            allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
     do = (
         f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used"
         " another class, save the base with it, and pass that as --base"
@@ -97,10 +98,10 @@ def lora_config(peft, fields):
     problems = [
         f"{key}={value}"
         for key, value in fields.items()
-        if value and key not in KNOWN and value != getattr(default, key, None)
+        if value
+        and key not in KNOWN
+        and value not in [getattr(default, key, None), "gaussian", "eva", "orthogonal"]
     ]
-    if fields.get("init_lora_weights") not in STARTS:
-        problems.append(f"init_lora_weights={fields['init_lora_weights']}")
     refuse("the adapter's config cannot be merged here", problems, "update PEFT, or merge it there")
     config = peft.LoraConfig(**{key: fields[key] for key in KNOWN if key in fields})
     config.base_model_name_or_path = None

@@ -19,7 +19,6 @@ from .write import write
 Location = str | os.PathLike
 SHORT = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 KINDS = ("nf4", "nf4+double", "fp4", "fp4+double")
-LEAST = 1e6  # bytes in a file
 
 
 class Counts(NamedTuple):
@@ -61,6 +60,7 @@ def export_checkpoint(
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
     by name. A merge is that of merge_and_unload() on the dequantized model, on the same device.
+    Returns the counts of tensors written, dequantized, and merged, their dtypes, and their bytes.
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
     out = Path(os.path.expanduser(out))
@@ -68,8 +68,6 @@ def export_checkpoint(
     most, device = to_bytes(shard_size), to_device(device)
     dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     model, adapter = find(source, base)
-    if out.resolve().is_relative_to(model.folder.resolve()):
-        raise UnsupportedState(f"{out} is inside {model.folder}, expected a folder beside it")
     built, config = None, model.config
     if adapter or trained_in or not unchecked:
         built, config = build(config, adapter)
@@ -82,6 +80,7 @@ def export_checkpoint(
     if not dequantized:
         if not adapter:
             raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
+    if not (dequantized or training):
         say(
             "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with"
             " your bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
@@ -125,7 +124,6 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
             raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
         return None
     with library(f"transformers cannot quantize {type(built).__name__}"):
-        from bitsandbytes import __version__
         from transformers import BitsAndBytesConfig
 
         how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
@@ -134,7 +132,7 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(
-        f"bitsandbytes {__version__} quantizes {len(layers)} layers to {kind} on {device}, which training"
+        f"bitsandbytes quantizes {len(layers)} layers to {kind} on {device}, which training"
         f" loaded in {dtype}: if not, pass --load-dtype."
     )
     quant_type, _, double = kind.partition("+")
@@ -162,7 +160,7 @@ def to_bytes(size):
     """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
     number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
-    if number < LEAST:
+    if number < 1e6:
         raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB, at least 1MB")
     return number
 

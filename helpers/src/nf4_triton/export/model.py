@@ -30,8 +30,8 @@ def build(config, adapter=None):
     """
     with (
         library(
-            "no library builds the model of config.json, and code that comes with it is not run: update"
-            f" transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
+            "config.json is missing, or no library builds its model, and code that comes with it is not"
+            f" run: update transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
         ),
         torch.device("meta"),
     ):
@@ -63,7 +63,7 @@ def with_class(config, model, adapter) -> dict:
         kind = class_for(task, model.config)
     else:
         mapping = adapter.config.get("auto_mapping") or {}
-        kind = getattr(transformers, mapping.get("base_model_class", ""), None)
+        kind = getattr(transformers, mapping.get("base_model_class") or "", None)
     if kind is type(model) or getattr(kind, "config_class", None) is not type(model.config):
         return config
     fitted = config | {"architectures": [kind.__name__]}
@@ -83,6 +83,7 @@ def with_sizes(config, model, adapter) -> dict:
             model.config.num_labels = len(new)
             config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
         else:
+            config.get("text_config", config).setdefault("vocab_size", len(old))  # its class's default
             config = changed(config, {"vocab_size": len(new)}, len(old))
     return config
 
@@ -112,8 +113,8 @@ def compare(model, likes, adapter=None, training=None):
     do = "download them again"
     if adapter:
         do += (
-            ". If training added tokens, save the adapter with save_embedding_layers=True; if it made a head,"
-            " save the base with its class, and pass that as --base"
+            ". If training added tokens, save the adapter with save_embedding_layers=True, or the resized"
+            " base, and pass that as --base; if it made a head, save the base with its class, and pass that"
         )
     elif not training and all(problem.startswith("unexpected") for problem in problems):
         do += ", or pass --unchecked"
@@ -136,7 +137,7 @@ def quantized_layers(model, how) -> set:
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
 
-    paths = [path for path, _ in model.named_modules()]
+    paths = [*dict(model.named_modules())]
     for name in how.llm_int8_skip_modules or ():
         if all(should_convert_module(path, [name]) for path in paths):
             close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in paths}, 1, 0)

@@ -42,8 +42,7 @@ class Plan:
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
         for key in self.tensors:
-            part = PART.fullmatch(key)
-            self.keys.setdefault(part[1] if part else key, []).append(key)
+            self.keys.setdefault(PART.sub(r"\1", key), []).append(key)
         # {name: (its name in the model, how transformers makes that of it and others)}
         self.targets = names_in(model, self.keys, pruned)
         if left := self.keys.keys() - self.targets:
@@ -116,7 +115,7 @@ class Plan:
         given = self.adapter.given
         for names in tied_names(self.model):
             there = [name for name in names if name in stored]
-            if not there and names[0] in given:
+            if not there and names[0] in given and names[0] in self.unused:  # a new head
                 like = given[names[0]].to("meta", self.dtype or (self.training or self.model.config).dtype)
                 self.made[names[0]] = Made("", like, None, False, False)
                 stored[names[0]], there = names[0], names[:1]

@@ -4,6 +4,7 @@ names it.
 """
 
 import copy
+import re
 
 import torch
 import transformers
@@ -24,7 +25,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module  # no
 def names_in(model, names, pruned=False) -> dict:
     """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}.
 
-    pruned: without those that the model lacks.
+    pruned: without those that the model lacks. Those that transformers ignores are left out in any case.
     """
     if not hasattr(model, "base_model_prefix"):  # of diffusers
         return {name: (name, None) for name in names}
@@ -32,11 +33,15 @@ def names_in(model, names, pruned=False) -> dict:
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
     converters = [step for step in steps if isinstance(step, WeightConverter)]
     by_pattern = {pattern: (step, pattern) for step in converters for pattern in step.source_patterns}
+    # As transformers writes in from_pretrained(): buffers that older versions saved.
+    ignored = "|".join(
+        [r"(^|\.)position_ids$", r"rotary_emb\.inv_freq", *(model._keys_to_ignore_on_load_unexpected or ())]
+    )
     for name in names:
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if target not in own and name in own:  # so does transformers
             target, pattern = name, None
-        if target in own or not pruned:
+        if target in own or not (pruned or re.search(ignored, name)):
             found[name] = target, by_pattern.get(pattern)
     return found
 

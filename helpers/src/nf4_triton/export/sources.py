@@ -98,7 +98,7 @@ def read_source(name, path, candidates, config) -> Source:
     if not found:
         raise UnsupportedState(
             f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds"
-            f" {', '.join(sorted(os.listdir(folder))[:20])}"
+            f" {', '.join(sorted(os.listdir(folder))[:100])}"
         )
     if not found.endswith((".safetensors", ".index.json")):
         raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
@@ -181,7 +181,9 @@ def check_tokens(folder, model, adapter):
         if folder == adapter and any(
             json.dumps(tokens[number]) in special for number in tokens if number >= rows
         ):
-            raise UnsupportedState(f"{text}: save the adapter with save_embedding_layers=True")
+            raise UnsupportedState(
+                f"{text}: resize before training, and save with save_embedding_layers=True"
+            )
         if most >= rows:
             say(f"Careful: {text}. Ids past them raise IndexError.")
 

@@ -165,7 +165,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
                 raise RuntimeError(problem)
             main.prepare(_sites)
             prepared[main] = ""
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # Unsloth exits without a GPU
             if strict:
                 raise
             prepared[main] = str(error) or type(error).__name__
