@@ -123,7 +123,6 @@ def compare() -> None:
         torch.cuda.synchronize()
         seconds[name].append(time.perf_counter() - start)
     us = {name: 1e6 * statistics.median(times) for name, times in seconds.items()}
-    texts = [
-        f"{name} {value:.0f} us ({value / us['this kernel']:.2f}x)" for name, value in us.items()
-    ]
-    print(f"A call of {SIZE[0]} x {SIZE[1]} in float16, with a synchronize (over the kernel's time):", ", ".join(texts))
+    texts = [f"{name} {value:.0f} us ({value / us['this kernel']:.2f}x)" for name, value in us.items()]
+    print(f"A call of {SIZE[0]} x {SIZE[1]} in float16, with a synchronize (over the kernel's time):")
+    print("  " + ", ".join(texts))

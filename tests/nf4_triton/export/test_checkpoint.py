@@ -78,23 +78,19 @@ def twice(x):
     return torch.cat([x, x])
 
 
-AF4 = [-1, -0.694, -0.512, -0.374, -0.256, -0.15, -0.049, 0]  # another format of 16 values
-AF4 += [0.043, 0.129, 0.22, 0.317, 0.426, 0.555, 0.724, 1]
 DAMAGED = {
     "JSONDecodeError": lambda x: x | {f"{STATE}nf4": x[f"{STATE}nf4"][:-9]},
     "range\\(0, 256\\)": lambda x: x | {f"{STATE}nf4": torch.tensor(10**18)},  # not so many bytes
     "RecursionError": lambda x: x | {f"{STATE}nf4": torch.tensor(list(b"[" * 100_000))},
     "OverflowError": lambda x: with_facts(x, nested_offset=10**400),
-    "not 'list'": lambda x: with_facts(x, nested_offset=[0.5]),
     "2 states": lambda x: x | {f"{STATE}fp4": x[f"{STATE}nf4"]},
-    "quant_map.*nf4": lambda x: x | {f"{NAME}.quant_map": torch.tensor(AF4)},
+    "quant_map.*nf4": lambda x: changed(x, "quant_map", torch.neg),
     "not finite": lambda x: x | {f"{NAME}.nested_quant_map": torch.full((256,), torch.nan)},
     "128 scales, expected 64": lambda x: changed(x, "absmax", twice),
     "2 scales, expected 1": lambda x: changed(x, "nested_absmax", twice),
     "fewer than 2": lambda x: with_facts(x, shape=[2**62, 2**62]),
     "shape is .-64, -64": lambda x: with_facts(x, shape=[-64, -64]),
     "dtype is <module": lambda x: with_facts(x, dtype="nn"),
-    "dtype is <class": lambda x: with_facts(x, dtype="Tensor"),
     "quant_type is 'af4'": lambda x: with_facts(x, quant_type="af4"),
     "state2.dtype is torch.float16": lambda x: with_facts(x, nested_dtype="float16"),
     "state2.blocksize is 1237": lambda x: with_facts(x, nested_blocksize=2**90),
@@ -115,10 +111,8 @@ def test_an_offset_that_is_a_text_is_read_as_bitsandbytes_does(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as file:
-        packed, state = read_checkpoint(file, NAME)
-    assert state.offset == 0.5 and same_bits(
-        dequantize(packed, state), dequantize(*read_checkpoint(tensors, NAME))
-    )
+        _, state = read_checkpoint(file, NAME)
+    assert state.offset == 0.5
 
 
 def test_without_bitsandbytes_and_triton(tmp_path):

@@ -64,6 +64,7 @@ TENSORS = {  # a copy of a folder: which tensors of its file are others; None: n
     "huge": ("four", {NORM: torch.full((64,), 1e30)}),
     "short": ("four", {NORM: torch.ones(2)}),
     "empty": ("four", {"empty": torch.ones(0)}),
+    "older": ("four", {"position_ids": torch.arange(3), "rotary_emb.inv_freq": torch.ones(3)}),
     "twice": ("full", {HEAD: EMBEDDING}),
     "apart": ("full", {HEAD: torch.ones(64, 64)}),
     "cut": ("adapter", {Q: None}),
@@ -267,6 +268,7 @@ EXPORTS = {  # arguments: what is said
     "full out --trained-in fp4 --load-dtype fp16 --skip-modules 'q_proj, lm_head,'": "6 layers/6 deq",
     "full out --trained-in nf4 --skip-modules q_prj": "has q_prj, which/the closest: q_proj",
     "kernels out --dtype bf16": "7 dequantized",
+    "older older/out": "LlamaForCausalLM has none: position_ids, rotary_emb.inv_freq./11 tensors",
     "four/model.safetensors out --device cpu": "7 dequantized",
     "empty out --unchecked --dtype fp16": "12 tensors in torch.float16",
 }

@@ -265,21 +265,11 @@ def test_a_model_that_transformers_does_not_know(make, tmp_path):
     assert '"dtype": "float16"' in (tmp_path / "out" / "config.json").read_text()
 
 
-def test_buffers_of_older_versions_are_left_out(make, tmp_path):
-    model = shutil.copytree(make("GPT-2") / "model", tmp_path / "model")
-    (file,) = model.glob("*.safetensors")
-    old = {"position_ids": torch.arange(3), "h.0.rotary_emb.inv_freq": torch.ones(3)}
-    files.save_file(files.load_file(file) | old, file)
-    export_checkpoint(model, model / "out")
-    assert tensors_of(model / "out").keys() == tensors_of(make("GPT-2") / "out").keys()
-
-
 def test_new_tokens_where_the_config_has_its_classs_default():
-    values = torch.empty(32009, 64, device="meta")
-    file = types.SimpleNamespace(get_tensor=lambda name: values)
+    file = types.SimpleNamespace(get_tensor=lambda name: torch.empty(32009, 64))
     adapter = types.SimpleNamespace(config={}, tensors={"base_model.model.model.embed_tokens.weight": file})
-    model, config = build(ATTENTION | {"architectures": ["LlamaForCausalLM"]}, adapter)
-    assert len(model.model.embed_tokens.weight) == config["vocab_size"] == 32009
+    config = build(ATTENTION | {"architectures": ["LlamaForCausalLM"]}, adapter)[1]
+    assert config["vocab_size"] == 32009
 
 
 def test_integers_of_the_model_keep_their_dtype():

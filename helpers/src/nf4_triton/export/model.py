@@ -30,8 +30,8 @@ def build(config, adapter=None):
     """
     with (
         library(
-            "config.json is missing, or no library builds its model, and code that comes with it is not"
-            f" run: update transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
+            "config.json is missing, or no library builds its model, and code that comes with it is not run:"
+            f" update transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
         ),
         torch.device("meta"),
     ):
