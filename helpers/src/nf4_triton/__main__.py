@@ -108,11 +108,13 @@ def export(source, out, skip_modules, shard_size, **options) -> int:
 
 def silence():
     """Stop what libraries print in a run that works, except the progress of downloads."""
+    warnings.simplefilter("ignore")
+    for library in ("bitsandbytes", "torch.utils.flop_counter"):  # the latter misses Triton
+        logging.getLogger(library).setLevel(logging.ERROR)
+
     from huggingface_hub.utils import enable_progress_bars
     from transformers.utils import logging as reports
 
-    warnings.simplefilter("ignore")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     reports.set_verbosity_error()
     reports.disable_progress_bar()  # all bars of huggingface_hub, too
     enable_progress_bars()
