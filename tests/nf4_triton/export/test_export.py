@@ -382,8 +382,10 @@ def test_the_command_without_triton_and_sighup(here):
     """Windows has neither. The command prints its own lines and one bar."""
     code = """
 import signal, sys
+import torch
 sys.modules["triton"] = None
 del signal.SIGHUP
+torch.version.cuda = torch.version.cuda or "13.0"  # then torch logs that it misses Triton
 from nf4_triton.__main__ import main
 main("export adapter out --base full --trained-in nf4".split())
 """
