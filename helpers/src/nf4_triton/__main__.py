@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     exporting.add_argument(
         "source", help="a 4-bit checkpoint or an adapter: a folder, a file, or a name on the hub"
     )
-    exporting.add_argument("out", help="a new folder")
+    exporting.add_argument("out", help="a new or an empty folder")
     for option, text in OPTIONS.items():
         exporting.add_argument(option, action=Once, help=text)
     exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
