@@ -261,7 +261,7 @@ def test_a_pipe_is_not_read(refused, here):
 EXPORTS = {  # arguments: what is said
     "adapter out": "Base: four/adapter, not merged: second/brings no tokenizer/7 dequantized, 5 merged",
     "local taken": "Base: ~/four, in /taken: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged",
-    "newer out --shard-size '5 gib'": "7 dequantized, 5 merged",
+    "newer out --shard-size '5 gib' --unchecked": "7 dequantized, 5 merged",
     "adapter out --base full": "trained on four/with your bnb_4bit_quant_type, and +double if/; 0 deq",
     "adapter out --base full --trained-in nf4+double": "loaded in torch.bfloat16/layers to nf4+double on c",
     "adapter out --base twice": "12 tensors/6 merged",
