@@ -31,6 +31,15 @@ def fresh(monkeypatch):
     backend.why_torch.cache_clear()
 
 
+def test_the_variable_is_seen_where_its_name_is_a_text(monkeypatch, make_layer):
+    """As on Windows: no kept launch answers."""
+    monkeypatch.setattr(backend, "VARIABLE", "NF4_BACKEND")
+    monkeypatch.setattr(backend, "VARIABLES", os.environ)
+    monkeypatch.setenv("NF4_BACKEND", "torch")
+    monkeypatch.setattr(launch, "relaunch", None)
+    dequantize(make_layer(64, 32, torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", ["triton", "torch", "auto", " Torch "])
 def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)

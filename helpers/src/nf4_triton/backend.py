@@ -64,7 +64,7 @@ def dequantize(
         layout = layout[0], dtype, *layout[2:]
     if rows is not None:
         return run_rows(rows, tensors, layout, out)
-    if out is None and launch and not private.is_compiling() and b"NF4_BACKEND" not in VARIABLES:
+    if out is None and launch and not private.is_compiling() and VARIABLE not in VARIABLES:
         result = launch.relaunch(tensors, layout)
         if result is not None:
             return result

@@ -66,7 +66,7 @@ def kernel():
         *layer, expected = site.small_layer(site.self_test_device(), *layout)
         if not reference.same_bits(launch_general.dequantize_weight(*layer), expected):
             return False, f"its bits differ from plain PyTorch's in {layout}."
-    how = "on the GPU" if not environment.interpreted() else "in Triton's interpreter, slowly: use a GPU"
+    how = "in Triton's interpreter, slowly: use a GPU" if environment.interpreted() else "on the GPU"
     return True, f"bit-identical to plain PyTorch in float16 and bfloat16, {how}."
 
 

@@ -25,10 +25,7 @@ from ..log import local_rank, say
 
 try:
     from ..core import launch, launch_general
-except (
-    ImportError,
-    AttributeError,
-):  # no Triton, or an old one: use_nf4_kernel() says so, and no function is replaced
+except (ImportError, AttributeError):  # no Triton, or an old one: no function is replaced
     launch = launch_general = None  # type: ignore[assignment]
 
 OFF = "switched off"
