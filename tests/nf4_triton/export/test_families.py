@@ -399,6 +399,24 @@ def test_another_dtype_holds_what_training_saw(make, tmp_path):
     assert all(same_bits(two[name], one[name].float()) for name in one)
 
 
+def test_training_in_float32_is_rounded_once(make, tmp_path):
+    """To the dtype of the base; --dtype rounds the same bits."""
+    folder = make("Llama bf16") / "full"
+    loading = {"dtype": torch.float32, "quantization_config": in_4_bits(flat=False)}
+    base = load(kind_of("Llama"), folder, **loading)
+    tuned = train(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    how = {"trained_in": "nf4+double", "load_dtype": "float32", "skip_modules": SKIPPED, "base": folder}
+    for dtype in (None, "bfloat16", "float32"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / str(dtype), dtype=dtype, **how)
+    found, *others = (tensors_of(tmp_path / name) for name in ("None", "bfloat16", "float32"))
+    for other in others:
+        assert not [name for name in found | other if not same_bits(found[name], other[name].bfloat16())]
+    assert json.loads((tmp_path / "None" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("None", "float32"):
+        exported = load(kind_of("Llama"), tmp_path / name)
+        check_answer("Llama", exported, tuned, load(kind_of("Llama"), folder, **loading))
+
+
 def test_a_model_that_transformers_does_not_know(make, tmp_path):
     """Unchecked, each tensor is as bitsandbytes returns it, here in another dtype."""
     model = shutil.copytree(make("Llama") / "model", tmp_path / "model")

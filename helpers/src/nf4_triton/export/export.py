@@ -52,7 +52,8 @@ def export_checkpoint(
     base: what the adapter is merged into, in 4 or in 16 bit. Default: what adapter_config.json names.
     trained_in: "nf4", "nf4+double", "fp4", or "fp4+double" (bnb_4bit_use_double_quant), if training quantized
     a 16-bit base on loading. The result then has the weights that training saw.
-    load_dtype: the dtype in which training loaded that base. Default: its config's.
+    load_dtype: the dtype in which training loaded that base. Default: its config's. After float32, weights
+    are merged in float32, and rounded once to the dtype in which the base stores them.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
     shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
@@ -144,7 +145,7 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
 
 def new_config(config, plan) -> dict:
     """Return the config of the new checkpoint."""
-    dtype = plan.dtype or (plan.training and plan.training.dtype)
+    dtype = plan.dtype or (plan.training and not plan.rounds_once and plan.training.dtype)
     name = str(dtype).removeprefix("torch.")
     config = edited(config, {"dtype": name, "torch_dtype": name} if dtype else {})
     return untied(config, plan.model) if plan.untied else config
@@ -171,6 +172,7 @@ def to_bytes(size):
 def to_device(device) -> torch.device:
     """Return a device that is here."""
     with library(f"device is {device}, expected one that is here, such as cpu"):
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(default if device is None else device)
         torch.empty(1, device=device)
         return device

@@ -50,6 +50,8 @@ class Plan:
             say(f"Left out, because {type(model).__name__} has none: {', '.join(sorted(left))}.")
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
+        # What training loaded in float32 is merged there, and rounded once to the dtype that the base stores.
+        self.rounds_once = bool(training) and training.dtype == torch.float32
         self.made = {name: self.without_adapter(name, own) for name in self.targets}
         self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
         self.ready: dict = {}  # tensors that were made together, until each is asked for
@@ -92,7 +94,7 @@ class Plan:
         if transposed and state:
             like = like.t()
         if floating:
-            dtype = self.dtype or loaded or dtype
+            dtype = self.dtype or (None if self.rounds_once else loaded) or dtype
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
     def connect_fused(self) -> set:
@@ -150,7 +152,8 @@ class Plan:
 
     def add_head(self, name) -> str:
         """Note a head that the adapter brings. Return its name."""
-        dtype = self.dtype or (self.training or self.model.config).dtype
+        loaded = self.model.config.dtype if self.rounds_once or not self.training else self.training.dtype
+        dtype = self.dtype or loaded
         given = self.adapter.given[name]
         self.made[name] = Made("", given.to("meta", dtype), None, False, False, given)
         return name
@@ -181,10 +184,11 @@ class Plan:
     def make(self, name) -> torch.Tensor:
         """Return a tensor of the new checkpoint. Refuse another shape, and what became infinite or NaN."""
         made = self.made[name]
-        like = made.like
-        tensor = (
-            self.made_together(name) if name in self.fused else self.merged(self.base(made), made.parameter)
-        )
+        if name in self.fused:
+            tensor = self.made_together(name)
+        else:
+            tensor = self.merged(self.base(made), made.parameter)
+        like, tensor = made.like, tensor.to(made.like.dtype)
         if tensor.shape != like.shape:
             raise UnsupportedState(
                 f"{name} becomes {tensor.shape}, expected {like.shape}: merge it with PEFT"
@@ -219,9 +223,9 @@ class Plan:
         )  # PEFT would write into a file
 
     def base(self, made) -> torch.Tensor:
-        """Return a tensor without the adapter's layers, as training saw it, in its new dtype."""
+        """Return a tensor without the adapter's layers, as training saw it, in the dtype of the merge."""
         if made.given is not None:
-            return made.given.to(made.like.dtype)
+            return made.given.to(self.merged_in(made))
         tensor, state = self.read(made.source, self.device)
         if made.loaded:
             tensor = tensor.to(made.loaded)
@@ -231,7 +235,11 @@ class Plan:
             tensor = tensor.t() if made.transposed else tensor
             tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
         if state:
-            tensor = dequantize(tensor, state, dtype=made.loaded or made.like.dtype)
+            tensor = dequantize(tensor, state, dtype=made.loaded or self.merged_in(made))
         if made.transposed:
             tensor = tensor.t().contiguous()
-        return tensor.to(made.like.dtype)
+        return tensor.to(self.merged_in(made))
+
+    def merged_in(self, made) -> torch.dtype:
+        """Return the dtype in which the adapter is added to a tensor."""
+        return torch.float32 if self.rounds_once and made.like.is_floating_point() else made.like.dtype
