@@ -105,7 +105,7 @@ def home(tmp_path_factory):
     tuned.peft_config["default"].base_model_name_or_path = "four"
     for name, parameter in tuned.named_parameters():
         if "lora_B" in name:
-            parameter.data += 0.1
+            parameter.data += torch.randn_like(parameter)
     tuned.save_pretrained(home / "adapter")
     for name, text in FIELDS.items():
         source, file, fields = re.fullmatch("(.*?)/(.*?) (.*)", text).groups()
@@ -133,7 +133,7 @@ def here(home, tmp_path, monkeypatch, caplog):
     """The current folder, and the user's: a copy of home. The command changes nothing of this process."""
     caplog.set_level(logging.INFO, "nf4_triton")
     monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command_line, "silence", lambda: None)
+    monkeypatch.setattr(command_line, "prepare", lambda **_: None)
     monkeypatch.setattr(command_line.os, "_exit", sys.exit)
     monkeypatch.setenv("HOME", str(tmp_path / "here"))
     monkeypatch.chdir(shutil.copytree(home, tmp_path / "here", symlinks=True))
@@ -350,6 +350,28 @@ def test_a_name_on_the_hub(here, monkeypatch, caplog):
         export_checkpoint("hub", "other")
 
 
+VERIFIED = {  # arguments: exit status, what is said
+    "adapter out --base full --trained-in nf4+double --dtype bf16": (0, "out answers as/the base alone: KL"),
+    "adapter full --base full --trained-in nf4+double": (1, "full does not answer as what was trained"),
+    "full out --text full/config.json": (1, "out does not answer"),
+    "adapter taken": (2, "taken has no config.json"),
+    "adapter labels": (2, "LlamaForSequenceClassification predicts no next tokens"),
+    "cut out": (2, "cannot be loaded as LlamaForCausalLM (UserWarning: Found missing adapter keys"),
+}
+
+
+def test_verify(here, capsys, caplog):
+    config = {"architectures": ["LlamaForSequenceClassification"]}
+    Path(shutil.copytree("full", "labels"), CONFIG).write_text(json.dumps({"model_type": "llama"} | config))
+    export = "export adapter out --base full --trained-in nf4+double"
+    assert command_line.main(export.split()) == 0
+    for arguments, (status, text) in VERIFIED.items():
+        assert command_line.main(["verify", *arguments.split()]) == status
+        output = "".join(capsys.readouterr()) + caplog.text
+        assert all(part in output for part in text.split("/"))
+    assert "64 random tokens" in caplog.text
+
+
 def state():
     """Return what a library call could leave changed in a process."""
     loggers = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
@@ -391,7 +413,9 @@ main("export adapter out --base full --trained-in nf4".split())
 """
     variables = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}
     done = processes.python(["-c", code], variables=variables, folder=here)
-    assert done.out == "out: 12 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 2 merged\n"
+    counts, advice = done.out.splitlines()
+    assert counts == "out: 12 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 2 merged"
+    assert advice.endswith(": nf4_triton verify adapter out --base full --trained-in nf4")
     assert not re.sub(r"(nf4_triton|out): [^\r\n]*\s*", "", done.err)
 
 

@@ -128,9 +128,7 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
             )
         return None
     with library(f"transformers cannot quantize {type(model).__name__}"):
-        from transformers import BitsAndBytesConfig
-
-        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
+        how = in_4_bits(kind, skip_modules)
         layers = quantized_layers(model, how)
     dtype = load_dtype or model.config.dtype
     if not dtype:
@@ -139,8 +137,21 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
         f"bitsandbytes quantizes {len(layers)} layers to {kind} on {device}, which training"
         f" loaded in {dtype}: if not, pass --load-dtype."
     )
+    how = {"quant_type": how.bnb_4bit_quant_type, "compress_statistics": how.bnb_4bit_use_double_quant}
+    return Training(dtype, layers, how)
+
+
+def in_4_bits(kind, skip_modules):
+    """Return how transformers quantizes to a kind, such as nf4+double: a BitsAndBytesConfig."""
+    from transformers import BitsAndBytesConfig
+
     quant_type, _, double = kind.partition("+")
-    return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=bool(double),
+        llm_int8_skip_modules=skip_modules or None,
+    )
 
 
 def new_config(config, plan) -> dict:
