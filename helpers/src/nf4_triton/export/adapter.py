@@ -2,11 +2,12 @@
 
 import contextlib
 import copy
+import re
 
 import torch
 
 from .model import plain
-from .private import is_transformers
+from .private import is_transformers, names_in
 from .problems import UnsupportedState, library, refuse
 
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
@@ -17,6 +18,7 @@ lora_dropout modules_to_save peft_type peft_version r rank_pattern revision targ
 task_type trainable_token_indices use_dora use_rslora""".split()
 
 
+PATH = re.compile(r"(.+?)\.(?:(?:lora_|trainable_tokens_|token_adapter\.|base_layer\.).*|\w+)")  # of a module
 # PEFT holds LoRA of an embedding as that of a linear layer, transposed.
 AS_LINEAR = {
     "lora_embedding_A.default": "lora_B.default.weight",
@@ -103,7 +105,7 @@ def inject(lora, model):
                 convert_peft_adapter_state_dict_for_transformers as renamed,
             )
 
-            tensors = renamed(tuned.get_base_model(), config, tensors)
+            tensors = renamed(tuned.get_base_model(), config, with_names_of_today(tensors, model))
         likes = tuned.state_dict()
         own = {key: key for key in likes}
         allowed = expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
@@ -125,6 +127,18 @@ def inject(lora, model):
                 f" of shape {tuple(likes[own].shape)}: check its config, and pass the base of its training"
             )
     return tuned, values
+
+
+def with_names_of_today(tensors, model) -> dict:
+    """Return tensors with what transformers calls their modules now: 4.52 renamed those of vision models."""
+    start = "base_model.model."
+    paths = {key: PATH.fullmatch(key.removeprefix(start))[1] for key in tensors}
+    today, found = names_in(model, {f"{path}.weight" for path in paths.values()}), {}
+    for key, path in paths.items():
+        name, converter = today.get(f"{path}.weight", ("", None))
+        now = path if converter or not name else name.removesuffix(".weight")
+        found[key.replace(f"{start}{path}.", f"{start}{now}.", 1)] = tensors[key]
+    return found
 
 
 def lora_config(peft, fields):

@@ -12,9 +12,10 @@ import transformers
 
 from ..log import say
 from .private import class_for, is_transformers, should_convert_module
-from .problems import library, refuse
+from .problems import UnsupportedState, library, refuse
 
 TASKS = {  # PEFT's task_type: the class that loads the base for it
+    "CAUSAL_LM": "AutoModelForCausalLM",
     "FEATURE_EXTRACTION": "AutoModel",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
@@ -29,10 +30,15 @@ def build(config, lora=None):
     lora: the Source of an adapter. If its training used another class, or other numbers of tokens or labels,
     the model and the config do, too.
     """
+    unchecked = "" if lora else ", or pass --unchecked"
+    if not config:
+        raise UnsupportedState(
+            f"config.json is missing, expected beside the weights: copy it there{unchecked}"
+        )
     with (
         library(
-            "config.json is missing, or no library builds its model, and code that comes with it is not run:"
-            f" update transformers{', or pass --unchecked' if 'auto_map' in config and not lora else ''}"
+            "no library builds the model of config.json, and code that comes with it is not run:"
+            f" update transformers{unchecked if 'auto_map' in config else ''}"
         ),
         torch.device("meta"),
     ):
@@ -60,8 +66,11 @@ def build_with_transformers(config):
 
 def with_class(config, model, lora) -> dict:
     """Return a config with the class that training used, if that has the modules which the adapter names."""
-    if task := TASKS.get(lora.config.get("task_type")):
-        kind = class_for(task, model.config)
+    task = lora.config.get("task_type")
+    if task == "CAUSAL_LM" and model.can_generate():
+        return config
+    if task in TASKS:
+        kind = class_for(TASKS[task], model.config)
     else:
         mapping = lora.config.get("auto_mapping") or {}
         kind = getattr(transformers, mapping.get("base_model_class") or "", None)

@@ -11,6 +11,8 @@ from .model import tied_names
 from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
 from .problems import UnsupportedState, library, refuse
 
+BIAS = "final_logits_bias"  # of BART: it has as many columns as there are tokens
+
 
 class Training(NamedTuple):
     """How training loaded a 16-bit base."""
@@ -81,7 +83,8 @@ class Plan:
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        like = torch.empty(held.shape, device="meta")
+        shape = known.shape if target == BIAS else held.shape
+        like = torch.empty(shape, device="meta")
         loaded, dequantized, transposed = None, bool(state), False
         if self.training and floating:
             loaded = self.training.dtype
@@ -211,8 +214,14 @@ class Plan:
                 given = self.adapter.given
                 fused = {key: given.get(key, fused[key]).to(fused[key].dtype) for key in fused}
                 merged = {key: self.merged(fused[key], key) for key in fused}
-                self.ready = revert_weight_conversion(self.model, merged)
+                reverted = revert_weight_conversion(self.model, merged)
+                self.ready = {self.in_file(key): tensor for key, tensor in reverted.items()}
             return self.ready.pop(name)
+
+    def in_file(self, name) -> str:
+        """Return what the file calls a tensor of the model: with or without the name of its base model."""
+        prefix = self.model.base_model_prefix + "."
+        return next(key for key in (name, prefix + name, name.removeprefix(prefix)) if key in self.fused)
 
     def merged(self, tensor, parameter) -> torch.Tensor:
         """Return a tensor with the layers that the adapter has for a parameter."""
@@ -227,6 +236,8 @@ class Plan:
         if made.given is not None:
             return made.given.to(self.merged_in(made))
         tensor, state = self.read(made.source, self.device)
+        if made.source == BIAS:
+            tensor = torch.nn.functional.pad(tensor, (0, made.like.shape[-1] - tensor.shape[-1]))
         if made.loaded:
             tensor = tensor.to(made.loaded)
         if made.dequantized and not state:
