@@ -28,7 +28,7 @@ functional = pytest.importorskip("bitsandbytes.functional")
 files = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
-hub = pytest.importorskip("huggingface_hub.utils")
+hub = pytest.importorskip("huggingface_hub")
 
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.export import model, plan, sources  # noqa: E402
@@ -297,7 +297,7 @@ def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):
 def test_small_files(here, caplog):
     """The adapter's tokenizer, whole; licenses, and modules; nothing of a training run."""
     base = "tokenizer.json tokenizer_config.json added_tokens.json chat_template.jinja LICENSE USE_POLICY.md"
-    left = "trainer_state.json train_results.json README.md other/config.json"
+    left = "trainer_state.json train_results.json other/config.json"
     for name in f"{base} {left} 1_Pooling/config.json".split():
         path = here / "four" / name
         path.parent.mkdir(exist_ok=True)
@@ -306,12 +306,14 @@ def test_small_files(here, caplog):
     os.truncate("four/large.txt", 100_000_001)
     export_checkpoint("four", "one")
     assert "four/large.txt is above 100 MB" in caplog.text
-    for name in ("tokenizer.json", "tokenizer_config.json", "trainer_state.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "trainer_state.json", "value_head.safetensors"):
         (here / "adapter" / name).write_text("{ }")
     export_checkpoint("adapter", "two")
     one, two = ({path.name for path in Path(out).rglob("*") if path.is_file()} for out in ("one", "two"))
-    assert one == {*base.split(), CONFIG, "generation_config.json", WEIGHTS}
-    assert one - two == {"added_tokens.json", "chat_template.jinja"} and not two - one
+    assert one == {*base.split(), CONFIG, "README.md", "generation_config.json", WEIGHTS}
+    assert one - two == {"added_tokens.json", "chat_template.jinja"} and two - one == {
+        "value_head.safetensors"
+    }
     assert Path("one/1_Pooling/config.json").exists() and not Path("one/other").exists()
     assert Path("one/tokenizer.json").read_text() == Path("two/LICENSE").read_text() == "{}"
     assert Path("two/tokenizer.json").read_text() == "{ }"
@@ -342,7 +344,19 @@ def test_a_name_on_the_hub(here, monkeypatch, caplog):
         (snapshot / path.name).symlink_to(path)
     download = mock.Mock(return_value=snapshot)
     monkeypatch.setattr(sources, "snapshot_download", download)
+    (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
     assert export_checkpoint("hub", "out")[:3] == (12, 7, 2)
+    card = hub.ModelCard.load("out/README.md")
+    assert card.data.to_dict() == {
+        "base_model": "a/b",
+        "library_name": "transformers",
+        "license": "mit",
+        "tags": ["transformers"],
+    }
+    (here / "hub" / "README.md").write_text("---\nlibrary_name: mine\ntags: [peft, good]\n---\nIt works.")
+    export_checkpoint("hub", "own")
+    card = hub.ModelCard.load("own/README.md")
+    assert card.text == "It works." and card.data.base_model == "a/b" and card.data.tags == ["good"]
     assert download.call_args.kwargs["revision"] == "abc" and "Base: a/b, in " in caplog.text
     (snapshot / "generation_config.json").unlink()
     (snapshot / "generation_config.json").symlink_to(here / "full" / CONFIG)
@@ -376,7 +390,7 @@ def state():
     """Return what a library call could leave changed in a process."""
     loggers = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
     held = {log.name: (log.level, [*log.handlers], [*log.filters], log.disabled) for log in loggers}
-    bars = transformers.utils.logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    bars = transformers.utils.logging.is_progress_bar_enabled(), hub.utils.are_progress_bars_disabled()
     return held, [*warnings.filters], bars, torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)
 
 

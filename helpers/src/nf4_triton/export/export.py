@@ -10,6 +10,7 @@ import torch
 from ..core.checkpoint import PART
 from ..log import say
 from .adapter import Adapter
+from .card import new_card
 from .model import build, compare, edited, quantized_layers, untied
 from .plan import Plan, Training
 from .problems import UnsupportedState, library
@@ -88,7 +89,8 @@ def export_checkpoint(
             " your bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
         )
     small = small_files(checkpoint.folder, lora and lora.folder, model)
-    size = write(out, new_config(config, plan), plan, most, small, [checkpoint, lora or checkpoint])
+    card = new_card(checkpoint, lora, "diffusers" if "_class_name" in config else "transformers")
+    size = write(out, new_config(config, plan), card, plan, most, small, [checkpoint, lora or checkpoint])
     merged = sum(plan.is_merged(name) for name in plan.made)
     dtypes = sorted({str(like.dtype) for like in plan.likes().values()})
     return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)

@@ -91,6 +91,7 @@ def with_sizes(config, model, lora) -> dict:
             continue
         if len(old) == labels:
             model.config.num_labels = len(new)
+            say(f"The adapter has {len(new)} labels without names: LABEL_0 and so on in OUT's config.")
             config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
         else:
             config.get("text_config", config).setdefault("vocab_size", len(old))  # its class's default

@@ -86,7 +86,8 @@ def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
     if not re.fullmatch(form, repository):
         raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
-        files = [*SMALL, *WEIGHTS, *ADAPTER, "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"]
+        shards = "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"
+        files = ["README.md", *SMALL, *WEIGHTS, *ADAPTER, *shards]
         return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
     except (OSError, TypeError, ValueError) as error:
         raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
@@ -158,7 +159,7 @@ def small_files(folder, adapter=None, model=None) -> dict:
     """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
     found = listed(folder, SMALL)
     if adapter:
-        theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
+        theirs = listed(adapter, [*TOKENIZER, "*processor*.json", "value_head.*"])
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs
