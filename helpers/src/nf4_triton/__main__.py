@@ -26,7 +26,8 @@ PROGRAM = "python -m nf4_triton" if sys.argv[0].endswith("__main__.py") else "nf
 OPTIONS = {  # option: help
     "--base": "what an adapter is merged into: a folder, a/b, a/b@REVISION (default: what it was trained on)",
     "--trained-in": "nf4, nf4+double, fp4, or fp4+double, if training quantized a 16-bit base on loading",
-    "--load-dtype": "the dtype in which that training loaded the base (default: its config's)",
+    "--load-dtype": "the dtype in which that training loaded the base (default: its config's),\n"
+    "which OUT gets, too; after float32, OUT gets the dtype that the base has",
     "--skip-modules": "that training's llm_int8_skip_modules, such as lm_head,o_proj",
     "--dtype": "float16, bfloat16, or float32 (default: as it is stored)",
     "--shard-size": "the most in a file (default: 5GB)",
@@ -106,6 +107,7 @@ class Once(argparse.Action):
 
 def export(source, out, skip_modules, shard_size, typed, **options) -> int:
     """Write a model in 16 bit. Return the exit status."""
+    out = os.path.expanduser(out)
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         signal.signal(number, lambda *_: sys.exit(143))  # so that what was written so far is deleted
     try:
@@ -122,6 +124,8 @@ def export(source, out, skip_modules, shard_size, typed, **options) -> int:
     line += f" {counts.dequantized} dequantized, {counts.merged} merged"
     if "float32" in counts.dtypes:
         line += "; in float32: --dtype bfloat16 for 16 bit"
+    if not os.path.exists(os.path.join(out, "config.json")):
+        line += "; without config.json"
     print(line)
     with contextlib.suppress(ValueError):  # of a model without next tokens
         next_tokens(out)
@@ -132,6 +136,7 @@ def export(source, out, skip_modules, shard_size, typed, **options) -> int:
 
 def verify(source, out, skip_modules, unchecked, dtype, shard_size, **options) -> int:
     """Compare what the export wrote with what was trained. Return the exit status."""
+    out = os.path.expanduser(out)
     try:
         prepare(bars=True)
         from .export.verify import verify

@@ -225,10 +225,11 @@ def test_what_is_refused_is_said_in_one_line(refused, arguments):
     refused(arguments, COMMANDS[arguments])
 
 
-@pytest.mark.parametrize("size", [0, None])
-def test_sizes_from_python(size):
-    with pytest.raises(UnsupportedState, match=f"shard_size is {size}, .*at least 1MB"):
-        export_checkpoint("four", "out", shard_size=size)
+@pytest.mark.parametrize("option", [{"shard_size": 0}, {"shard_size": None}, {"device": 99}])
+def test_numbers_from_python(option):
+    ((name, value),) = option.items()
+    with pytest.raises(UnsupportedState, match=f"{name} is {value}, expected"):
+        export_checkpoint("four", "out", **option)
 
 
 FAILURES = {  # what the error says: what writing calls, and what it does
@@ -279,6 +280,16 @@ def test_what_is_used_is_said(here, capsys, caplog, arguments):
     assert command_line.main(["export", *shlex.split(arguments)]) == 0
     said = caplog.text + capsys.readouterr().out
     assert all(text in said for text in EXPORTS[arguments].split("/"))
+
+
+def test_without_a_config(refused, here, capsys):
+    (here / "four" / CONFIG).unlink()
+    refused(
+        "four out", "config.json is missing, expected beside the weights: copy it there, or pass --unchecked"
+    )
+    refused("adapter out", "config.json is missing, expected beside the weights: copy it there\n")
+    assert command_line.main("export four out --unchecked".split()) == 0
+    assert capsys.readouterr().out.endswith("7 dequantized, 0 merged; without config.json\n")
 
 
 def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):

@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
     written: int
     dequantized: int  # of these: from 4 bits, stored or as training saw them
-    merged: int  # of these: changed by the adapter
+    merged: int  # of these: changed by the adapter, a tied one that becomes a tensor of its own included
     dtypes: str  # of all
     size: int  # bytes
 
