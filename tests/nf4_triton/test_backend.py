@@ -96,7 +96,7 @@ def test_the_rule(monkeypatch, device):
         patched.setattr(launch, "relaunch", None)  # a kept launch is not even looked for
         assert same_bits(dequantize(weight, state), oracle(weight, state))
     monkeypatch.setenv("NF4_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
+    with pytest.raises(ValueError, match="'cuda'.*auto, triton, torch"):
         choose(torch.device("cpu"))
 
 

@@ -125,7 +125,8 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     status, text = ask()
     assert status == 1 and text.endswith("own code.\nThe export works: on the CPU.\n")
-    assert re.search("The kernel does not work here: No CUDA GPU.*pip install triton", text)
+    assert "The kernel does not work here: No CUDA GPU" in text
+    assert "triton." not in text  # who only exports needs none
     assert ask("export")[0] == 0
     for name in ("bitsandbytes", "peft"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -133,6 +134,17 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     assert "The switch does not work here: Missing packages: pip install bitsandbytes." in text
     assert text.endswith("The export does not work here: Missing packages: pip install peft bitsandbytes.\n")
     assert ask("export")[0] == 1
+
+
+def test_variables_without_effect_are_named(ask, monkeypatch):
+    monkeypatch.setattr(doctor, "PROJECT", "not installed")
+    for name in environment.WORDS:
+        monkeypatch.setenv(name, "ture")
+    status, text = ask("export")
+    unknown = "is unknown, expected one of"
+    assert f"NF4_TRITON='ture' {unknown} 0, false, off, no, 1, true, on, yes\nNF4_BACKEND=" in text
+    assert status == 1 and "NF4_TRITON has no effect, because the package is not installed" in text
+    assert text.endswith(f"NF4_BACKEND='ture' {unknown} auto, triton, torch\n")
 
 
 def test_libraries_that_are_too_old_to_export_are_named(ask, monkeypatch):

@@ -29,7 +29,7 @@ Dequantize by hand:
 
 Environment variables:
 
-    NF4_TRITON=1        as above; off with 0, false, off, no, or unset
+    NF4_TRITON=1        as above; or true, on, yes; off with 0, false, off, no, or unset
     NF4_BACKEND=auto    what `dequantize` uses: the kernel on an NVIDIA GPU that can run it, else PyTorch;
                         triton or torch: that one
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them

@@ -435,6 +435,8 @@ def test_what_a_process_says_at_its_end(tmp_path):
     assert said(LOCAL_RANK="0", USES_GPU="1").startswith(line)
     assert not said(LOCAL_RANK="1", USES_GPU="1") and not said()
     assert said(MAKES_LAYER="1") == "nf4_triton: the report: 1 calls\n"
+    unknown = "NF4_TRITON='ture' is unknown, expected one of 0, false, off, no, 1, true, on, yes"
+    assert said(NF4_TRITON="ture", MAKES_LAYER="1") == f"nf4_triton: NF4_TRITON has no effect: {unknown}\n"
 
 
 WITHOUT_TRITON = """
@@ -481,6 +483,6 @@ def test_the_variable_fails_no_import_and_no_layer(variable, logged):
     variable.setitem(sys.modules, "bitsandbytes.nn.modules", types.ModuleType("without a layer"))
     autoload.load()
     assert logged().splitlines() == [
-        "NF4_TRITON=1 has no effect: out",
-        "NF4_TRITON=1 has no effect: AttributeError: module 'without a layer' has no attribute 'Linear4bit'",
+        "NF4_TRITON has no effect: out",
+        "NF4_TRITON has no effect: module 'without a layer' has no attribute 'Linear4bit'",
     ]
