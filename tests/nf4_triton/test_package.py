@@ -95,7 +95,7 @@ def test_examples_print_help_without_importing_anything(alone):
     assert text.count('pip install ".[') == text.count("status 0") == len(examples) == 3
 
 
-def test_the_doctor_says_what_is_here_and_what_works(printed):
+def test_the_doctor_says_what_is_here_and_what_works(alone, printed):
     text = printed[printed.index("nf4_triton 2.") :].partition("status 0")[0]
     works = (
         "The kernel works: bit-identical",
@@ -105,6 +105,7 @@ def test_the_doctor_says_what_is_here_and_what_works(printed):
     for part in ("torch ", "trl ", "GPU: ", "CPU: ", *works):
         assert part in text
     assert "None" not in text
+    assert (alone.folder / "site" / "bin" / "nf4-triton").exists()
 
 
 @pytest.fixture
@@ -203,7 +204,8 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
 
 def test_the_command_line_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
-    assert "nf4_triton" in processes.python(["-c", code, "--help"]).out
+    assert "--trained-in" in processes.python(["-c", code, "help", "export"]).out
+    assert processes.python(["-c", code, "version"]).out == f"nf4_triton {package.__version__}\n"
 
 
 @pytest.mark.parametrize("name", ["triton", "torch"])

@@ -29,6 +29,9 @@ OPTIONS = {  # option: help
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status. Ctrl-C ends the process with 130."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] in (["help"], ["version"]):  # `help export` is `export --help`
+        arguments = [*arguments[1:], f"--{arguments[0]}"]
     parser = argparse.ArgumentParser(
         "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
     )
