@@ -89,10 +89,13 @@ def test_examples_train_with_the_kernel(alone, printed):
     assert ("What is 4 plus 4?" in printed) == MERGES
 
 
-def test_examples_print_help_without_importing_anything(alone):
+def test_examples_print_help_and_what_is_wrong_without_importing_anything(alone):
     examples = [f"{path.name} --help" for path in machine.ROOT.glob("examples/*.py")]
-    text = alone(*examples, code="import sys; sys.modules['torch'] = None")
+    (alone.folder / "old-16bit").mkdir()
+    wrong = f"{ONE} old", "finetune_one_gpu.py tiny no.txt one"
+    text = alone(*examples, *wrong, code="import sys; sys.modules['torch'] = None")
     assert text.count('pip install ".[') == text.count("status 0") == len(examples) == 3
+    assert text.count("status 2") == 2 and "old-16bit exists: delete it" in text and "no.txt does not" in text
 
 
 def test_the_doctor_says_what_is_here_and_what_works(alone, printed):
