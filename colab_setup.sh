@@ -116,6 +116,10 @@ echo "${found##*$'\n'}"
 
 case $mode in
   setup) echo "ready: $python" ;;
-  run) exec "$python" -m helpers run "$@" ;;
+  run)
+    [ -z "$gpu" ] || exec "$python" -m helpers run "$@"
+    "$python" -m helpers run "$@"
+    echo "No score without a GPU: nothing was timed. Run this on an NVIDIA T4 or newer, or open the notebook in Colab."
+    ;;
   test) exec "$python" -m pytest -n auto --dist worksteal "$@" ;;
 esac

@@ -101,6 +101,7 @@ def test_a_second_setup_needs_no_network(setup, tmp_path):
     done, calls = setup("run", "--in-place", "some where", cwd=tmp_path)
     assert done.returncode == 0 and not any("venv .venv" in call or "install" in call for call in calls)
     assert calls[-1] == "python -m helpers run --in-place some where"
+    assert "\nNo score without a GPU: " in done.stdout
     (setup.folder / "requirements.txt").write_text("torch>=2.8\nnew>=1\n")
     assert any(" install torch>=2.8 new>=1" in call for call in setup()[1])
 
