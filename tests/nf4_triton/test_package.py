@@ -180,12 +180,8 @@ def test_a_library_that_cannot_be_imported_is_named(ask, monkeypatch, tmp_path):
     assert "The switch works: it takes bitsandbytes." in text
 
 
-def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, device, capsys):
-    monkeypatch.setattr(doctor, "SIZE", (8, 64))
-    monkeypatch.setattr(doctor, "ROUNDS", 1)
-    values = torch.randn(doctor.SIZE, dtype=torch.float16, device=device)
-    monkeypatch.setattr(torch, "randn", lambda *size, **options: values)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+@pytest.mark.gpu
+def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, capsys):
     unsloth = types.SimpleNamespace(fast_dequantize=lambda *state, use_global_buffer: None)
     monkeypatch.setitem(sys.modules, doctor.FAST, unsloth)
     doctor.compare()
