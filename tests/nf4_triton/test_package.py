@@ -6,7 +6,6 @@ import sys
 import types
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 
@@ -16,8 +15,6 @@ from helpers import machine
 from nf4_triton import __main__ as command_line
 from nf4_triton import doctor, environment
 from nf4_triton.core import launch_general
-from nf4_triton.core.reference import same_bits
-from states import oracle, random_state
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -205,20 +202,6 @@ def test_the_command_line_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
     assert "--trained-in" in processes.python(["-c", code, "help", "export"]).out
     assert processes.python(["-c", code, "version"]).out == f"nf4_triton {package.__version__}\n"
-
-
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_under_another_default_dtype_and_device(monkeypatch, name):
-    """As scripts that train and load models set them. The switch's self-test: libraries/test_switch.py."""
-    monkeypatch.setenv("NF4_BACKEND", name)
-    given = random_state((8, 64), torch.float16)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            results = package.dequantize(*given), package.dequantize(*given, rows=range(8))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(same_bits(result, oracle(*given)) for result in results)
 
 
 LOOKS_AROUND = """
