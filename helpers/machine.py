@@ -22,9 +22,11 @@ def has_gpu() -> bool:
 def prepare() -> None:
     """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
 
-    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. With
+    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. Takes
+    NF4_TRITON away, which would switch the kernel on in the libraries that it is compared with. With
     NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4.
     """
+    os.environ.pop("NF4_TRITON", None)
     if not os.access(os.path.expanduser("~"), os.W_OK):
         home = ROOT / "build" / "home"  # for the caches of Triton and Inductor
         home.mkdir(parents=True, exist_ok=True)

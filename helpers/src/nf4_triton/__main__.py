@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments) -> tuple:
     """Return the function that runs a command, and its options."""
+    if arguments[:1] in (["help"], ["version"]):  # `help export` is `export --help`
+        arguments = [*arguments[1:], f"--{arguments[0]}"]
     parser = argparse.ArgumentParser(
         "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
     )
