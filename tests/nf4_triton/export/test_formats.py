@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", "5.15", "export needs transfo
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.export.formats import loading  # noqa: E402
 from nf4_triton.export.sources import find  # noqa: E402
+from nf4_triton.export.verify import verify  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(save_embedding_layers|tie_word_embeddings)")
 SIZES = dict(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64)
@@ -144,7 +145,6 @@ def test_another_dtype(tmp_path):
 def test_blocks_that_an_edge_cuts(tmp_path):
     """transformers takes 40 rows in blocks of 32 for two blocks of 20, and refuses 72."""
     tensors = saved(tmp_path / "base", "float32", "qwen3", intermediate_size=40)
-    assert loading(find(tmp_path / "base")[0]) is None
     export_checkpoint(tmp_path / "base", tmp_path / "out")
     expected, scales = tensors[UP].float(), tensors[f"{UP}_scale_inv"]
     for row in range(40):
@@ -152,6 +152,14 @@ def test_blocks_that_an_edge_cuts(tmp_path):
             expected[row, column] *= scales[row // 32, column // 32]
     got = files.load_file(tmp_path / "out/model.safetensors")[UP]
     assert same_bits(got, expected.bfloat16())
+
+
+def test_verify_dequantizes_the_base(tmp_path, caplog):
+    caplog.set_level("INFO", "nf4_triton")
+    saved(tmp_path / "base", "mxfp4", "gpt_oss")
+    export_checkpoint(tmp_path / "base", tmp_path / "out")
+    ((divergence, same),) = verify(tmp_path / "base", tmp_path / "out", *[None] * 6).values()
+    assert divergence < 1e-6 and same == 1 and "base, dequantized from mxfp4." in caplog.text
 
 
 def test_int8(tmp_path):
@@ -190,8 +198,9 @@ def in_unsloths_layout(base):
 def test_unsloths_gpt_oss(tmp_path):
     """Experts one by one, in 4 bits, transposed; another name for the router."""
     model = in_unsloths_layout(tmp_path / "base")
-    assert loading(find(tmp_path / "base")[0]) is None
     check_both(tmp_path, model, LORA | EXPERTS)
+    with pytest.raises(UnsupportedState, match="transformers cannot load .*base as training did"):
+        verify(tmp_path / "base", tmp_path / "alone", *[None] * 6)
 
 
 def test_an_adapter_on_single_experts(tmp_path):

@@ -36,7 +36,7 @@ def of_unsloth(source, tensors, name):
     if len(parts) == 1:
         return parts[0]
     if plain:
-        return torch.stack([part.t() for part in parts])
+        return torch.stack(parts)  # biases
     shape = len(parts), *reversed(parts[0].shape)
     return Stored(shape, parts[0].dtype, lambda dtype: torch.stack([part.make(dtype).t() for part in parts]))
 
@@ -92,10 +92,10 @@ def dequantizer(folder, config):
 
 
 # {kind: ({pattern: replacement}, which turn the name of a tensor into that of its weight; what a weight
-# should be made of; what reads it; transformers' config that dequantizes such a model on loading, {} if it
+# should be made of; what reads it; transformers' config that dequantizes such a model on loading, "" if it
 # loads it as it is, None if it cannot load it)}
 FORMATS: dict = {
-    "bitsandbytes": ({PART: r"\1"}, "codes and their state", of_4_bits, {}),
+    "bitsandbytes": ({PART: r"\1"}, "codes and their state", of_4_bits, ""),
     "unsloth": (
         {
             PART: r"\1",
@@ -111,7 +111,7 @@ FORMATS: dict = {
         {r"\.(SCB|weight_format)\Z": ".weight"},
         "a scale (SCB) for each row, and weight_format 0",
         of_int8,
-        {},
+        "",
     ),
     "fp8": (
         {r"_scale_inv\Z": "", r"\.activation_scale\Z": ".weight"},
@@ -173,17 +173,15 @@ def read(source, tensors, name):
             key: part.to("meta") if part.is_floating_point() or part.dim() > 1 else part
             for key, part in tensors.items()
         }
-        like = make(source, sizes, name)
-        return Stored(like.shape, source.dtype, lambda _: make(source, tensors, name))
+        dtype = source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16"
+        shape = make(source, sizes, name).shape
+        return Stored(shape, getattr(torch, dtype), lambda _: make(source, tensors, name))
 
 
 def loading(source) -> dict | None:
     """Return arguments of from_pretrained() that load a base as training did; None if transformers cannot."""
     import transformers
 
-    config, blocks = FORMATS[source.kind][3], source.how.get("weight_block_size") or (1, 1)
-    for name in [key.removesuffix("_scale_inv") for key in source.tensors if key.endswith("_scale_inv")]:
-        shape = source.tensors[name].get_slice(name).get_shape()
-        if any(length % size for length, size in zip(shape, blocks, strict=True)):
-            return None  # it takes blocks that an edge cuts for smaller ones, or refuses them
-    return {"quantization_config": getattr(transformers, config)(dequantize=True)} if config else config
+    config = FORMATS[source.kind][3]
+    how = {"quantization_config": getattr(transformers, config)(dequantize=True)} if config else {}
+    return None if config is None else how

@@ -7,7 +7,6 @@ import os
 import re
 from pathlib import Path
 
-import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
@@ -41,11 +40,6 @@ class Source:
     stats: dict  # {file: when it was written}
     how: dict  # its quantization_config
     kind: str  # a key of FORMATS
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which training had what transformers dequantizes on loading."""
-        return getattr(torch, self.config.get("dtype") or self.config.get("torch_dtype") or "bfloat16")
 
     def check(self):
         """Raise if somebody wrote to a file since it was opened."""
@@ -130,9 +124,9 @@ def read_source(name, path, candidates, config) -> Source:
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    content, part = read_json(folder, config), read_json(folder, config, "text_config")
-    how = read_json(folder, config, "quantization_config") or part.get("quantization_config") or {}
+    content, how = read_json(folder, config), read_json(folder, config, "quantization_config")
     with library(f"quantization_config of {name} cannot be read: download it again"):
+        how = how or content.get("text_config", {}).get("quantization_config", {})
         kind = kind_of(how, tensors)
     if kind not in FORMATS:
         raise UnsupportedState(
@@ -146,9 +140,9 @@ def original(folder, config) -> str:
     """Return what a quantized model was made from, as its card or config.json says."""
     from .card import read_card  # which imports this
 
-    names = read_card(folder).data.get("base_model"), config.get("_name_or_path")
-    name = next((name for name in names if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name))), None)
-    return f"{name}, from which it was made" if name else "the 16-bit model that it was made from"
+    names = f"{read_card(folder).data.get('base_model')} {config.get('_name_or_path')}"
+    found = re.search(r"(?<!\S)\w[\w.-]*/[\w.-]+(?!\S)", names)  # on the hub
+    return f"{found[0]}, from which it was made" if found else "the 16-bit model that it was made from"
 
 
 def inside(folder, file) -> Path:
