@@ -58,7 +58,7 @@ def of_fp8(source, tensors, name) -> torch.Tensor:
     height, width = source.how.get("weight_block_size", (128, 128)) or weight.shape
     scales = scales.float().expand(-(-rows // height), -(-columns // width))
     scales = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return scales[:rows, :columns] * weight.float()
+    return weight.float().mul_(scales[:rows, :columns])
 
 
 def of_mxfp4(source, tensors, name) -> torch.Tensor:
