@@ -53,7 +53,7 @@ def of_int8(source, tensors, name) -> torch.Tensor:
 def of_fp8(source, tensors, name) -> torch.Tensor:
     """Return a weight of 8-bit floats. Its edges can cut blocks."""
     weight, scales = tensors[name], tensors[f"{name}_scale_inv"]
-    expect(weight.is_floating_point(), scales.is_floating_point())
+    expect(weight.is_floating_point(), weight.itemsize == 1, scales.is_floating_point())
     rows, columns = weight.shape
     height, width = source.how.get("weight_block_size", (128, 128)) or weight.shape
     scales = scales.float().expand(-(-rows // height), -(-columns // width))
