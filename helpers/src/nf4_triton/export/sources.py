@@ -1,4 +1,4 @@
-"""What is read: a 4-bit or 16-bit checkpoint, and an adapter with the base that it was trained on."""
+"""What is read: a quantized or 16-bit checkpoint, and an adapter with the base that it was trained on."""
 
 import contextlib
 import dataclasses
@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
 from ..log import say
+from .formats import FORMATS, kind_of
 from .problems import UnsupportedState, library, refuse
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
@@ -37,6 +38,8 @@ class Source:
     tensors: dict  # {name: the open file that holds it}
     config: dict  # of the model, or of the adapter; empty if there is none
     stats: dict  # {file: when it was written}
+    how: dict  # its quantization_config
+    kind: str  # a key of FORMATS
 
     def check(self):
         """Raise if somebody wrote to a file since it was opened."""
@@ -60,6 +63,11 @@ def find(source, base=None):
             )
         return read_source(source, path, WEIGHTS, "config.json"), None
     lora = read_source(source, path, ADAPTER, "adapter_config.json")
+    if lora.kind == "unsloth":
+        raise UnsupportedState(
+            f"{source} changes single experts (experts.gate_up_projs), expected LoRA on other layers, or on"
+            " all experts of a layer at once: merge it with Unsloth"
+        )
     trained_on = lora.config.get("base_model_name_or_path")
     name = str(base or trained_on or "")
     if not name:
@@ -116,16 +124,25 @@ def read_source(name, path, candidates, config) -> Source:
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
-    if kind != "bitsandbytes":
-        do = "pass its original"
-        if kind == "mxfp4":  # without save_original_format=False, transformers 5.17 saves no experts
-            do = "load it with quantization_config=Mxfp4Config(dequantize=True), write that with"
-            do += " save_pretrained(OUT, save_original_format=False), and pass OUT"
+    content, how = read_json(folder, config), read_json(folder, config, "quantization_config")
+    with library(f"quantization_config of {name} cannot be read: download it again"):
+        how = how or content.get("text_config", {}).get("quantization_config", {})
+        kind = kind_of(how, tensors)
+    if kind not in FORMATS:
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
+            f"{name} is quantized with {kind}, expected bitsandbytes, fp8, mxfp4, compressed-tensors, or 16"
+            f" bit: pass {original(folder, content)}"
         )
-    return Source(str(name), folder, tensors, read_json(folder, config), stats)
+    return Source(str(name), folder, tensors, content, stats, how, kind)
+
+
+def original(folder, config) -> str:
+    """Return what a quantized model was made from, as its card or config.json says."""
+    from .card import read_card  # which imports this
+
+    names = f"{read_card(folder).data.get('base_model')} {config.get('_name_or_path')}"
+    found = re.search(r"(?<!\S)\w[\w.-]*/[\w.-]+(?!\S)", names)  # on the hub
+    return f"{found[0]}, from which it was made" if found else "the 16-bit model that it was made from"
 
 
 def inside(folder, file) -> Path:

@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from ..log import say
+from . import formats
 from .export import in_4_bits, to_device, to_dtype
 from .problems import UnsupportedState, library
 from .sources import find
@@ -26,9 +27,9 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     checkpoint, lora = find(source, base)
     ids = tokens(out, text, rows)
     loading = {"device_map": {"": to_device(device)}, "use_safetensors": True}
-    quantizing = {"quantization_config": in_4_bits(trained_in, skip_modules)} if trained_in else {}
+    how, quantizing = as_trained(checkpoint, trained_in, skip_modules)
     with library(f"what was trained cannot be loaded as {kind.__name__}"), torch.no_grad():
-        say(f"Loading {checkpoint.folder}{f', quantized to {trained_in}' if trained_in else ''}.")
+        say(f"Loading {checkpoint.folder}{how}.")
         quantizing["dtype"] = to_dtype(load_dtype) or "auto"
         model = kind.from_pretrained(checkpoint.folder, **loading, **quantizing)
         model.resize_token_embeddings(rows, mean_resizing=False)
@@ -47,6 +48,19 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
         model = kind.from_pretrained(out, dtype="auto", **loading)
         found = {str(out): log_probabilities(model, ids)} | ({"the base alone": alone} if lora else {})
     return {name: distance(trained, other) for name, other in found.items()}
+
+
+def as_trained(checkpoint, trained_in, skip_modules) -> tuple:
+    """Return how training loaded a base, in words and as arguments of from_pretrained()."""
+    if trained_in:
+        return f", quantized to {trained_in}", {"quantization_config": in_4_bits(trained_in, skip_modules)}
+    how = formats.loading(checkpoint)
+    if how is None:
+        raise UnsupportedState(
+            f"transformers cannot load {checkpoint.name} as training did, expected a base that it can load:"
+            " compare OUT by hand"
+        )
+    return f", dequantized from {checkpoint.kind}" if how else "", how
 
 
 def next_tokens(out) -> tuple:
