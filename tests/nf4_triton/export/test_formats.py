@@ -199,7 +199,7 @@ def test_unsloths_gpt_oss(tmp_path):
     """Experts one by one, in 4 bits, transposed; another name for the router."""
     model = in_unsloths_layout(tmp_path / "base")
     check_both(tmp_path, model, LORA | EXPERTS)
-    with pytest.raises(UnsupportedState, match="transformers cannot load .*base as training did"):
+    with pytest.raises(UnsupportedState, match="transformers cannot load .*base, expected"):
         verify(tmp_path / "base", tmp_path / "alone", *[None] * 6)
 
 
@@ -223,7 +223,7 @@ REFUSED = [  # tensors of a model in FP8 that are others, its quantization_confi
     ),
     ({UP: torch.ones(96, 32).char()}, BLOCKS, r"torch.int8 .* expected in fp8 .*; MXFP8, packed FP4"),
     ({UP: torch.ones(2, 96, 64).to(torch.float8_e4m3fn)}, BLOCKS, "experts in one tensor cannot be checked"),
-    ({}, {"quant_method": "mxfp8"}, "quantized with mxfp8, .*: pass a/original, from which it was made"),
+    ({}, {"quant_method": "mxfp8"}, "quantized with mxfp8, .*: pass a/original"),
     (INT8, {"load_in_8bit": True}, "weight_format 0"),
     (
         {f"{UP}_scale": torch.ones(1)},

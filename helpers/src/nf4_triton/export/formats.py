@@ -11,7 +11,7 @@ import torch
 from ..backend import dequantize
 from ..core.checkpoint import PART, read_checkpoint
 from .private import dot_natural_key
-from .problems import library
+from .problems import UnsupportedState, library
 
 
 class Stored(NamedTuple):
@@ -178,10 +178,13 @@ def read(source, tensors, name):
         return Stored(shape, getattr(torch, dtype), lambda _: make(source, tensors, name))
 
 
-def loading(source) -> dict | None:
-    """Return arguments of from_pretrained() that load a base as training did; None if transformers cannot."""
+def loading(source) -> dict:
+    """Return arguments of from_pretrained() that load a base as training did."""
     import transformers
 
     config = FORMATS[source.kind][3]
-    how = {"quantization_config": getattr(transformers, config)(dequantize=True)} if config else {}
-    return None if config is None else how
+    if config is None:
+        raise UnsupportedState(
+            f"transformers cannot load {source.name}, expected what it can: compare OUT by hand"
+        )
+    return {"quantization_config": getattr(transformers, config)(dequantize=True)} if config else {}

@@ -214,22 +214,18 @@ class Plan:
                 given = self.adapter.given
                 fused = {key: given.get(key, fused[key]).to(fused[key].dtype) for key in fused}
                 merged = {key: self.merged(fused[key], key) for key in fused}
-                reverted = revert_weight_conversion(self.model, merged)
-                self.ready = {self.in_file(key): tensor for key, tensor in reverted.items()}
+                for key, tensor in revert_weight_conversion(self.model, merged).items():
+                    # The model is of a class with a head, or without; its names have a prefix, or none.
+                    part = next(part for part in parts if part.endswith(key) or key.endswith(part))
+                    self.ready[part] = tensor
             return self.ready.pop(name)
-
-    def in_file(self, name) -> str:
-        """Return what the file calls a tensor of the model: with or without the name of its base model."""
-        prefix = self.model.base_model_prefix + "."
-        return next(key for key in (name, prefix + name, name.removeprefix(prefix)) if key in self.fused)
 
     def merged(self, tensor, parameter) -> torch.Tensor:
         """Return a tensor with the layers that the adapter has for a parameter."""
         if parameter not in self.layers:
             return tensor
-        return self.adapter.merge(
-            parameter, tensor.to(self.device, copy=True)
-        )  # PEFT would write into a file
+        tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
+        return self.adapter.merge(parameter, tensor)
 
     def base(self, made) -> torch.Tensor:
         """Return a tensor without the adapter's layers, as training saw it, in the dtype of the merge."""

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
 
 from ..log import say
@@ -129,20 +129,27 @@ def read_source(name, path, candidates, config) -> Source:
         how = how or content.get("text_config", {}).get("quantization_config", {})
         kind = kind_of(how, tensors)
     if kind not in FORMATS:
+        made_from = on_hub(read_card(folder).data.get("base_model"), content.get("_name_or_path"))
         raise UnsupportedState(
             f"{name} is quantized with {kind}, expected bitsandbytes, fp8, mxfp4, compressed-tensors, or 16"
-            f" bit: pass {original(folder, content)}"
+            f" bit: pass {made_from or 'the 16-bit model that it was made from'}"
         )
     return Source(str(name), folder, tensors, content, stats, how, kind)
 
 
-def original(folder, config) -> str:
-    """Return what a quantized model was made from, as its card or config.json says."""
-    from .card import read_card  # which imports this
+def on_hub(*names):
+    """Return the first of names that can be one on the hub, without its revision, or None."""
+    found = [re.fullmatch(r"(\w[\w.-]*/[\w.-]+)(@.*)?", str(name)) for name in names]
+    return next((name[1] for name in found if name and not os.path.exists(name[0])), None)
 
-    names = f"{read_card(folder).data.get('base_model')} {config.get('_name_or_path')}"
-    found = re.search(r"(?<!\S)\w[\w.-]*/[\w.-]+(?!\S)", names)  # on the hub
-    return f"{found[0]}, from which it was made" if found else "the 16-bit model that it was made from"
+
+def read_card(folder):
+    """Return a folder's model card, or an empty one if it cannot be read."""
+    with contextlib.suppress(Exception):  # of YAML
+        path = inside(folder, "README.md")
+        if path.stat().st_size < 1e6:
+            return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    return ModelCard("---\n{}\n---\n")
 
 
 def inside(folder, file) -> Path:

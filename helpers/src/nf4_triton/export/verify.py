@@ -7,8 +7,8 @@ import torch
 import transformers
 
 from ..log import say
-from . import formats
 from .export import in_4_bits, to_device, to_dtype
+from .formats import loading
 from .problems import UnsupportedState, library
 from .sources import find
 
@@ -26,12 +26,16 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     kind, rows = next_tokens(out)
     checkpoint, lora = find(source, base)
     ids = tokens(out, text, rows)
-    loading = {"device_map": {"": to_device(device)}, "use_safetensors": True}
-    how, quantizing = as_trained(checkpoint, trained_in, skip_modules)
+    place = {"device_map": {"": to_device(device)}, "use_safetensors": True}
+    as_trained, how = loading(checkpoint), ""
+    if as_trained:
+        how = f", dequantized from {checkpoint.kind}"
+    if trained_in:
+        as_trained, how = {"quantization_config": in_4_bits(trained_in, skip_modules)}, f", in {trained_in}"
     with library(f"what was trained cannot be loaded as {kind.__name__}"), torch.no_grad():
         say(f"Loading {checkpoint.folder}{how}.")
-        quantizing["dtype"] = to_dtype(load_dtype) or "auto"
-        model = kind.from_pretrained(checkpoint.folder, **loading, **quantizing)
+        as_trained["dtype"] = to_dtype(load_dtype) or "auto"
+        model = kind.from_pretrained(checkpoint.folder, **place, **as_trained)
         model.resize_token_embeddings(rows, mean_resizing=False)
         trained = alone = log_probabilities(model, ids)
         if lora:
@@ -45,22 +49,9 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     del model
     with library(f"{out} cannot be loaded as {kind.__name__}"), torch.no_grad():
         say(f"Loading {out}.")
-        model = kind.from_pretrained(out, dtype="auto", **loading)
+        model = kind.from_pretrained(out, dtype="auto", **place)
         found = {str(out): log_probabilities(model, ids)} | ({"the base alone": alone} if lora else {})
     return {name: distance(trained, other) for name, other in found.items()}
-
-
-def as_trained(checkpoint, trained_in, skip_modules) -> tuple:
-    """Return how training loaded a base, in words and as arguments of from_pretrained()."""
-    if trained_in:
-        return f", quantized to {trained_in}", {"quantization_config": in_4_bits(trained_in, skip_modules)}
-    how = formats.loading(checkpoint)
-    if how is None:
-        raise UnsupportedState(
-            f"transformers cannot load {checkpoint.name} as training did, expected a base that it can load:"
-            " compare OUT by hand"
-        )
-    return f", dequantized from {checkpoint.kind}" if how else "", how
 
 
 def next_tokens(out) -> tuple:
