@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from helpers import SRC  # noqa: F401
+from nf4_triton.core.supported import forced_card
 from nf4_triton.environment import no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ def prepare() -> None:
         return
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    if os.environ.get("NF4_FORCE", "").strip().lower() == "t4" and has_gpu():
+    if forced_card() == "t4" and has_gpu():
         hide_native_bf16()
 
 

@@ -103,7 +103,7 @@ def compiled(arch: int, dtype: str, general: bool) -> Code:
     found = compile_for(arch, kernel, arguments, options)
     taken = resources(found.asm["cubin"])
     local = taken["STACK"] + taken["LOCAL"]
-    elements = 64 * chosen.rows // (32 * chosen.num_warps)
+    elements = 64 * chosen.tile_rows // (32 * chosen.num_warps)
     return Code(arch, dtype, general, taken["REG"], local, elements, found.asm["ptx"], triton.__version__)
 
 

@@ -6,7 +6,6 @@ tagged `module-only` stays in its module.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import nbformat
 
 from helpers import machine
 from helpers.results import executed
+from nf4_triton.core.supported import forced_card
 from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
@@ -106,7 +106,7 @@ def execute(notebook, folder: Path) -> str:
     for cell in code:
         cell.outputs, cell.execution_count = [], None
     first_lines = []
-    if os.environ.get("NF4_FORCE"):  # torch must report no native bf16, as on a T4
+    if forced_card():  # torch must report no native bf16, as on a T4
         first_lines = ["--IPKernelApp.exec_lines=from helpers import machine; machine.prepare()"]
     this_python = KernelSpecManager(kernel_dirs=[])  # ignores kernels registered on the machine
     client = NotebookClient(

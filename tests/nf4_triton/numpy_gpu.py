@@ -100,7 +100,7 @@ class Compiled:
 
     def run(self, grid, y, z, stream, *arguments):
         assert (y, z, stream, self.gpu.current) == (1, 1, 100 + OWN, OWN), "another device or its stream"
-        assert self.constexprs["ROWS"] == settings().rows, "settings were forced since"
+        assert self.constexprs["TILE_ROWS"] == settings().tile_rows, "settings were forced since"
         assert self.constexprs.get("ALIGNED", True), "slow stores"
         assert triton.knobs.runtime.launch_enter_hook is not bool, "a profiler's hook sees nothing"
         self.launch("kept", grid, self.gpu.owned, arguments)
@@ -136,7 +136,7 @@ class Program:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
 
     def run(self, grid):
-        tiles = -(-self.n // (64 * self.ROWS))
+        tiles = -(-self.n // (64 * self.TILE_ROWS))
         assert grid > 0 and grid % tiles == 0 and self.n % self.UNIT == 0, "grid or unit"
         assert self.UNIT <= 1 << self.LOG2_ROW <= 1 << self.LOG2_BLOCK
         assert self.LOG2_BLOCK - self.LOG2_ROW < 32, "a shift that has no meaning for int32"

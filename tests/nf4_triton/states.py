@@ -22,12 +22,12 @@ TABLES = {  # the oracle's own
     "fp4": [*FP4, *(-x for x in FP4)],
 }
 WAYS = {  # arguments of settings.force
-    "own": {"rows": 32},
+    "own": {"tile_rows": 32},
     "t4": settings.T4,
     "portable": {"asm": False},
-    "integer bf16": {"asm": False, "int_bf16": True},
-    "large tile": {"rows": 128, "num_warps": 4},
-    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
+    "integer bf16": {"asm": False, "sm75": True},
+    "large tile": {"tile_rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "tile_rows": 16, "num_warps": 1},
 }
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 

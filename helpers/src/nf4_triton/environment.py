@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from .core.supported import interpreted
+from .core.supported import forced_card, interpreted
 
 PACKAGES = "torch triton bitsandbytes unsloth unsloth_zoo axolotl peft transformers accelerate trl".split()
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
@@ -34,7 +34,7 @@ def describe():
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
+        "forced": forced_card() or None,
     }
 
 

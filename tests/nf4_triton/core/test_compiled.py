@@ -205,13 +205,13 @@ def test_what_decides_a_launch_is_part_of_the_graph(nested):
 
     compiled = torch.compile(lambda w: call(w, state), backend=keep_graph, fullgraph=True)
     compiled(weight)
-    with settings.force(rows=64):
+    with settings.force(tile_rows=64):
         assert exact(compiled(weight), weight, state)
     compiled(weight)
-    assert len(seen) == 2 and "('rows', 64)" in seen[1] and "rows" not in seen[0]
+    assert len(seen) == 2 and "('tile_rows', 64)" in seen[1] and "tile_rows" not in seen[0]
     assert all(settings.VERSION in graph and "(9, 0): (32, 2)" in graph for graph in seen)
     exported = torch.export.export(Layer(state), (weight,)).module()
-    with settings.force(rows=16):
+    with settings.force(tile_rows=16):
         assert exact(exported(weight), weight, state)
 
 

@@ -287,7 +287,7 @@ def test_launches(watch, run, gpu, device, seed):
         pytest.skip("the next test has a better GPU")
     watch(launch_general)
     for rows in (4, 2):  # what was kept for others is not used
-        with settings.force(rows=rows):
+        with settings.force(tile_rows=rows):
             run(seed, kinds=6, largest=3000, steps=1000)
     assert sum(count for how, count in gpu.launches.items() if how.startswith("kept")) > 500
 

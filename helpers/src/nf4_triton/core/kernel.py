@@ -32,17 +32,17 @@ def _your_dequantize_nf4_kernel(
     n: tl.int64,  # elements, a multiple of 64
     LOG2_BLOCK: tl.constexpr,  # blocksize 64 -> 6
     LOG2_BLOCK2: tl.constexpr,  # state2.blocksize 256 -> 8
-    ROWS: tl.constexpr,  # rows of 64 elements per program
+    TILE_ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no bf16
     LOAD_HINT: tl.constexpr,  # eviction policy of loads read once
     STORE_HINT: tl.constexpr,  # cache modifier of the stores
 ):
-    """Dequantize ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
-    TILE: tl.constexpr = ROWS * 64
+    """Dequantize TILE_ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
+    TILE: tl.constexpr = TILE_ROWS * 64
     start = tl.program_id(0).to(tl.int64) * TILE
     left = tl.multiple_of(tl.minimum(n - start, TILE).to(tl.int32), 64)  # elements of this tile
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, TILE_ROWS)
 
     # Load codes and scales. Rows past the end of the weight load the last row's scale and no codes.
     row = tl.minimum(rows, left // 64 - 1)
@@ -60,7 +60,7 @@ def _your_dequantize_nf4_kernel(
     # 16 different banks, so lookups never conflict.
     shift = (tl.arange(0, 8) ^ 1) * 4  # high nibble first
     code = (words[:, :, None] >> shift) & 15
-    value = tl.gather(_codebook(NF4), code.reshape(TILE), 0).reshape(ROWS, 64)
+    value = tl.gather(_codebook(NF4), code.reshape(TILE), 0).reshape(TILE_ROWS, 64)
     result = _product(value, scale[:, None], out_ptr, ASM, SM75)
     element = rows[:, None] * 64 + tl.arange(0, 64)
     tl.store(tl.multiple_of(out_ptr + start, 16) + element, result, element < left,

@@ -86,15 +86,15 @@ def _dequantize_general_kernel(
     LOG2_ROW: tl.constexpr,  # a row of 64 elements or fewer lies in one block
     UNIT: tl.constexpr,  # divides n: masks are constant over UNIT elements, a row or fewer
     ALIGNED: tl.constexpr,  # the result's address is a multiple of 16
-    ROWS: tl.constexpr,  # rows of 64 elements per program
+    TILE_ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no bf16
     LOAD_HINT: tl.constexpr,  # eviction policy of loads read once
     STORE_HINT: tl.constexpr,  # cache modifier of the stores
 ):
-    """Dequantize ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
+    """Dequantize TILE_ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
     ROW: tl.constexpr = 1 << LOG2_ROW
-    TILE: tl.constexpr = ROWS * 64
+    TILE: tl.constexpr = TILE_ROWS * 64
     n = tl.cast(n, tl.int64)  # torch.compile may pass a Python int
     which, start = _slice_to_write(n, SELECT, TILE)
     source, exists = _slice_to_read(ids_ptr, which, n, skip, slices, SELECT)

@@ -1,7 +1,8 @@
-"""The puzzle's launch path: a kept launch that the tensors fit, else a check, Triton's ordinary launch, kept.
+"""Launch the puzzle's kernel: replay a cached launch that matches, else check, launch through Triton, and cache
+that.
 
-It checks and launches double-quantized NF4 as the puzzle has it, and relaunches every whole weight;
-launch_general.py has the rest. No address of a layer's tensors is kept. `# %%`: notebook cells.
+Checks are for double-quantized NF4 as in the puzzle; replays are for every whole weight. launch_general.py has
+the rest. No cached launch holds the address of a layer's tensors. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -46,7 +47,7 @@ def relaunch(tensors, layout):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, grid, after, aligned, _, _ in known:
+        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -94,15 +95,22 @@ def not_the_puzzles(problem="this weight or its state has another layout"):
         "uint8, n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
 
 
-def fits(tensors, layout):
-    """Return whether the puzzle's kernel can dequantize these, at an address that is a multiple of 16."""
+def is_puzzles(layout):
+    """Return whether a layout is the puzzle's: double-quantized NF4 in whole rows of 64, to 16 bit."""
     shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     if not (nested and quant_type == "nf4" and dtype in (torch.float16, torch.bfloat16)
             and blocksize in BLOCKSIZES and blocksize2 in BLOCKSIZES and isinstance(shape, tuple)):
         return False
     n = math.prod(shape)
-    if not isinstance(n, (int, torch.SymInt)) or n % 64 or min(shape) < 1 or n >= 1 << 34:
+    return isinstance(n, (int, torch.SymInt)) and n % 64 == 0 and min(shape) > 0 and n < 1 << 34
+
+
+def fits(tensors, layout):
+    """Return whether the puzzle's kernel can dequantize these, at an address that is a multiple of 16."""
+    if not is_puzzles(layout):
         return False
+    shape, _, _, blocksize, blocksize2, _ = layout
+    n = math.prod(shape)
     blocks = -(-n // blocksize)
     needed = (n // 2, blocks, 256, -(-blocks // blocksize2), 1)
     kinds = (torch.uint8, torch.uint8, torch.float32, torch.float32, torch.float32)
@@ -122,7 +130,7 @@ def prepare(tensors, layout, result):
     log2_block, log2_block2 = int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1
     constexprs, options = of_card(s)
     pointers, after = (weight, result, *scales), (n, log2_block, log2_block2, *constexprs)
-    return -(-n // (64 * s.rows)), pointers, after, options
+    return -(-n // (64 * s.tile_rows)), pointers, after, options
 
 
 def launch_by_triton(kernel, grid, pointers, after, options):
@@ -167,11 +175,12 @@ def run_eagerly(function, *arguments):
     return function(*arguments)
 
 
-def keep(key, tensors, compiled, result, grid, after, aligned, tiling=None, sizes=None, strides=None):
-    """Keep a launch for later calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
+def keep(key, tensors, compiled, result, grid, after, aligned, sizes=None, strides=None):
+    """Cache a launch for later calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
 
-    result: as callers get it. aligned: whether the weight's address is a multiple of 16. tiling: what the
-    grid is counted from, where calls differ. sizes, strides: of the tensors, None stands for any."""
+    result: as callers get it. grid: the number of programs; for `out=` and selected rows (elements, tile), from
+    which each call counts them. aligned: whether the weight's address is a multiple of 16. sizes, strides: the
+    tensors' own; None stands for any."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     kept = (
@@ -180,10 +189,9 @@ def keep(key, tensors, compiled, result, grid, after, aligned, tiling=None, size
         result.get_device(),
         *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        grid,  # programs
+        grid,
         after,  # the kernel's arguments after its pointers
         aligned,
-        tiling,
         compiled)  # owns what the launcher's arguments point to
     # Guards also depend on autocast and inference mode: a layout may need several.
     launches[key] = [kept, *launches.get(key, ())][:32]

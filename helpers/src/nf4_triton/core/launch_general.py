@@ -87,7 +87,7 @@ def relaunch(tensors, layout, out, selection):
     compared, weight = (*tensors, *more), tensors[0]
     unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
     with plain_tensors():
-        for same_kind, device, run, before, output, _, after, aligned, tiling, _ in known:
+        for same_kind, device, run, before, output, tiling, after, aligned, _ in known:
             if not same_kind(*compared) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -170,7 +170,7 @@ def can_write(compared):
 
 
 def launch_first(tensors, layout, out=None, selection=None):
-    """Check everything, launch by Triton, and keep the launch for later calls."""
+    """Check everything, launch through Triton, and cache the launch for later calls."""
     with plain_tensors():
         if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
             launch.launches.clear()
@@ -189,7 +189,12 @@ def launch_first(tensors, layout, out=None, selection=None):
             compiled = launch.launch_by_triton(_dequantize_general_kernel, grid, pointers, after, options)
         if selection is None:
             result = transposed(result, weight)
-        keep(tensors, layout, out, selection, compiled, result, grid, after)
+        if whole:
+            unread = (0,) * (6 - len(tensors))  # pointers that a flat layout lacks, and that of the ids
+            aligned = weight.data_ptr() % 16 == 0
+            launch.keep(layout, tensors, compiled, result, grid, (*unread, *after), aligned)
+        elif result.data_ptr() % 16 == 0:  # launches into other memory are not cached
+            keep(tensors, layout, out, selection, compiled, result, after)
         return result
 
 
@@ -205,7 +210,7 @@ def prepare(tensors, layout, sizes, result, selection=None):
             log2_row -= 1
     select = selection is not None and selection.ids is not None
     unit = math.gcd(n, 1 << log2_row)
-    count, skip, grid = extent(n, 64 * s.rows, selection)
+    count, skip, grid = extent(n, 64 * s.tile_rows, selection)
     by_bytes = (address_of(weight) + skip // 2) % 16 != 0 or n % (32 if select else 8) != 0
     if weight.dtype != torch.uint8:  # quant_storage
         weight = weight.view(-1).view(torch.uint8)
@@ -217,23 +222,19 @@ def prepare(tensors, layout, sizes, result, selection=None):
     return grid, pointers, (count, skip, slices, *constexprs, aligned, *last), options
 
 
-def keep(tensors, layout, out, selection, compiled, result, grid, after):
-    """Keep a launch: of a whole weight for launch.relaunch(), with `out` or slices for relaunch()."""
-    weight, (n, skip, *rest) = tensors[0], after
+def keep(tensors, layout, out, selection, compiled, result, after):
+    """Cache a launch into `out` or of selected slices: any number of slices fits."""
+    weight, (elements, skip, *rest) = tensors[0], after
     aligned = (weight.data_ptr() + skip // 2) % 16 == 0
-    if out is None and selection is None:
-        unread = (0,) * (6 - len(tensors))  # pointers that a flat layout does not have, and that of the ids
-        launch.keep(layout, tensors, compiled, result, grid, (*unread, *after), aligned)
-    elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-        key, more = key_and_more(layout, out, selection)
-        compared, elements = (*tensors, *more), n
-        sizes, strides = [list(x.shape) for x in compared], [list(x.stride()) for x in compared]
-        if selection is not None:  # any number of slices fits
-            elements = slice_elements(layout[0])
-            for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
-                numbers[0] = None
-        tiling = elements, 64 * settings(weight.device).rows
-        launch.keep(key, compared, compiled, result, grid, rest, aligned, tiling, sizes, strides)
+    key, more = key_and_more(layout, out, selection)
+    compared = *tensors, *more
+    sizes, strides = [list(x.shape) for x in compared], [list(x.stride()) for x in compared]
+    if selection is not None:
+        elements = slice_elements(layout[0])
+        for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
+            numbers[0] = None
+    tiling = elements, 64 * settings(weight.device).tile_rows
+    launch.keep(key, compared, compiled, result, tiling, rest, aligned, sizes, strides)
 
 
 # --- torch.compile, export, and torch.func ---

@@ -21,6 +21,11 @@ class UnsupportedState(ValueError):
     expected, and what to do."""
 
 
+def forced_card():
+    """Return what NF4_FORCE asks for: "t4", the settings of a T4, or "", the GPU's own."""
+    return os.environ.get("NF4_FORCE", "").strip().lower()
+
+
 # %% tags=["module-only"]
 CARDS = {  # by compute capability: those whose machine code is checked
     (7, 5): "Tesla T4",
