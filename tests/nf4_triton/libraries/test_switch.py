@@ -23,7 +23,7 @@ from helpers.puzzle.layers import DEVICE  # noqa: E402
 from nf4_triton import autoload, log  # noqa: E402
 from nf4_triton.core import launch, launch_general  # noqa: E402
 from nf4_triton.core.supported import UnsupportedState  # noqa: E402
-from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
+from nf4_triton.libraries import self_test, site, switch, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
@@ -294,7 +294,7 @@ def test_a_function_with_other_bits_in_one_call_stays_the_librarys(monkeypatch, 
         return result if out is None else out.copy_(result)
 
     forget_self_tests()
-    monkeypatch.setattr(site, "LAYOUTS", [*site.LAYOUTS[:1], ("fp4", "flat", FP32, 4096)])
+    monkeypatch.setattr(self_test, "LAYOUTS", [*self_test.LAYOUTS[:1], ("fp4", "flat", FP32, 4096)])
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize_4bit)
     with pytest.raises(RuntimeError, match=f"{DEQUANTIZE} failed its self-test: other bits in"):
         quietly("bitsandbytes", strict=True)
@@ -323,7 +323,7 @@ def test_each_rank_tests_on_its_own_gpu(monkeypatch, rank, current, index):
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", current)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    assert site.self_test_device() == torch.device("cuda", index)
+    assert self_test.self_test_device() == torch.device("cuda", index)
 
 
 # What is logged

@@ -5,7 +5,8 @@ import math
 import torch
 
 from ..core.supported import UnsupportedState
-from .site import Site, dequantize_stack, dequantized, launch_general, small_stack
+from .self_test import dequantized, small_stack
+from .site import Site, dequantize_stack, launch_general
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
 FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # from 0.21 on

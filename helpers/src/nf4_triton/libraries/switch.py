@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from ..environment import cannot_run
 from ..log import say
 from . import axolotl, bitsandbytes, unsloth
-from .site import COMPILED, KERNEL, OFF, ORIGINALS, Site, contents, current, self_test_device
+from .self_test import self_test_device
+from .site import COMPILED, KERNEL, OFF, ORIGINALS, Site, contents, current
 
 # The first function of a library is the one that counts: without it the library is left as it is.
 LIBRARIES = {"unsloth": unsloth.SITES, "bitsandbytes": bitsandbytes.SITES, "axolotl": axolotl.SITES}

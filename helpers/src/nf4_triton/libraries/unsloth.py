@@ -5,7 +5,8 @@ import importlib
 import torch
 
 from ..core.supported import UnsupportedState
-from .site import Site, dequantize_stack, dequantized, launch_general, small_stack
+from .self_test import dequantized, small_stack
+from .site import Site, dequantize_stack, launch_general
 
 FAST_DEQUANTIZE = "unsloth.kernels.utils.fast_dequantize"
 EXPERT_STACK = "unsloth_zoo.temporary_patches.moe_triton_kernels.nf4_dequant_triton"
