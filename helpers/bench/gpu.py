@@ -1,20 +1,24 @@
-"""The section gpu_time of `python -m helpers bench`: time on the GPU, in CUDA graphs.
+"""The section gpu_time of `python -m helpers bench`: time on the GPU, by the notebook's clock.
 
-A graph holds one call on each of many weights that together fill the L2 cache many times, so every call finds
-it cold. The weights are stored as rows of 64: a kernel's time depends on their number of elements, not on
-their shape.
+It replays CUDA graphs of one call on each of many weights, which together fill the L2 cache many times, so
+every call finds it cold. The weights are stored as rows of 64: a kernel's time depends on their number of
+elements, not on their shape.
 """
 
 import functools
+import itertools
 import math
 import sys
+import types
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+import triton
 
 from helpers.bench import clocks, contenders
 from helpers.bench.contenders import check, why
+from helpers.puzzle import turns
 from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import dequantize
 
@@ -39,33 +43,6 @@ MOST_LAYERS = 2048  # of a graph
 B200 = (1024, 2, True, True, 2)
 
 
-def gpu_us(works: dict[str, tuple], problems: list[str], where: str) -> dict[str, list[float]]:
-    """Return {name: GPU microseconds of a call, one value a round}.
-
-    works: {name: (calls of a graph, what the last one must return)}.
-    A replayed graph must write the last output's bits: a launch that went past the capture would leave an
-    empty graph. The graphs share one pool for their outputs.
-    """
-    timers = {}
-    pool = None
-    for name, (calls, expected) in works.items():
-        try:
-            if not ON_GPU:
-                check(calls[-1], expected)
-                timers[name] = lambda: math.nan
-                continue
-            graph, out = clocks.capture(calls, pool)
-            check(graph.replay, expected, out)
-            timers[name] = clocks.gpu_timer(graph, len(calls))
-            pool = graph.pool()
-        except Exception as error:
-            problems.append(f"{name} at {where}: {why(error)}")
-    return clocks.in_turns(timers, clocks.ROUNDS)
-
-
-# --- weights ---
-
-
 def layers_of(numel: int, dtype: str, **more) -> list:
     """Return layers of `numel` elements each, through which the calls of a graph rotate; more: of
     quantized_layer."""
@@ -73,23 +50,41 @@ def layers_of(numel: int, dtype: str, **more) -> list:
     return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index, **more) for index in range(count)]
 
 
-def works_of(functions: dict[str, Callable], arguments: list, expected: torch.Tensor) -> dict[str, tuple]:
-    """Return the works of a call on each argument. expected: what each function returns for the last one."""
-    return {
-        name: ([functools.partial(function, one) for one in arguments], expected)
-        for name, function in functions.items()
-    }
+def gpu_us(function: Callable, layers: list) -> float:
+    """Return the GPU microseconds of a call on one of the layers, NaN on a CPU.
+
+    Raises AssertionError if its bits, or those of a replay, are not bitsandbytes'.
+    """
+    if not ON_GPU:
+        return math.nan
+    mlp = types.SimpleNamespace(up_proj=layers[0], gate_proj=layers[0], down_proj=layers[0])
+    _, us, _ = turns.times_of(function, layers, mlp, None)
+    return us
 
 
-# --- gpu_time ---
+def timers_of(functions: dict[str, Callable], layers: list, problems: list[str], where: str) -> dict:
+    """Return {name: function that returns GPU microseconds} of those that are exact on these layers."""
+    timers, expected = {}, contenders.exact_weight(layers[-1])
+    for name, function in functions.items():
+        timer = functools.partial(gpu_us, function, layers)
+        try:
+            check(functools.partial(function, layers[-1]), expected)
+            timer()  # compiles, and compares what a graph replays
+            timers[name] = timer
+        except Exception as error:
+            problems.append(f"{name} at {where}: {why(error)}")
+    return timers
 
 
-def sources_of(layers: list, weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return a tensor for each layer; copying it moves as many bytes as dequantizing the layer."""
-    packed = layers[0].weight
-    moved = packed.nbytes + packed.quant_state.absmax.nbytes + weight.nbytes
-    numel = moved // 2 // weight.itemsize  # a copy reads one half and writes the other
-    return [torch.randn(numel, dtype=weight.dtype, device=weight.device) for _ in layers]
+def copy_us(layers: list) -> float:
+    """Return the GPU microseconds in which torch copies as many bytes as dequantizing a layer moves."""
+    if not ON_GPU:
+        return math.nan
+    packed, state = layers[0].weight, layers[0].weight.quant_state
+    moved = packed.nbytes + state.absmax.nbytes + state.dtype.itemsize * math.prod(state.shape)
+    read = torch.randint(256, (moved // 2,), dtype=torch.uint8, device=packed.device)  # as many are written
+    sources = [read.clone() for _ in layers]
+    return 1e3 * triton.testing.do_bench_cudagraph(lambda: [x.clone() for x in sources]) / len(sources)
 
 
 def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
@@ -108,14 +103,9 @@ def time_sizes(problems: list[str]) -> Iterator[tuple]:
     of_flat = {"dequantize, flat": dequantize, "bitsandbytes, flat": functions["bitsandbytes"]}
     if unsloth_today := functions.get("unsloth_today"):
         functions["unsloth_b200"] = functools.partial(as_on_b200, unsloth_today)
-    for numel in SIZES:
-        for dtype in DTYPES:
-            case = f"{numel} {dtype}"
-            layers = layers_of(numel, dtype)
-            expected = contenders.exact_weight(layers[-1])
-            works = works_of(functions, layers, expected)
-            sources = sources_of(layers, expected)
-            works |= works_of({"torch's copy": torch.clone}, sources, sources[-1])
-            flat = layers_of(numel, dtype, nested=False)
-            works |= works_of(of_flat, flat, contenders.exact_weight(flat[-1]))
-            yield case, "us", gpu_us(works, problems, case)
+    for numel, dtype in itertools.product(SIZES, DTYPES):
+        case = f"{numel} {dtype}"
+        layers, flat = layers_of(numel, dtype), layers_of(numel, dtype, nested=False)
+        timers = timers_of(functions, layers, problems, case) | timers_of(of_flat, flat, problems, case)
+        timers["torch's copy"] = functools.partial(copy_us, layers)
+        yield case, "us", clocks.in_turns(timers, clocks.GPU_ROUNDS)

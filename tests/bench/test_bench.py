@@ -1,11 +1,13 @@
 """The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 from helpers.bench import bench, clocks, contenders, gpu, host, training
+from helpers.puzzle import turns
 from helpers.results import store
 
 pytest.importorskip("bitsandbytes")
@@ -14,6 +16,7 @@ SMALL = (
     (gpu, "MOST_LAYERS", 2),
     (host, "LAYER", (64, 2)),  # each selected row is a program, which the interpreter runs for 15 ms
     (clocks, "ROUNDS", 1),
+    (clocks, "GPU_ROUNDS", 1),
     (clocks, "INNER", 1),
 )
 
@@ -62,6 +65,13 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     assert problems and all("not bit-identical" in text for text in problems)
     references = {"torch's copy", "allocate and fill"}
     assert all(timed <= references for timed in found.values())
+
+
+def test_the_notebooks_clock_is_asked_as_it_wants_to_be(monkeypatch):
+    """Of its three times the second is the GPU's. Tests on a GPU call it."""
+    monkeypatch.setattr(gpu, "ON_GPU", True)
+    monkeypatch.setattr(turns, "times_of", mock.create_autospec(turns.times_of, return_value=(9.0, 2.5, 0.1)))
+    assert gpu.gpu_us(len, [None]) == 2.5
 
 
 def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):

@@ -32,8 +32,8 @@ def dequantized(packed, quant_state, weight):
 def self_test(trial, replacement) -> None:
     """Compare a Site's original in LAYOUTS, and its replacement in the first two, with PyTorch, bit for bit.
 
-    Raises RuntimeError for other bits, and if the original dequantizes no layout. Where the original raises or
-    returns no tensor, it declines a layout: there are no bits to compare.
+    Raises RuntimeError for other bits, and if the original dequantizes no layout. The original declines a
+    layout if it raises or returns no tensor: there are no bits to compare.
     """
     device = self_test_device()
     # On a CPU bitsandbytes has other zeros in fp4, and compiles code for long blocks, which takes seconds.
