@@ -3,8 +3,8 @@
 Each round runs every contender once, so drifting clocks and temperatures hit all of them alike. Neither
 `do_bench` nor torch.utils.benchmark interleaves. On a CPU everything runs, but the times mean nothing.
 
-Two more such loops run without this file: the notebook's (helpers/puzzle/turns.py) and the installed package's
-(nf4_triton/doctor.py).
+Two more such loops run without this file: the notebook's (helpers/puzzle/turns.py) and the installed
+package's (nf4_triton/doctor.py).
 """
 
 import timeit
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from helpers.puzzle.protocol import synchronize
 
 ROUNDS = 20  # of host times
-INNER = 100  # calls in each round; far below the launch queue's depth
+INNER = 100  # calls in each; far below 1,000, the depth of the launch queue, where calls wait for the GPU
 GPU_ROUNDS = 3  # of GPU times: each takes about 0.4 s, and is the mean of ten replays of a new graph
 
 
@@ -28,19 +28,11 @@ def in_turns(timers: dict[Hashable, Callable[[], float]], rounds: int) -> dict:
     return found
 
 
-def host_timer(call: Callable, count: int) -> Callable:
-    """Return a function that makes one untimed call, times `count` calls until they return, and returns the
-    microseconds of one.
+def host_us(call: Callable) -> float:
+    """Return the microseconds until a call returns: the mean of INNER calls, after an untimed one."""
 
-    `count` must stay below the depth of the launch queue (about 1,000 kernels), or calls wait for the GPU.
-    """
-    timer = timeit.Timer(call)  # it turns the garbage collector off
-
-    def us():
+    def once():
         call()
         synchronize()
-        elapsed = timer.timeit(count)
-        synchronize()
-        return 1e6 * elapsed / count
 
-    return us
+    return 1e6 * timeit.timeit(call, once, number=INNER) / INNER

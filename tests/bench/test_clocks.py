@@ -11,5 +11,6 @@ def test_contenders_take_turns_in_going_first():
 def test_where_the_clock_waits(monkeypatch):
     order = []
     monkeypatch.setattr(clocks, "synchronize", lambda: order.append("|"))
-    clocks.host_timer(lambda: order.append("."), 2)()
-    assert "".join(order) == ".|..|"
+    monkeypatch.setattr(clocks, "INNER", 2)
+    clocks.host_us(lambda: order.append("."))
+    assert "".join(order) == ".|.."

@@ -80,8 +80,8 @@ NF4 = tl.constexpr((
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0))
-# Two bf16 in one register, $0 = {$1 * $3, $2 * $4}, for sm_75, which has no bf16: to nearest even
-# by adding 0x7fff and the lowest bit kept.
+# Two bf16 in one register, $0 = {$1 * $3, $2 * $4}, for sm_75, which has no bf16. Adding 0x7fff and
+# the lowest kept bit rounds to nearest even.
 BF16_PAIR_SM75 = tl.constexpr(
     "{ .reg .f32 a, b; .reg .b32 bit, x, y; .reg .pred nan; "
     "mul.rn.ftz.f32 a, $1, $3; mul.rn.ftz.f32 b, $2, $4; "
@@ -110,7 +110,7 @@ def _codebook(VALUES: tl.constexpr):
 @triton.jit
 def _multiply(a, b):
     """Return a * b, rounded before any sum. mul_rn is mul.rn.ftz: subnormals become zeros, as in
-    bitsandbytes' CUDA build. The interpreter has no libdevice and keeps them, as its CPU build."""
+    bitsandbytes' CUDA build. The interpreter has no libdevice and keeps subnormals, as the CPU build does."""
     if LIBDEVICE:
         return libdevice.mul_rn(a, b)
     return a * b

@@ -1,8 +1,7 @@
-"""Launch the puzzle's kernel: replay a cached launch that matches, else check, launch through Triton, and cache
-that.
+"""Launch the puzzle's kernel: replay a cached launch, or check, launch through Triton, and cache that launch.
 
-Checks are for double-quantized NF4 as in the puzzle; replays are for every whole weight. launch_general.py has
-the rest. No cached launch holds the address of a layer's tensors. `# %%`: notebook cells.
+A first launch takes double-quantized NF4 as in the puzzle; a replay takes every whole weight.
+launch_general.py has the rest. A cached launch holds no address of a layer's tensors. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -39,7 +38,7 @@ def _your_dequantize_nf4(weight, quant_state):
 
 
 def relaunch(tensors, layout):
-    """Launch again on tensors of a layout that was checked. Return the result, None if no kept launch fits."""
+    """Replay a cached launch on tensors of a checked layout. Return the result, or None if none matches."""
     if is_compiling():
         return None  # torch.compile must see the operator
     try:
@@ -56,7 +55,7 @@ def relaunch(tensors, layout):
             weight = tensors[0]
             address = weight.data_ptr()
             if (address % 16 == 0) is not aligned or address == weight.storage_offset() * weight.itemsize:
-                continue  # or freed by FSDP
+                continue  # alignment differs, or FSDP freed the weight
             if len(tensors) == 5:  # written out, 0.1 us less than map(data_ptr, ...)
                 _, absmax, code2, absmax2, offset = tensors
                 scales = absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr()
@@ -71,7 +70,7 @@ def relaunch(tensors, layout):
 import math
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
+# A replay calls the compiled kernel without Triton's own launch code: checked for these versions.
 CAN_RELAUNCH = GUARDED and current_device is not None and not INTERPRETED and TRITON <= NEWEST_TRITON
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
@@ -89,7 +88,7 @@ def read_nested(weight, quant_state):
 
 
 def not_the_puzzles(problem="this weight or its state has another layout"):
-    """Return the error for a weight that this kernel does not take."""
+    """Return the error for a weight that this kernel does not dequantize."""
     return UnsupportedState(
         f"{problem}, expected a Linear4bit on a GPU in double-quantized NF4: its codes as (n / 2, 1) in "
         "uint8, n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
@@ -143,7 +142,7 @@ def launch_by_triton(kernel, grid, pointers, after, options):
 
 
 def launch_first(tensors, layout):
-    """Check everything, launch by Triton, and keep the launch for later calls."""
+    """Check everything, launch through Triton, and cache the launch for later calls."""
     weight, (shape, dtype, *_) = tensors[0], layout
     if is_traced(weight):
         return call_operator(tensors, layout)
@@ -158,7 +157,7 @@ def launch_first(tensors, layout):
 
 
 def call_operator(tensors, layout):
-    """Dequantize by the operator, which tracers record as one call."""
+    """Dequantize through the operator, which tracers record as one call."""
     weight, *scales = tensors
     shape, dtype, _, blocksize, blocksize2, _ = layout
     if not fits(tensors, layout):
@@ -171,29 +170,28 @@ def call_operator(tensors, layout):
 
 @torch.compiler.disable
 def run_eagerly(function, *arguments):
-    """Call between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
+    """Call a function between two graphs: on a T4, torch 2.11 raises an error for a graph with bf16."""
     return function(*arguments)
 
 
 def keep(key, tensors, compiled, result, grid, after, aligned, sizes=None, strides=None):
-    """Cache a launch for later calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
+    """Cache a launch for calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
 
-    result: as callers get it. grid: the number of programs; for `out=` and selected rows (elements, tile), from
-    which each call counts them. aligned: whether the weight's address is a multiple of 16. sizes, strides: the
-    tensors' own; None stands for any."""
+    result: as callers get it. grid: the number of programs, or what launch_general.relaunch() counts it from.
+    aligned: whether the weight's address is a multiple of 16. sizes, strides: None stands for any."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     kept = (
         # Compares type, dtype, device, sizes, and strides in one call into torch.
         TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check,
         result.get_device(),
-        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
+        *launcher(compiled, TRITON),  # Triton's launcher, and its arguments before the kernel's own
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
         grid,
         after,  # the kernel's arguments after its pointers
         aligned,
-        compiled)  # owns what the launcher's arguments point to
-    # Guards also depend on autocast and inference mode: a layout may need several.
+        compiled)  # owns the memory that the launcher's arguments point to
+    # Guards also depend on autocast and inference mode: a layout may need several launches.
     launches[key] = [kept, *launches.get(key, ())][:32]
 
 

@@ -1,4 +1,4 @@
-"""What depends on the GPU: tile, inline assembly, cache hints. The section is a notebook cell."""
+"""Settings that depend on the GPU: tile, inline assembly, cache hints. The section is a notebook cell."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
 import torch
@@ -17,9 +17,9 @@ KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What depends on the GPU."""
+    """Settings that depend on the GPU."""
 
-    asm: bool  # inline PTX; False: the same bits in plain Triton
+    asm: bool  # inline PTX; False: plain Triton, bit-identical
     hints: bool  # cache eviction hints on data read or written once
     sm75: bool  # no bf16 arithmetic: bf16 is rounded in integers
     tile_rows: int  # rows of 64 elements per program
@@ -36,7 +36,7 @@ _cache_key = ""
 def settings(device=0):
     """Return the Settings of a GPU, or of Triton's interpreter, with what force() overrides."""
     if INTERPRETED or not torch.cuda.is_available():
-        # Few large programs: the interpreter's time depends on their number, not on their size.
+        # Few large programs: the interpreter's time depends on the number of programs, not on their size.
         own = Settings(asm=False, hints=True, sm75=True, tile_rows=512, num_warps=4)
     else:
         card = torch.cuda.get_device_properties(getattr(device, "index", device))
@@ -51,8 +51,8 @@ def of_capability(major, minor):
 
 
 def cache_key():
-    """Return the version, the tiles, and what force() set, as text. The operators take it as an argument, so
-    that torch.compile reuses no code from its cache on disk that it compiled for other settings."""
+    """Return the version, the tiles, and the forced settings as text. The operators take it as an argument,
+    so that torch.compile reuses no code from its cache on disk that was compiled for other settings."""
     return _cache_key
 
 
@@ -66,8 +66,8 @@ def has_no_bf16(device):
 
 
 def force(**fields):
-    """Override fields of Settings from now on, or inside `with force(...)`, and forget the kept launches.
-    force(**T4) takes the settings of a T4, force() returns to the GPU's own."""
+    """Override fields of Settings from now on, or inside `with force(...)`, and clear the cached launches.
+    force(**T4) sets the settings of a T4, force() the GPU's own."""
     global _forced, _cache_key
     restore = contextlib.ExitStack()
     restore.callback(force, **_forced)

@@ -1,4 +1,4 @@
-"""What is supported: versions, cards, tiles, and the error for what is not. Imports neither torch nor Triton.
+"""Supported versions and cards, tiles, and the error for everything else. Imports neither torch nor Triton.
 
 `# %%`: a notebook cell.
 """
@@ -9,7 +9,7 @@ import os
 
 # %% Versions, cards, and tiles id="supported" folded=true
 VERSION = "2.1.0"  # of the package
-NEWEST_TRITON = (3, 9)  # the newest that the tests ran with; newer ones launch the ordinary way
+NEWEST_TRITON = (3, 9)  # the newest that was tested; with newer ones, every launch goes through Triton
 TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
     (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)
     (9, 0): (32, 2),  # 16 or 64 rows: 6 to 7% slower; 1 or 4 warps: 1 to 2% (H200, 16.8M elements)
@@ -27,7 +27,7 @@ def forced_card():
 
 
 # %% tags=["module-only"]
-CARDS = {  # by compute capability: those whose machine code is checked
+CARDS = {  # by compute capability: cards whose machine code is checked
     (7, 5): "Tesla T4",
     (8, 0): "A100",
     (8, 6): "RTX 30, A10",
