@@ -227,7 +227,10 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ),
         ((as_lightning_makes_it,), "Params4bit on meta.* with its values, moved to the GPU"),
         ((torch.nn.Sequential(layer),), "Sequential has no quant_state, expected one bitsandbytes layer"),
-        ((state, weight), "quant_state is a Tensor.*the order is dequantize.weight, quant_state, out"),
+        (
+            (state, weight),
+            "quant_state is a Tensor.*the order of arguments is dequantize.weight, quant_state, out",
+        ),
         ((weight, vars(state)), "quant_state is a dict, expected a QuantState"),
         (((layer, "weight", 1),), "tuple has no quant_state.*.module, 'name'. of"),
         ((array, state), "the weight is ndarray"),
