@@ -1,4 +1,4 @@
-"""The self-test: a library's function and what answers its calls give the bits of plain PyTorch."""
+"""The self-test: a library's function and its replacement are bit-identical to plain PyTorch."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ from ..core.state import read_state
 from ..log import local_rank
 
 SCALES = "nested", "flat"
-LAYOUTS = [  # what the self-test compares: (quant_type, scales, dtype, blocksize)
+LAYOUTS = [  # to compare: (quant_type, scales, dtype, blocksize)
     *itertools.product(("nf4", "fp4"), SCALES, DTYPES, (64,)),
     *itertools.product(("nf4",), SCALES, (torch.bfloat16,), [32 << k for k in range(8)]),  # to 4096
 ]
@@ -20,7 +20,7 @@ LAYOUTS = [  # what the self-test compares: (quant_type, scales, dtype, blocksiz
 
 def dequantized(packed, quant_state, weight):
     """Return [(arguments, named arguments, result)]: the self-test's calls of a function that takes
-    (packed, quant_state, out=...). weight: PyTorch's."""
+    (packed, quant_state, out=...). weight: PyTorch's result."""
     out = torch.full_like(weight, torch.nan)
     return [
         ((packed, quant_state), {}, weight),
@@ -36,7 +36,7 @@ def self_test(trial, replacement) -> None:
     layout if it raises or returns no tensor: there are no bits to compare.
     """
     device = self_test_device()
-    # On a CPU bitsandbytes has other zeros in fp4, and compiles code for long blocks, which takes seconds.
+    # On a CPU, bitsandbytes has other zeros in fp4, and takes seconds to compile code for long blocks.
     layouts = LAYOUTS if device.type == "cuda" else LAYOUTS[:6]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         failed = f"{trial.name} failed its self-test"
@@ -50,9 +50,9 @@ def self_test(trial, replacement) -> None:
 
 
 def compare(function, calls_of, layouts, device, failed) -> list[str]:
-    """Compare the bits of each call with PyTorch's. Return why a call declines, "" if it does not, of each.
+    """Compare the bits of each call with PyTorch's. Return why each call was declined, "" if it was not.
 
-    failed: how the RuntimeError for other bits begins.
+    failed: the beginning of the RuntimeError for other bits.
     """
     declined = []
     for layout in layouts:
@@ -71,8 +71,8 @@ def compare(function, calls_of, layouts, device, failed) -> list[str]:
 
 
 def self_test_device() -> torch.device:
-    """Return the current GPU, or that of LOCAL_RANK if the process has not chosen one yet: a test on GPU 0
-    would open a context there for every rank."""
+    """Return the current GPU, or LOCAL_RANK's if the process has not chosen a GPU yet: tests on GPU 0 would
+    open a context there for every rank."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     rank = local_rank()
@@ -81,12 +81,12 @@ def self_test_device() -> torch.device:
 
 
 def small_layer(device, quant_type, scales, dtype, blocksize) -> tuple:
-    """Return (packed, quant_state, PyTorch's weight) of 8 x 4096, with every byte. No block spans two rows,
-    where bitsandbytes is wrong on a CPU.
+    """Return (packed, quant_state, PyTorch's weight) of 8 x 4096, with every byte. No block spans two rows:
+    there bitsandbytes is wrong on a CPU.
 
-    bitsandbytes quantizes nothing here: it would keep tables in torch's default dtype of this moment.
+    bitsandbytes quantizes nothing here: it would keep tables in torch's current default dtype.
     """
-    # With the device named: transformers' from_pretrained makes torch.linspace ignore `with device`.
+    # The device is named: in transformers' from_pretrained, torch.linspace ignores `with device`.
     codes = torch.arange(8 * 2048, device=device).to(torch.uint8)
     floats = torch.linspace(-1, 1, 256, dtype=torch.float32, device=device)
     make = importlib.import_module("bitsandbytes.functional").QuantState
@@ -102,5 +102,5 @@ def small_layer(device, quant_type, scales, dtype, blocksize) -> tuple:
 
 
 def small_stack(packed: torch.Tensor) -> tuple:
-    """Return (ids, shape) for the small layer as 8 experts of 1 x 4096: repeated, not sorted."""
+    """Return (ids, shape) for the small layer as eight experts of 1 x 4096. Ids repeat and are not sorted."""
     return torch.tensor([5, 0, 7, 5], device=packed.device), (8, 1, 4096)

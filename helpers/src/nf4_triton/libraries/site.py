@@ -1,4 +1,4 @@
-"""A library function that dequantizes, and what answers its calls."""
+"""A library function that dequantizes, and its replacement."""
 
 import collections
 import functools
@@ -22,13 +22,13 @@ from .self_test import dequantized, self_test
 
 try:
     from ..core import launch, launch_general
-except (ImportError, AttributeError):  # no Triton, or an old one: no function is replaced
+except (ImportError, AttributeError):  # no Triton, or an old version: no function is replaced
     launch = launch_general = None  # type: ignore[assignment]
 
 OFF = "switched off"
 KERNEL = "by the kernel"
 COMPILED = "used in compiled code, where calls cannot be counted"
-ORIGINALS: dict[Callable, Callable] = {}  # of every replacement that was ever made
+ORIGINALS: dict[Callable, Callable] = {}  # {replacement: original}, of all that were ever made
 
 
 class UnknownInternals(RuntimeError):
@@ -37,16 +37,16 @@ class UnknownInternals(RuntimeError):
 
 @dataclass(eq=False)
 class Site:
-    """A function of a library that dequantizes, and what answers its calls. Threads may miss a few counts."""
+    """A library function that dequantizes, and its replacement. With threads, some calls may go uncounted."""
 
     name: str
     answer: Callable  # answer(site, ...): the result of a call; None leaves it to the original
-    # calls_of(packed, quant_state, weight): the self-test's calls; none for what the answer always declines
+    # calls_of(packed, quant_state, weight): the self-test's calls, but none that `answer` always declines
     calls_of: Callable = dequantized
-    relaunches: bool = False  # whether the original launches faster than Triton's ordinary path
+    relaunches: bool = False  # whether the original launches faster than Triton's kernel[grid]
     original: Any = None
     replacement: Any = None  # None: no self-test has passed
-    why_not: str = OFF  # why it does not answer; empty while it does
+    why_not: str = OFF  # why calls go to the original; empty while the kernel answers them
     calls: collections.Counter = field(default_factory=collections.Counter)  # {by whom and why: eager calls}
 
     def by_kernel(self, kernel: Callable, *arguments):
@@ -57,10 +57,10 @@ class Site:
             if not private.is_compiling():  # Dynamo cannot trace str(error)
                 self.calls[f"by the library: {str(error).split(':')[0]}"] += 1
             return None
-        except launch_general.CANNOT_LAUNCH as error:  # no second try: each may compile for seconds
+        except launch_general.CANNOT_LAUNCH as error:  # no second try: each could compile for seconds
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             self.why_not = f"the kernel could not be launched ({reason})"
-            if self.replacement:  # the self-test raises it
+            if self.replacement:  # during its self-test, an error says so
                 say(f"Left to the library: {self.name}: {self.why_not}", logging.WARNING)
             return None
         if private.is_compiling():
@@ -74,7 +74,7 @@ class Site:
         self.calls[COMPILED] = 0
 
     def prepare(self, switched: Iterable["Site"]) -> None:
-        """Make the replacement and test it, unless it was tested before.
+        """Make the replacement and test it, unless that was done before.
 
         switched: functions that are on; the original may call or wrap their replacements.
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
@@ -101,7 +101,7 @@ class Site:
         self.replacement, self.original = replacement, original
 
     def make_replacement(self, original: Callable) -> Callable:
-        """Return a function that answers calls with known arguments and passes on the others."""
+        """Return a function that answers calls with known arguments and passes others to the original."""
         answer = inspect.getfullargspec(self.answer)
         parameters = answer.args[1:]
         names = parameters + answer.kwonlyargs
@@ -125,7 +125,7 @@ class Site:
 
 
 def dequantize_stack(weight, quant_state, shape, rows=None, out=None) -> torch.Tensor:
-    """Return a stack of this shape, or its rows: ids or a slice. Raises UnsupportedState."""
+    """Return a stack of experts of this shape, or its rows: ids or a slice. Raises UnsupportedState."""
     tensors, layout = read_state(weight.reshape(-1, 1), quant_state)
     layout = tuple(shape), *layout[1:]
     selection = None if rows is None else read_rows(rows, tensors, layout)
@@ -133,13 +133,13 @@ def dequantize_stack(weight, quant_state, shape, rows=None, out=None) -> torch.T
 
 
 def contents(module) -> dict[str, Any]:
-    """Return the names in a module; none of what is no module. Asking it for one may import a lazy module."""
+    """Return a module's __dict__, {} for anything else. Plain attribute access may import a lazy module."""
     if issubclass(type(module), types.ModuleType):
         return types.ModuleType.__getattribute__(module, "__dict__")
     return {}
 
 
 def current(name: str) -> Any:
-    """Return what a module refers to by the last part of `name` now, None without the module or the name."""
+    """Return the object that a full name refers to now, or None if its module or its last part is missing."""
     module, _, attribute = name.rpartition(".")
     return contents(sys.modules.get(module)).get(attribute)
