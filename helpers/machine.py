@@ -1,4 +1,4 @@
-"""What a checkout adds to nf4_triton.environment: its files, setting a process up."""
+"""The checkout: its files, and setting up a process for it."""
 
 import contextlib
 import importlib.util
@@ -21,10 +21,10 @@ def has_gpu() -> bool:
 
 
 def prepare() -> None:
-    """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
+    """Set this process up to run kernels. The command line, the notebook, and the tests call it first.
 
-    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. With
-    NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4.
+    Without a GPU, it chooses Triton's interpreter. A process without a home folder gets one. With
+    NF4_FORCE=t4, torch reports no native bf16 from now on, as on a T4.
     """
     if not os.access(os.path.expanduser("~"), os.W_OK):
         home = ROOT / "build" / "home"  # for the caches of Triton and Inductor
@@ -39,7 +39,7 @@ def prepare() -> None:
 
 
 def hide_native_bf16() -> None:
-    """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
+    """Make torch report bf16 as on a T4: only by emulation. Inductor then refuses bf16 graphs."""
     import torch
     from torch._dynamo.device_interface import CudaInterface
 
@@ -53,7 +53,7 @@ def hide_native_bf16() -> None:
 
 
 def write_whole(path: Path | str, content: str | bytes) -> None:
-    """Replace a file's content, or leave the file as it was if that fails. Raises OSError, which names it."""
+    """Replace a file's content, or leave the file as it was. Raises OSError, which names the file."""
     target = Path(path).resolve()  # a link stays a link
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:

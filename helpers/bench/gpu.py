@@ -17,12 +17,11 @@ import torch
 import triton
 
 from helpers.bench import clocks, contenders
-from helpers.bench.contenders import check, why
 from helpers.puzzle import turns
 from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import dequantize
 
-# In elements: 2**22, 2**24, and 58,720,256 are the puzzle's weights, 2**20 and 2**24 1K and 4K square.
+# In elements: the puzzle's weights have 2**22, 2**24, and 58,720,256; 1K and 4K square are 2**20 and 2**24.
 SIZES = (
     2**16,
     2**18,
@@ -38,13 +37,13 @@ SIZES = (
 )
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 220_000_000  # elements that a graph dequantizes, as in the notebook: 0.5 GB read and written
-MOST_LAYERS = 2048  # of a graph
-# Unsloth's configuration for a B200: bytes a program, warps, 32-bit words, evict_first, table by tl.gather.
+MOST_LAYERS = 2048  # in a graph
+# Unsloth's configuration for a B200: bytes per program, warps, 32-bit words, evict_first, table by tl.gather.
 B200 = (1024, 2, True, True, 2)
 
 
 def layers_of(numel: int, dtype: str, **more) -> list:
-    """Return layers of `numel` elements each, through which the calls of a graph rotate; more: of
+    """Return layers of `numel` elements each, through which the calls of a graph rotate. more: arguments of
     quantized_layer."""
     count = max(2, min(MOST_LAYERS, ROTATE // numel))
     return [quantized_layer(64, numel // 64, DTYPES[dtype], seed=index, **more) for index in range(count)]
@@ -53,7 +52,7 @@ def layers_of(numel: int, dtype: str, **more) -> list:
 def gpu_us(function: Callable, layers: list) -> float:
     """Return the GPU microseconds of a call on one of the layers, NaN on a CPU.
 
-    Raises AssertionError if its bits, or those of a replay, are not bitsandbytes'.
+    Raises AssertionError if a result or a replay differs from bitsandbytes.
     """
     if not ON_GPU:
         return math.nan
@@ -64,16 +63,9 @@ def gpu_us(function: Callable, layers: list) -> float:
 
 def timers_of(functions: dict[str, Callable], layers: list, problems: list[str], where: str) -> dict:
     """Return {name: function that returns GPU microseconds} of those that are exact on these layers."""
-    timers, expected = {}, contenders.exact_weight(layers[-1])
-    for name, function in functions.items():
-        timer = functools.partial(gpu_us, function, layers)
-        try:
-            check(functools.partial(function, layers[-1]), expected)
-            timer()  # compiles, and compares what a graph replays
-            timers[name] = timer
-        except Exception as error:
-            problems.append(f"{name} at {where}: {why(error)}")
-    return timers
+    calls = {name: functools.partial(function, layers[-1]) for name, function in functions.items()}
+    exact = contenders.exact(calls, contenders.exact_weight(layers[-1]), problems, where)
+    return {name: functools.partial(gpu_us, functions[name], layers) for name in exact}
 
 
 def copy_us(layers: list) -> float:
@@ -88,15 +80,15 @@ def copy_us(layers: list) -> float:
 
 
 def as_on_b200(unsloth_today: Callable, layer) -> torch.Tensor:
-    """Dequantize by Unsloth in its B200 configuration, which is part of its launch cache's key."""
+    """Dequantize with Unsloth in its B200 configuration, which is part of the key of its launch cache."""
     with mock.patch.object(sys.modules["unsloth.kernels.nf4"], "_CONFIG_OVERRIDE", B200):
         return unsloth_today(layer)
 
 
 def time_sizes(problems: list[str]) -> Iterator[tuple]:
-    """Yield GPU time by size: every kernel, and torch's copy of as many bytes as the reference.
+    """Yield GPU time by size, of every kernel, and of torch's copy of as many bytes.
 
-    Weights are nested, or flat where the contender's name says so.
+    Weights are nested, or flat if the contender's name says so.
     """
     # PEFT launches bitsandbytes' kernel.
     functions = contenders.installed("ours", "unsloth_today", "unsloth_classic", "bitsandbytes")
