@@ -32,6 +32,18 @@ def test_nested_and_flat_are_compared_and_measured(monkeypatch, capsys):
     assert not problems and [(case, name, unit) for case, unit, name, _ in found] == list(steps)
 
 
+def test_gradients_to_compare_are_deterministic_and_the_first_step_is_not_timed(monkeypatch):
+    modes, steps = [], []
+    monkeypatch.setattr(training.Trainer, "backward", lambda *_: modes.append(mode()) or torch.ones(()))
+    mode = torch.get_deterministic_debug_mode  # 0: off, 1: warns, 2: raises
+    trainer = training.Trainer(torch.nn.Linear(1, 1))
+    trainer.results(None)
+    assert modes == [2] and mode() == 0
+    monkeypatch.setattr(training, "gpu_events", lambda step: step() or [])
+    monkeypatch.setattr(training, "time", types.SimpleNamespace(perf_counter=lambda: len(steps)))
+    assert training.measure(lambda: steps.append(None))["wall ms"] == 1000 and len(steps) == 3
+
+
 def test_the_sums_of_what_the_gpu_ran(monkeypatch):
     def event(name, us, device=DeviceType.CUDA, marked=False):
         one = FunctionEvent(0, name, 0, 0, us, device_type=device)

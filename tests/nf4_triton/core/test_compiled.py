@@ -7,7 +7,7 @@ from helpers.bench.training import gpu_events
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
-from nf4_triton.core.state import Selection, read_state, to_fields
+from nf4_triton.core.state import Selection, read_state, to_fields, transposed
 from nf4_triton.core.supported import UnsupportedState
 from states import (
     CHANGES,
@@ -133,8 +133,10 @@ def test_views_made_in_the_graph(layer, options, view):
 
 @pytest.mark.parametrize("before", [(1, 1), (0, 64)], ids=str)
 def test_a_single_byte(before, options):
-    """Its weight of shape (1, 1) counts as transposed, once; alone, or after another graph."""
-    compiled = torch.compile(call, **options)
+    """Its weight of shape (1, 1) counts as transposed; alone, or after another graph, where Inductor fails on
+    the transpose of a (1, 1) result."""
+    compiled, one = torch.compile(call, **options), torch.ones(1, 1)
+    assert transposed(one, one) is one
     for size in (before, (1, 1), (1, 2), (2, 1), before):
         weight, state = random_state(size, torch.float16)
         assert exact(compiled(weight, state), weight, state)

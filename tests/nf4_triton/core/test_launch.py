@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from nf4_triton import dequantize
-from nf4_triton.core import launch, private
+from nf4_triton.core import launch, private, settings
 from nf4_triton.core.supported import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
@@ -144,6 +144,13 @@ def test_a_layout_keeps_32_launches_and_the_cache_1024_layouts(watched, layer):
         assert not watched.check(weight, state)
     assert watched.check(weight, state)
     assert [len(known) for known in launch.launches.values()] == [32]
+
+
+def test_forced_settings_use_no_launch_of_others(watched, layer):
+    weight, state = watched.warm(layer)
+    with settings.force(tile_rows=16):
+        assert not watched.check(weight, state)
+    assert not watched.check(weight, state) and watched.check(weight, state)
 
 
 def test_nothing_about_a_layer_is_kept(watched, make_layer):

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nf4_triton.core import launch
 from nf4_triton.core.supported import UnsupportedState
-from states import exact, freed, odd_states, strided
+from states import exact, freed, odd_states, random_state, strided
 
 pytest.importorskip("bitsandbytes")
 
@@ -58,6 +58,7 @@ def test_an_out_that_does_not_fit(case, mode):
     over = memory.view(out.dtype).view(out.shape)
     inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
     bad = [
+        (torch.empty_like(out), freed(weight), "weight has no memory"),
         (freed(out), weight, "out has no memory"),
         (over, inside, "out shares memory with"),
         (torch._neg_view(out), weight, "out is a negated view"),
@@ -75,6 +76,18 @@ def test_an_out_that_does_not_fit(case, mode):
         assert out.isnan().all()
         general.check(weight, state, out)
     assert torch.equal(inside, weight) and exact(out, weight, state)
+
+
+@pytest.mark.parametrize("weight_first", [True, False])
+def test_an_out_beside_the_weight_has_memory_of_its_own(general, device, weight_first):
+    """Autograd sees that it is written, by the first launch and by a replay."""
+    weight, state = random_state((64, 64), torch.float16, quant_type="fp4")
+    memory = torch.zeros(10240, dtype=torch.uint8, device=device)
+    inside, out = memory.split([2048, 8192]) if weight_first else memory.split([8192, 2048])[::-1]
+    inside, out = inside.view_as(weight).copy_(weight), out.view(state.dtype).view(state.shape)
+    for relaunched in (False, True):
+        before = out._version
+        assert general.check(inside, state, out) is relaunched and out._version > before
 
 
 def test_an_out_of_a_transposed_weight(general, make_layer):

@@ -106,6 +106,31 @@ def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
         assert general.checked == 2
 
 
+def test_slices_of_24_elements(general):
+    """They take 12 bytes. Ids are launched by bytes, as is a range at an odd address; an aligned range is not."""
+    packed = read_state(*random_state((16, 24), torch.bfloat16))
+    whole = reference.exact_weight(*packed)
+    calls = ([5, 1], 1), (slice(1, 3), 2), (slice(4, 6), 3), (slice(5, 7), 3), ([0, 3], 3)
+    for rows, checked in calls:
+        assert same_bits(select(packed, rows), whole[rows])
+        assert general.checked == checked
+
+
+def test_a_cached_launch_of_other_slices_does_not_fit(general, packed, whole, device):
+    """Guards compare neither the number of ids and of slices of `out`, nor their first stride."""
+    ids = torch.tensor([3, 1, 2, 0], device=device)
+    out = torch.full_like(whole[:2], torch.nan)
+    for _ in range(2):
+        assert same_bits(select(packed, ids[:2], out), whole[[3, 1]])
+    for given, given_out, text in (
+        (ids[::2], out, "rows has shape"),
+        (ids[:2], torch.full_like(whole[:3], torch.nan), "out has"),
+        (ids[:2], torch.full_like(whole[:4], torch.nan)[::2], "out has"),
+    ):
+        with pytest.raises(UnsupportedState, match=text):
+            launch_general.dequantize_tensors(*packed, given_out, Selection(given, 0, 2))
+
+
 def test_a_list_is_checked_when_it_is_compiled(device):
     weight, state = random_state((8, 64), torch.float16)
     compiled = torch.compile(lambda w, rows: dequantize(w, state, rows=rows) + 0, backend="aot_eager")
