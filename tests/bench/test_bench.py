@@ -83,6 +83,13 @@ def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):
     assert [row[1:] for row in rows] == [("a", "without", "ms", [2]), ("a", "with", "ms", [1, 3])]
 
 
+def test_a_switched_off_unsloth_is_reported(monkeypatch):
+    monkeypatch.setattr(bench.protocol, "baselines", lambda: {"unsloth_today": None})
+    monkeypatch.setattr(bench.protocol, "needed", lambda name: "its launcher")
+    monkeypatch.setattr(bench, "SECTIONS", {"good": good})
+    assert bench.run_section("good")[1] == ["unsloth_today: needs its launcher"]
+
+
 # --- the command ---
 
 

@@ -107,7 +107,7 @@ def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
 
 
 def test_slices_of_24_elements(general):
-    """They take 12 bytes. Ids are launched by bytes, as is a range at an odd address; an aligned range is not."""
+    """Of 12 bytes. Bytes are loaded for ids and for a range at an odd address, words for an aligned range."""
     packed = read_state(*random_state((16, 24), torch.bfloat16))
     whole = reference.exact_weight(*packed)
     calls = ([5, 1], 1), (slice(1, 3), 2), (slice(4, 6), 3), (slice(5, 7), 3), ([0, 3], 3)
