@@ -2,7 +2,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import resource
 import sys
 
 import pytest
@@ -59,7 +58,8 @@ def kernel_module(tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """No file grows beyond 8 KiB."""
+    """No file grows beyond 8 KiB. Not on Windows."""
+    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     yield

@@ -182,10 +182,9 @@ def test_fake_tensors_beside_a_real_weight(monkeypatch, name, device):
         dequantize(weight, state)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", BOTH)
 def test_traced_ids_of_a_real_weight(monkeypatch, name):
-    """An exported module whose weight is no parameter; torch.jit.trace."""
+    """An exported module whose weight is no parameter."""
     monkeypatch.setenv("NF4_BACKEND", name)
     weight, state = random_state((16, 96), torch.bfloat16)
     whole, ids = oracle(weight, state), torch.arange(0, 16, 3, device=weight.device)
@@ -198,10 +197,6 @@ def test_traced_ids_of_a_real_weight(monkeypatch, name):
     exported = torch.export.export(Lookup(), (ids,), dynamic_shapes=few, strict=False).module()
     for count in (4, 2, 0):
         assert same_bits(exported(ids[:count]), whole[ids[:count]])
-    traced = torch.jit.trace(Lookup(), (ids,))
-    assert same_bits(traced(ids.flip(0)), whole[ids.flip(0)])
-    with pytest.raises(RuntimeError, match="expected 6: a traced call keeps the number that it saw"):
-        traced(ids[:1])
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), triton.TritonError("IR")], ids=repr)

@@ -11,7 +11,7 @@ from helpers import machine
 from nf4_triton.core import reference
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, read_state, transposed
-from states import DTYPES, SPECIAL, every_byte, odd_states, oracle, random_state, subnormal_scales
+from states import DTYPES, SPECIAL, odd_states, oracle, random_state, subnormal_scales
 
 functional = pytest.importorskip("bitsandbytes.functional")
 pytestmark = pytest.mark.usefixtures("own_bitsandbytes")
@@ -85,13 +85,6 @@ def test_temporary_memory_is_that_of_a_chunk_or_of_the_rows(monkeypatch):
     for selection in (None, Selection(torch.tensor([5, 0]), 0, 2)):
         reference.exact_weight(*packed, selection)
     assert max(sizes) == reference.CHUNK and sizes[-1] == 2 * 2048
-
-
-@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
-def test_every_byte_with_every_scale_code(quant_type, device):
-    weight, state = every_byte(torch.float32, quant_type=quant_type, device=device)
-    for state.dtype in DTYPES:
-        assert agrees(weight, state), state.dtype
 
 
 def test_special_scales(device):

@@ -11,7 +11,7 @@ from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 from nf4_triton.core import launch_general  # noqa: E402
 from nf4_triton.libraries import axolotl, site, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
-from nf4_triton.libraries.site import COMPILED, KERNEL  # noqa: E402
+from nf4_triton.libraries.site import COMPILED  # noqa: E402
 from states import fast_dequantize, oracle, strided  # noqa: E402
 from switching import (  # noqa: E402
     BF16,
@@ -81,19 +81,6 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, chan
     compiled = torch.compile(eager, backend="eager", fullgraph=field != "dtype")
     assert compared(eager, DEQUANTIZE) == (0, 1)
     compare(compiled)
-
-
-# Training: the library forms the products, from weights that the kernel dequantizes
-
-
-def test_result_and_gradient_of_a_layer(make_layer, device):
-    """Stored for another dtype; also in autocast and in inference mode."""
-    layer = make_layer(128, 80, FP32)
-    layer.compute_dtype = BF16
-    x = inputs(device, 2, 5, 128)
-    assert compare(lambda: through(layer, x))[DEQUANTIZE][KERNEL] == 1
-    compare(torch.autocast(device, FP16)(lambda: through(layer, x)))
-    compare(torch.inference_mode()(lambda: layer(x).clone()))
 
 
 # Compiled
