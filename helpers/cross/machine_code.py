@@ -22,7 +22,7 @@ from nf4_triton.core.checks import check_state
 from nf4_triton.core.state import read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-CARDS = {10 * major + minor: name for (major, minor), name in supported.CARDS.items()}  # by sm_ number
+CARDS = [10 * major + minor for major, minor in supported.CARDS]  # their sm_ numbers
 WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
 WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
 REGISTERS = 96  # the most per thread: 75 to 87 on a T4 with Triton 3.4 to 3.9, 32 to 56 on other cards

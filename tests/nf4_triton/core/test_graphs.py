@@ -16,10 +16,8 @@ from states import oracle, random_state
 # Options of random_state, and of settings.force.
 VARIANTS = {
     "puzzle": ({}, {"asm": False}),
-    "puzzle, asm": ({}, {"asm": True}),
     "puzzle, T4": ({"dtype": torch.bfloat16}, {**settings.T4, "asm": True}),
-    "flat": ({"nested": False}, {"asm": False}),
-    "bytes": ({"shape": (65, 1)}, {"asm": True}),
+    "bytes": ({"shape": (65, 1), "nested": False}, {"asm": False}),
     "T4": ({"quant_type": "fp4"}, {**settings.T4, "asm": True}),
     "ids": ({}, {"asm": True}),
 }

@@ -1,4 +1,4 @@
-"""The kernel bit for bit against the oracle, and on a GPU against bitsandbytes, PEFT and both Unsloths.
+"""The kernels bit for bit against the oracle. Libraries: test_reference.py, and on a GPU tests/bench.
 
 Outputs are filled with NaN first, between guards. Without a GPU the kernel runs in Triton's interpreter. On
 one, its settings are forced in turn: assembly, bf16 rounded in integers, cache hints, tiles, all of a T4's.
@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.puzzle import protocol
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
@@ -76,14 +75,6 @@ def wrong(weight, state):
         results.append(between_guards(weight, state, with_out=True))
     assert all(result.stride() == expected.stride() or result.numel() < 2 for result in results)
     return not all(same_bits(result, expected) for result in results)
-
-
-def test_the_others_run_both_kernels():
-    noted = mock.patch.object(launch, "launch_by_triton", wraps=launch.launch_by_triton)
-    with settings.force(), noted as launched:  # nothing is kept
-        assert not wrong(*every_byte(torch.float16))
-    names = [call.args[0].fn.__name__ for call in launched.call_args_list]
-    assert names == ["_your_dequantize_nf4_kernel", "_dequantize_general_kernel"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,15 +146,3 @@ def test_more_than_2_to_the_31_elements(tail, way, dtype):
                 assert same_bits(dequantize(weight, state, rows=rows), expected), start
         del result
     torch.cuda.empty_cache()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_against_every_library_on_the_gpu(make_layer, way, dtype):
-    """At the official protocol's sizes."""
-    sizes = (1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336)
-    tested = [make_layer(*size, dtype) for size in sizes]
-    for (name, baseline), layer in itertools.product(protocol.baselines().items(), tested):
-        expected = baseline(layer).detach()
-        result = launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
-        assert same_bits(result, expected), name

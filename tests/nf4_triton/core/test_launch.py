@@ -14,32 +14,10 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nf4_triton import dequantize
 from nf4_triton.core import launch, private, settings
-from nf4_triton.core.supported import UnsupportedState
 from states import SECOND, exact, get, noise, replace, right
 
 pytest.importorskip("bitsandbytes")
-
-
-class DTensor(torch.Tensor):
-    """Told by its name: torch.distributed.tensor may be missing."""
-
-
-@pytest.mark.parametrize("name", ["absmax", "offset", "out", "rows"])
-def test_what_is_no_plain_tensor_is_named(make_layer, device, name):
-    layer = make_layer(64, 320, torch.bfloat16)
-    given = {
-        "out": layer.weight.new_empty(320, 64, dtype=torch.bfloat16),
-        "rows": torch.arange(4, device=device),
-    }
-    if name in given:
-        arguments = {name: given[name].as_subclass(DTensor)}
-    else:
-        arguments = {}
-        replace(layer, name, lambda x: x.as_subclass(DTensor))
-    with pytest.raises(UnsupportedState, match=f"{name} is a DTensor, expected .* pass {name}.full_tensor"):
-        dequantize(layer, **arguments)
 
 
 # What wants to see a launch

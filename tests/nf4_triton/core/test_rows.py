@@ -58,8 +58,13 @@ def test_the_operator_reads_nothing_outside(packed, device, count, start, number
         launch_general.general_operator(*to_fields(*packed, Selection(ids, start, number)), "")
 
 
+class DTensor(torch.Tensor):
+    """Told by its name: torch.distributed.tensor may be missing."""
+
+
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 BAD = [
+    (torch.arange(2).as_subclass(DTensor), "rows is a DTensor, expected .* pass rows.full_tensor"),
     (SPARSE, "rows is torch.sparse_coo, expected .*to_dense"),
     (SPARSE[0], "rows is torch.sparse_coo, expected .*to_dense"),
     (torch.tensor([True, False, True, True]), "mask.nonzero"),

@@ -244,7 +244,7 @@ def check_selection(selection, shape, device):
 
 def slice_elements(shape):
     """Return the number of elements of a slice. Raises UnsupportedState if slices do not begin at rows."""
-    n = math.prod(shape[1:]) if shape else 0
+    n = math.prod(shape[1:])
     if n % 8 or not n:
         raise UnsupportedState(
             f"a slice of {tuple(shape)} has {n} elements, expected a multiple of 8: "

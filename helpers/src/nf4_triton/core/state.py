@@ -81,7 +81,7 @@ def read_rows(rows, tensors, layout):
         rows = rows.reshape(-1)
     if not isinstance(rows, torch.Tensor) or rows.device.type == "cpu":
         check_state(tensors, layout)  # first: the weight may have no device
-        rows = read_ids(rows, layout[0][0] if len(layout[0]) else 0).to(tensors[0].device)
+        rows = read_ids(rows, layout[0][0]).to(tensors[0].device)
     return Selection(rows, 0, rows.numel())
 
 
@@ -89,7 +89,7 @@ def read_slice(rows, tensors, layout):
     """Return the Selection of a slice."""
     shape = layout[0]
     try:
-        start, stop, step = rows.indices(shape[0] if len(shape) else 0)
+        start, stop, step = rows.indices(shape[0])
     except TypeError:
         check_state(tensors, layout)  # the shape may be wrong
         step = None
