@@ -210,7 +210,7 @@ def odd_states(device=None):
         add(f"blocksize 2**{k}", blocksize=1 << k)
     for k in (0, 6, 7, 9, 31, 40):
         add(f"blocksize2 2**{k}", blocksize2=1 << k)
-    for shape in ((0, 64), (1, 1), (3, 1), (83, 99), (20480,), (5, 64, 64)):
+    for shape in ((0, 64), (1, 1), (33, 70), (83, 99), (20480,), (5, 64, 64)):
         add(f"shape {shape}", shape)
 
     weight, state = add("usual")
