@@ -1,4 +1,4 @@
-"""The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
+"""The sections at small sizes. Without a GPU, times mean nothing, but comparisons and stored rows do."""
 
 import os
 from unittest import mock
@@ -20,7 +20,7 @@ SMALL = (
     (clocks, "INNER", 1),
 )
 
-FOUND = {  # section: its cases, and who is timed in each of them, if not others too
+FOUND = {  # section: its cases, and contenders that are timed in each case, among others
     "gpu_time": (
         ["1024 fp16", "1024 bf16"],
         {"ours", "torch's copy", "dequantize, flat", "bitsandbytes, flat"},
@@ -31,14 +31,14 @@ FOUND = {  # section: its cases, and who is timed in each of them, if not others
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """Every section is small, and rows go to a folder of their own."""
+    """Every section is small, and rows go to a temporary folder."""
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     for module, name, value in SMALL:
         monkeypatch.setattr(module, name, value)
 
 
 def run(name):
-    """A section's {case: who is timed}, and its problems."""
+    """Return a section's {case: contenders that are timed}, and its problems."""
     problems = []
     return {case: found.keys() for case, _, found in bench.SECTIONS[name](problems)}, problems
 
@@ -68,7 +68,7 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
 
 
 def test_the_notebooks_clock_is_asked_as_it_wants_to_be(monkeypatch):
-    """Of its three times the second is the GPU's. Tests on a GPU call it."""
+    """It returns three times; the second is the GPU's. Tests on a GPU call the real clock."""
     monkeypatch.setattr(gpu, "ON_GPU", True)
     monkeypatch.setattr(turns, "times_of", mock.create_autospec(turns.times_of, return_value=(9.0, 2.5, 0.1)))
     assert gpu.gpu_us(len, [None]) == 2.5

@@ -20,14 +20,15 @@ pytest.importorskip("bitsandbytes")
 
 @pytest.mark.skipif(machine.has_gpu(), reason="the section itself runs on a GPU")
 def test_nested_and_flat_are_compared_and_measured(monkeypatch, capsys):
-    """With gradient checkpointing, the backward pass dequantizes for the forward pass, too."""
+    """With gradient checkpointing, the backward pass also dequantizes for the forward pass that it
+    repeats."""
     modes, backward = [], training.Trainer.backward
     mode = torch.get_deterministic_debug_mode  # 0: off, 2: an error where nothing is deterministic
     monkeypatch.setattr(training.Trainer, "backward", lambda *given: modes.append(mode()) or backward(*given))
     monkeypatch.setattr(training, "CHECKPOINTED", [(1, 16)])
     found, problems = training.time_steps("peft", SMALLEST, [(1, 16)])
     reports = capsys.readouterr().out
-    # In each case two results to compare, and three steps of each variant; the first warms up.
+    # Each case compares two results, then runs three steps of each variant; the first one warms up.
     assert modes == 3 * [2, 2, *[0] * 6]
     cases = {"PEFT nested": 4, "PEFT nested, checkpointing": 7, "PEFT flat": 4}
     for label, dequantized in cases.items():

@@ -1,6 +1,6 @@
-"""Kept launches for the tests of the launch path.
+"""Cached launches for the tests of the launch path.
 
-Without a GPU nothing is kept, so a GPU made of numpy stands in: numpy_gpu.py.
+Without a GPU no launch is cached, so numpy_gpu.py stands in for one.
 """
 
 import pytest
@@ -12,12 +12,12 @@ from states import exact
 
 
 class Watched:
-    """Calls of a launch room, each with whether a kept launch was used."""
+    """Calls into a launch module, which tell whether a cached launch was replayed."""
 
     def __init__(self, module, monkeypatch):
         self.module = module
         self.call = getattr(module, "dequantize_weight", None) or module._your_dequantize_nf4
-        self.checked = 0  # calls for which no kept launch fit
+        self.checked = 0  # calls that no cached launch matched
         first = module.launch_first
 
         def count(*arguments):
@@ -27,19 +27,19 @@ class Watched:
         monkeypatch.setattr(module, "launch_first", count)
 
     def __call__(self, *arguments):
-        """Return (result, whether it was launched again)."""
+        """Return (result, whether a cached launch was replayed)."""
         before = self.checked
         result = self.call(*arguments)
         return result, self.checked == before
 
     def check(self, weight, state, *out):
-        """Fail if the result is not exact. Return whether it was launched again."""
+        """Fail if the result is not exact. Return whether a cached launch was replayed."""
         result, relaunched = self(weight, state, *out)
         assert exact(result, weight, state)
         return relaunched
 
     def warm(self, layer):
-        """Call until a kept launch is used. Return (weight, state)."""
+        """Call until a cached launch is replayed. Return (weight, state)."""
         weight, state = layer.weight, layer.weight.quant_state
         self.check(weight, state)
         assert self.check(weight, state)
@@ -53,14 +53,14 @@ def gpu():
 
 @pytest.fixture
 def watch(device, monkeypatch, gpu):
-    """watch(module): that launch room as Watched, with nothing kept."""
+    """watch(module): that launch module as Watched, with an empty cache."""
 
     def forget():
         launch.launches.clear()
 
     def start(module):
         if device == "cuda" and not launch.CAN_RELAUNCH:
-            pytest.skip("this Triton launches the ordinary way: nothing is kept")
+            pytest.skip("with this Triton no launch is cached")
         forget()
         if device == "cpu":
             for room in (launch, launch_general):
@@ -73,7 +73,7 @@ def watch(device, monkeypatch, gpu):
 
 @pytest.fixture(params=[launch, launch_general], ids=["puzzle", "general"])
 def watched(request, watch):
-    """Each launch room as Watched: the puzzle's alone, and the package's entry on top of it."""
+    """Each launch module as Watched: the puzzle's, and the package's entry on top of it."""
     return watch(request.param)
 
 
@@ -85,14 +85,14 @@ def general(watch):
 
 @pytest.fixture
 def layer(watched, make_layer):
-    """64 x 320 in bf16: 320 blocks of scales, 2 of the second level. FP4 for the package's own kernel."""
+    """64 x 320 in bf16: 320 scales, two absmax2. FP4 for the general kernel."""
     quant_type = "nf4" if watched.module is launch else "fp4"
     return make_layer(64, 320, torch.bfloat16, quant_type=quant_type)
 
 
 @pytest.fixture(params=[False, True], ids=["first", "warm"])
 def case(request, watched, layer):
-    """(watched, plain weight, state), before and after a launch was kept."""
+    """(watched, plain weight, state), before and after a launch was cached."""
     weight, state = layer.weight.data.as_subclass(torch.Tensor), layer.weight.quant_state
     if request.param:
         watched.check(weight, state)

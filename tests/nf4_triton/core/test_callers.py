@@ -16,7 +16,7 @@ ON_GPU = pytest.mark.gpu
 
 @pytest.fixture(params=["puzzle", "general"])
 def room(request, make_layer):
-    """(make, call) for the puzzle's layers and room, and for flat layers: the general kernel."""
+    """(make, call): for the puzzle's layers and launch path, and for flat layers and the general kernel."""
     nested = request.param == "puzzle"
     if nested:
         return make_layer, launch.your_dequantize_nf4
@@ -29,7 +29,7 @@ def by_general(layer):
 
 # Processes
 def run(code, **variables):
-    """Run `code` with `cases`, `call`, and `same` at hand; return what it printed."""
+    """Run `code`, which can use `cases`, `call`, and `same`. Return its output."""
     head = """
         from helpers import machine; machine.prepare()
         import torch
@@ -46,7 +46,7 @@ def run(code, **variables):
 
 
 def test_worker_processes():
-    """As data loaders and launchers start theirs: before anything has used CUDA."""
+    """Forked before anything has used CUDA, as by data loaders and launchers."""
     code = """
         import multiprocessing, os, sys
         def worker(queue): queue.put("exact" if same() else "wrong")
@@ -58,14 +58,14 @@ def test_worker_processes():
         process.join(60)
         print("ended with", process.exitcode)
     """
-    # Without NVML torch would count GPUs by starting CUDA, which does not survive a fork.
+    # Without NVML, torch would count GPUs by starting CUDA, which does not survive a fork.
     said = run(code, PYTORCH_NVML_BASED_CUDA_CHECK="1")
     assert "fork exact" in said and "ended with 0" in said, said
 
 
 @ON_GPU
 def test_devices_that_appear_after_the_import():
-    """Ray and vLLM set CUDA_VISIBLE_DEVICES after it."""
+    """Ray and vLLM set CUDA_VISIBLE_DEVICES after the import."""
     code = """
         import os
         os.environ["CUDA_VISIBLE_DEVICES"] = "0"
@@ -77,7 +77,8 @@ def test_devices_that_appear_after_the_import():
 # CUDA graphs, streams, GPUs
 @ON_GPU
 def test_the_first_call_of_a_process_inside_a_capture():
-    """A kernel cannot always be loaded during a capture: then there is an error, and later calls work."""
+    """A kernel cannot always be loaded during a capture. Then the call raises an error, and later calls
+    work."""
     code = """
         for case in cases():
             graph = torch.cuda.CUDAGraph()

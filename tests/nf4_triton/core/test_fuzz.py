@@ -1,4 +1,4 @@
-"""Random sequences of calls on a few layers that change in between: each result is the oracle's, bit for bit.
+"""Random sequences of calls on a few layers that change between calls: each result equals the oracle's bits.
 
 On a GPU made of numpy, which fails where a launch breaks what the kernels assume, and with the kernels.
 A sequence depends on its seed alone: NF4_FUZZ_SEED=7. By hand on a GPU: pytest -m long FILE -n 6
@@ -45,7 +45,7 @@ STEPS = int(os.environ.get("NF4_FUZZ_STEPS", 20_000))  # of the long test
 
 
 def random_kind(largest):
-    """Return arguments of random_state: the puzzle's, or any."""
+    """Return arguments of random_state, for the puzzle's layers or for any."""
     if random.random() < 0.3:
         shape, blocksize2 = random.choice([(64, 64), (192, 64)]), random.choice([256, 64])
         return dict(shape=shape, dtype=random.choice(DTYPES[:2]), blocksize2=blocksize2)
@@ -64,7 +64,7 @@ def random_kind(largest):
 
 
 def random_layer(kinds):
-    """Return an object whose weight has a quant_state: codes in any storage dtype and orientation."""
+    """Return an object whose weight has a quant_state, with codes in any storage dtype and orientation."""
     weight, state = random_state(**random.choice(kinds), seed=random.randrange(1 << 30))
     if random.random() < 0.1:
         some = (state.state2 or state).absmax[::2]
@@ -100,7 +100,7 @@ DOORS = "package", *2 * ("library", "rows", "selection"), "puzzle"
 
 
 def random_rows(slices, device):
-    """Return a range or ids, which may be strided and out of range, as a Selection and for indexing."""
+    """Return a range, or ids that may be strided and out of range: as a Selection, and for indexing."""
     count = random.choice([0, 1, 1, 2, 5])
     if random.random() < 0.5 or not slices:
         start = random.randint(0, slices)
@@ -112,7 +112,8 @@ def random_rows(slices, device):
 
 
 def random_out(shape, dtype, device):
-    """Return memory full of NaN, and a tensor in it, at any address, maybe strided or of another shape."""
+    """Return memory full of NaN, and a tensor in it: at any address, maybe strided, maybe of another
+    shape."""
     stride, skip = random.choice([1, 1, 2]), random.choice([0, 0, 0, 1, 8])
     slices, *inner = shape[0] + random.choice([0] * 9 + [1]), *shape[1:]
     size = slices * stride * math.prod(inner)
@@ -134,7 +135,7 @@ def through(door, layer, out, dtype, rows, selection):
 
 
 def should_be(weight, state, dtype, rows):
-    """Return the result of a call by the oracle. Rows are never transposed."""
+    """Return what a call should return. Selected rows are never transposed."""
     state = copy.copy(state)
     state.dtype = dtype
     result = oracle(weight, state)
@@ -149,7 +150,7 @@ class Sequence:
     def __init__(self, seed, gpu, kinds, largest):
         random.seed(seed)
         torch.manual_seed(seed)
-        self.gpu, self.results = gpu, []  # earlier results, and what they should be
+        self.gpu, self.results = gpu, []  # earlier results, and what they should still be
         self.kinds = [random_kind(largest) for _ in range(kinds)]
         self.layers = [random_layer(self.kinds) for _ in range(4)]
 
@@ -162,7 +163,7 @@ class Sequence:
                 self.layers[i] = layer = random_layer(self.kinds)
         elif what < 0.3:
             self.layers[i] = layer = copy.deepcopy(layer)
-        elif what < 0.32 and launch.CAN_RELAUNCH:  # the interpreter is not made for threads
+        elif what < 0.32 and launch.CAN_RELAUNCH:  # the interpreter does not support threads
             self.in_threads()
         else:
             name, how = random.choice(CONTENTS + CHANGES)
@@ -239,7 +240,7 @@ class Sequence:
 
 @pytest.fixture
 def run(gpu, monkeypatch):
-    """run(seed, kinds, largest, steps): of layers of so many kinds, of at most so many elements."""
+    """run(seed, kinds, largest, steps): with layers of so many kinds, each of at most `largest` elements."""
     monkeypatch.setattr(reference, "CHUNK", 256)
 
     def run(seed, kinds, largest, steps):
@@ -258,7 +259,7 @@ def test_launches(watch, run, gpu, device, seed):
     if device == "cuda":
         pytest.skip("the next test has a better GPU")
     watch(launch_general)
-    for rows in (4, 2):  # what was kept for others is not used
+    for rows in (4, 2):  # launches that were cached for other settings are not used
         with settings.force(tile_rows=rows):
             run(seed, kinds=6, largest=3000, steps=1000)
     assert sum(count for how, count in gpu.launches.items() if how.startswith("kept")) > 400

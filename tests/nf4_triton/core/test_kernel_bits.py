@@ -39,19 +39,19 @@ ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in WAYS if name != 
 
 @pytest.fixture(params=["own", *ON_GPU])
 def way(request):
-    """One way through the kernels; what is forced is released after the test."""
+    """One way through the kernels: settings that are forced during the test."""
     with settings.force(**WAYS[request.param]):
         yield
 
 
 def between_guards(weight, state, with_out):
-    """Return the result of a call, written into memory that held NaN, between guards that must stay NaN.
+    """Return the result of a call, written into memory that held NaN. The guards on both sides must stay NaN.
 
     With `out` it is the general kernel's, without it the puzzle's where that fits.
     """
     guards = []
 
-    def empty(shape, stride=None, dtype=None, device="cuda"):  # a kept launch names no device
+    def empty(shape, stride=None, dtype=None, device="cuda"):  # a cached launch passes no device
         n = math.prod(shape)
         memory = torch.full((n + 2 * GUARD,), math.nan, dtype=dtype, device=device)
         before, result, after = memory.split([GUARD, n, GUARD])
@@ -67,8 +67,8 @@ def between_guards(weight, state, with_out):
 
 
 def wrong(weight, state):
-    """Return whether a bit of the general kernel's result, or of the puzzle's where it fits, differs from the
-    oracle's."""
+    """Return whether any bit of the general kernel's result, or of the puzzle's kernel's if that fits,
+    differs from the oracle's."""
     expected = oracle(weight, state)
     results = [between_guards(weight, state, with_out=False)]
     if launch.fits(*read_state(weight, state)):
@@ -79,7 +79,7 @@ def wrong(weight, state):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(device, way, dtype):
-    for _ in range(2 if device == "cuda" else 1):  # the second call is a kept launch
+    for _ in range(2 if device == "cuda" else 1):  # the second call replays a cached launch
         assert not wrong(*every_byte(dtype))
 
 
@@ -92,7 +92,7 @@ def test_all_sizes(device, way, dtype, nested, quant_type):
 
 
 def test_odd_states(device, way):
-    """Blocksizes, storages, shapes, and views, to 16 bit: what fits is the puzzle's kernel's."""
+    """Blocksizes, storages, shapes, and views, to 16 bit. Layouts that fit also take the puzzle's kernel."""
     for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
         state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 2]
         assert not wrong(weight, state), name
@@ -128,8 +128,8 @@ def test_what_is_forced_is_checked(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tail", [64, 24], ids=["puzzle", "general"])
 def test_more_than_2_to_the_31_elements(tail, way, dtype):
-    """Around 2^30 and 2^31 elements, at the start, and at the end; and such rows. The puzzle's kernel takes
-    whole blocks."""
+    """Around 2^30 and 2^31 elements, at the start, and at the end, with selected rows, too. The puzzle's
+    kernel takes whole blocks."""
     n = 2**31 + 8 * 2**14 + tail
     need = n * (dtype.itemsize + 1)
     if torch.cuda.mem_get_info()[0] < need:

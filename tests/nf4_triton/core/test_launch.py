@@ -1,4 +1,4 @@
-"""Kept launches: what changes between two calls is honored, and what does not fit is checked anew.
+"""Cached launches: replays see changed contents; tensors that no launch matches are checked again.
 
 In both rooms: the puzzle's alone, and the package's entry on top of it. Its own: test_launch_general.py.
 """
@@ -20,14 +20,14 @@ from states import SECOND, exact, get, noise, replace, right
 pytest.importorskip("bitsandbytes")
 
 
-# What wants to see a launch
+# Hooks and tracers
 HOOKS = triton.knobs.runtime
 
 
 @pytest.mark.parametrize("how", ["in a chain", "assigned"])
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how):
-    """By Triton's ordinary launch, which calls it."""
+    """Because Triton launches then, which calls the hook."""
     weight, state = watched.warm(layer)
     hook, chain = (lambda metadata: None), type(getattr(HOOKS, which))
     if how == "in a chain":
@@ -39,7 +39,7 @@ def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how
     with monkeypatch.context() as patched:
         patched.setattr(HOOKS, which, hook)
         assert not watched.check(weight, state) and kept == list(launch.launches.values())
-    assert watched.check(weight, state), "not launched again without the hook"
+    assert watched.check(weight, state), "not replayed without the hook"
 
 
 def test_fake_tensors_get_fake_results(case, layer):
@@ -62,7 +62,7 @@ def test_fake_tensors_get_fake_results(case, layer):
 @pytest.mark.parametrize("how", ["make_fx", "make_fx, early", "jit.trace", "compile", "vmap"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_call_follows_its_weight(case, how):
-    """A kept launch, past the tracer, would leave the traced weight's values in the graph."""
+    """A replay, unseen by the tracer, would leave the traced weight's values in the graph."""
     watched, weight, state = case
 
     def call(w):
@@ -91,7 +91,7 @@ PRIVATE = [f"{module}.{name.split()[0]}" for module, names in IMPORTS for name i
 
 @pytest.mark.parametrize("path", PRIVATE)
 def test_without_a_private_name(kernel_module, make_layer, monkeypatch, path):
-    """Then every call is an ordinary launch, or an operator's."""
+    """Then Triton or an operator launches every call."""
     assert len(PRIVATE) >= 8
     with monkeypatch.context() as patched:
         patched.delattr(path, raising=False)
@@ -124,7 +124,7 @@ def test_forced_settings_use_no_launch_of_others(watched, layer):
 
 
 def test_nothing_about_a_layer_is_kept(watched, make_layer):
-    """Its tensors are freed with it, at once; and a use leaves nothing on it."""
+    """Its tensors are freed with it, at once; a call leaves nothing on the layer."""
     layer = make_layer(64, 320, torch.bfloat16)
     weight, state = layer.weight, layer.weight.quant_state
     before = [sorted(vars(x)) for x in (layer, weight, state)]

@@ -1,4 +1,4 @@
-"""The package's entry: kept launches of other layouts, and with `out`. Selected rows: test_rows.py."""
+"""The package's entry: cached launches of other layouts, and with `out`. Selected rows: test_rows.py."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ pytest.importorskip("bitsandbytes")
 
 @pytest.fixture
 def watched(general):
-    """What the fixture `case` calls."""
+    """For the fixture `case`: the package's entry."""
     return general
 
 
@@ -24,11 +24,11 @@ PUZZLES_KERNEL = "_your_dequantize_nf4_kernel"
 
 
 def kernels():
-    """Return the names of the kernels that are kept."""
+    """Return the names of the kernels whose launches are cached."""
     return {compiled.name for known in launch.launches.values() for *_, compiled in known}
 
 
-# Of odd_states: what the puzzle's kernel takes, the rest is the general one's.
+# Of odd_states: those that take the puzzle's kernel. The rest take the general one.
 PUZZLES = {"torch.float16", "torch.bfloat16", "usual", "no code", "shape of a list"}
 PUZZLES |= {f"blocksize 2**{k}" for k in range(7, 13)} | {f"blocksize2 2**{k}" for k in (6, 7, 9)}
 PUZZLES |= {"shape (20480,)", "shape (5, 64, 64)", "offset of shape (1,)"}
@@ -37,9 +37,9 @@ ODD = odd_states()
 
 @pytest.mark.parametrize("name", ODD)
 def test_which_kernel_takes_a_layout(general, name):
-    """Every layout is launched again."""
+    """Launches of every layout are cached and replayed."""
     weight, state = ODD[name]
-    empty = state.shape == (0, 64)  # nothing is launched, nothing kept
+    empty = state.shape == (0, 64)  # nothing is launched or cached
     assert not general.check(weight, state) and general.check(weight, state) is not empty
     assert (PUZZLES_KERNEL in kernels()) == (name in PUZZLES) and (kernels() == set()) == empty
 
@@ -50,10 +50,10 @@ MODES = [contextlib.nullcontext, lambda: FlopCounterMode(display=False)]
 
 @pytest.mark.parametrize("mode", MODES, ids=["eager", "dispatch mode"])
 def test_an_out_that_does_not_fit(case, mode):
-    """Or without memory of its own. Under a dispatch mode the operator copies its result into `out`."""
+    """Or that has no memory of its own. Under a dispatch mode, the operator copies its result into `out`."""
     general, weight, state = case
     out = torch.full(state.shape, torch.nan, dtype=state.dtype, device=weight.device)
-    general(weight, state, torch.empty_like(out))  # keeps a launch
+    general(weight, state, torch.empty_like(out))  # caches a launch
     memory = torch.zeros(2 * out.numel(), dtype=torch.uint8, device=weight.device)
     over = memory.view(out.dtype).view(out.shape)
     inside = memory[out.numel() :][: weight.numel()].view(weight.shape).copy_(weight)
