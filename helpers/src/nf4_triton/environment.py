@@ -21,7 +21,8 @@ CPU = Path("/proc/cpuinfo")
 
 
 def describe():
-    """Return what belongs beside a measurement, in JSON types; card and capability are None without a GPU."""
+    """Return facts to store with a measurement, in JSON types; without a GPU, card and capability are
+    None."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -39,7 +40,7 @@ def describe():
 
 
 def versions(packages):
-    """Return {package: its version, None if it is not installed}: of the imported copy, if there is one."""
+    """Return {package: its version, None if it is not installed}. An imported copy's version counts first."""
     found = {}
     for package in packages:
         installed = [one.version for one in importlib.metadata.distributions(name=package)]
@@ -49,20 +50,20 @@ def versions(packages):
 
 
 def cpu_name() -> str:
-    """Return the model name of the host's CPU, or its architecture where Linux does not tell the name."""
+    """Return the model name of the host's CPU, or its architecture if Linux gives no name."""
     text = CPU.read_text(errors="replace") if CPU.exists() else ""
     found = re.search(r"^model name\s*: (.*)", text, re.M)
     return found[1] if found else platform.machine()
 
 
 def missing(*packages: str) -> str | None:
-    """Return which of these packages are not installed and what to do, None if all are."""
+    """Return which of these packages are not installed and what to do, or None if all are."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"Missing packages: pip install {' '.join(names)}." if names else None
 
 
 def no_gpu(device=None):
-    """Return why a GPU (default: the current) cannot run the kernel and what to do, None if it can."""
+    """Return why a GPU (default: the current one) cannot run the kernel and what to do, or None if it can."""
     import torch
 
     if torch.cuda.is_available():
@@ -81,7 +82,8 @@ def no_gpu(device=None):
 
 
 def cannot_run(device=None) -> str | None:
-    """Return why the kernel cannot run on a device (default: the current) and what to do, None if it can."""
+    """Return why the kernel cannot run on a device (default: the current one) and what to do, or None if
+    it can."""
     import torch
 
     if torch.version.hip is not None:
