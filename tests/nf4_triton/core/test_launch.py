@@ -1,6 +1,6 @@
 """Cached launches: replays see changed contents; tensors that no launch matches are checked again.
 
-In both rooms: the puzzle's alone, and the package's entry on top of it. Its own: test_launch_general.py.
+In both launch modules: the puzzle's, and the package's entry on top of it (more: test_launch_general.py).
 """
 
 import copy
