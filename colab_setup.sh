@@ -5,6 +5,7 @@
 #
 # In Colab and Kaggle it adds what is missing to the running Python; versions that requirements.txt accepts stay.
 # Elsewhere it makes .venv beside this file: 2 to 5 minutes and 3 GB, or 6 GB with a GPU. A second run needs no network.
+# In .venv it also installs nf4_triton from this folder, so that NF4_TRITON=1 works there.
 # It changes no environment that it did not make: PYTHON=/path/to/python, or a .venv of yours, is used as it is.
 set -euo pipefail
 here=$PWD
@@ -13,7 +14,7 @@ OURS=.venv/colab_setup # marks a .venv that this script made; holds what it inst
 trap 'printf "\nInterrupted. Run the same command again to go on.\n" >&2; exit 130' INT TERM
 
 fail() { printf '\nSET-UP FAILED: %s\n' "$*" >&2; exit 1; }
-usage() { sed -n '2,8s/^# \{0,1\}//p' colab_setup.sh; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' colab_setup.sh; }
 
 mode=${1:-setup}; [ $# -eq 0 ] || shift
 case "$mode ${1:-}" in
@@ -90,11 +91,13 @@ else
     echo "making .venv ..."
     make_venv || fail "cannot make .venv, see above. $remedy."
   fi
-  if [ "$(<$OURS)" != "${packages[*]} ${gpu:+${alone[*]}}" ]; then
+  wanted="-e . ${packages[*]} ${gpu:+${alone[*]}}"
+  if [ "$(<$OURS)" != "$wanted" ]; then
     [ -n "$gpu" ] || "$python" -c "import torch" 2>/dev/null || quietly "installing torch, CPU build" cpu_torch
     quietly "installing ${#packages[@]} packages and what they need" pip "${packages[@]}"
     [ -z "$gpu" ] || quietly "installing Unsloth" pip --no-deps "${alone[@]}"
-    echo "${packages[*]} ${gpu:+${alone[*]}}" >$OURS
+    quietly "installing nf4_triton from this folder" pip --no-deps --no-build-isolation -e .
+    echo "$wanted" >$OURS
   fi
 fi
 needed="torch triton bitsandbytes"
@@ -113,6 +116,10 @@ echo "${found##*$'\n'}"
 
 case $mode in
   setup) echo "ready: $python" ;;
-  run) exec "$python" -m helpers run "$@" ;;
+  run)
+    [ -z "$gpu" ] || exec "$python" -m helpers run "$@"
+    "$python" -m helpers run "$@"
+    echo "No score without a GPU: nothing was timed. Run this on an NVIDIA T4 or newer, or open the notebook in Colab."
+    ;;
   test) exec "$python" -m pytest -n auto --dist worksteal "$@" ;;
 esac

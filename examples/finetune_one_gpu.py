@@ -10,8 +10,6 @@ import os
 
 
 def main(model, text_file, out, steps, adapter_only):
-    merged = f"{out}-16bit"
-    assert adapter_only or not os.path.exists(merged), f"{merged} exists"
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import (
@@ -49,6 +47,7 @@ def main(model, text_file, out, steps, adapter_only):
     trainer.model.save_pretrained(out)
     if adapter_only:
         return
+    merged = f"{out}-16bit"
     # Onto the weights that training saw: it quantized MODEL on loading.
     export_checkpoint(out, merged, trained_in="nf4+double", load_dtype=dtype)
     answer = pipeline("text-generation", merged, device="cuda" if gpu else "cpu")
@@ -61,4 +60,9 @@ if __name__ == "__main__":
         parser.add_argument(name)
     parser.add_argument("steps", nargs="?", type=int, default=100)
     parser.add_argument("--adapter-only", action="store_true", help="do not merge")
-    main(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    if not os.path.exists(options.text_file):
+        parser.error(f"{options.text_file} does not exist: pass a text file to train on")
+    if os.path.exists(f"{options.out}-16bit") and not options.adapter_only:
+        parser.error(f"{options.out}-16bit exists: delete it, choose another OUT, or pass --adapter-only")
+    main(**vars(options))

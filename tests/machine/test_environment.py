@@ -68,7 +68,9 @@ def test_a_forced_t4_reports_no_native_bf16_to_torch_and_inductor(monkeypatch):
 def test_a_process_without_a_home_gets_one(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     monkeypatch.setenv("HOME", "/no/such/home")
+    monkeypatch.setenv("NF4_TRITON", "1")
     machine.prepare()
+    assert "NF4_TRITON" not in os.environ
     assert os.environ["HOME"] == str(tmp_path / "build" / "home")
 
 

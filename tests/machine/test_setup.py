@@ -97,9 +97,11 @@ def test_a_second_setup_needs_no_network(setup, tmp_path):
     assert "what they need; progress is in build/setup.log ...\n" in done.stdout
     assert done.stdout.endswith(f"ready: {setup.folder}/.venv/bin/python\n"), done.stderr
     assert any("download.pytorch.org/whl/cpu" in call for call in calls)
+    assert any(call.endswith("install --no-deps --no-build-isolation -e .") for call in calls)
     done, calls = setup("run", "--in-place", "some where", cwd=tmp_path)
     assert done.returncode == 0 and not any("venv .venv" in call or "install" in call for call in calls)
     assert calls[-1] == "python -m helpers run --in-place some where"
+    assert "\nNo score without a GPU: " in done.stdout
     (setup.folder / "requirements.txt").write_text("torch>=2.8\nnew>=1\n")
     assert any(" install torch>=2.8 new>=1" in call for call in setup()[1])
 

@@ -15,7 +15,7 @@ from nf4_triton.backend import choose, dequantize
 from nf4_triton.core import launch, launch_general
 from nf4_triton.core.reference import same_bits
 from nf4_triton.core.supported import UnsupportedState
-from states import freed, oracle, random_state, strided
+from states import oracle, random_state
 
 BOTH = ["triton", "torch"]
 
@@ -31,25 +31,16 @@ def fresh(monkeypatch):
     backend.why_torch.cache_clear()
 
 
-def test_the_variable_is_seen_where_its_name_is_a_text(monkeypatch, make_layer):
-    """As on Windows: no kept launch answers."""
-    monkeypatch.setattr(backend, "VARIABLE", "NF4_BACKEND")
-    monkeypatch.setattr(backend, "VARIABLES", os.environ)
-    monkeypatch.setenv("NF4_BACKEND", "torch")
-    monkeypatch.setattr(launch, "relaunch", None)
-    dequantize(make_layer(64, 32, torch.bfloat16))
-
-
-@pytest.mark.parametrize("name", ["triton", "torch", "auto", " Torch "])
+@pytest.mark.parametrize("name", [*BOTH, "auto"])
 def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
     monkeypatch.setenv("NF4_BACKEND", name)
     layer = make_layer(64, 32, torch.bfloat16)
     weight, state = layer.weight, layer.weight.quant_state
     expected = oracle(weight, state)
-    for arguments in ((layer,), (weight,), (weight.data, state)):
-        assert same_bits(dequantize(*arguments), expected)
-    compiled = torch.compile(lambda w: dequantize(w, state), backend="aot_eager", fullgraph=True)
-    assert same_bits(compiled(weight.data), expected)
+    with torch.device("meta"):  # as where a model is built
+        for arguments in ((layer,), (weight,), (weight.data, state)):
+            assert same_bits(dequantize(*arguments), expected)
+        assert same_bits(dequantize(layer, rows=[1]), expected[[1]])
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -96,7 +87,7 @@ def test_the_rule(monkeypatch, device):
         patched.setattr(launch, "relaunch", None)  # a kept launch is not even looked for
         assert same_bits(dequantize(weight, state), oracle(weight, state))
     monkeypatch.setenv("NF4_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="'cuda'.*triton, torch, auto"):
+    with pytest.raises(ValueError, match="'cuda'.*auto, triton, torch"):
         choose(torch.device("cpu"))
 
 
@@ -229,8 +220,6 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ((weight, vars(state)), "quant_state is a dict, expected a QuantState"),
         (((layer, "weight", 1),), "tuple has no quant_state.*.module, 'name'. of"),
         ((array, state), "the weight is ndarray"),
-        ((freed(weight), state), "weight has no memory"),  # torch's own operators would read it
-        ((strided(weight), state), "weight is not contiguous"),
         ((weight, state, None, torch.float64), "^dtype is torch.float64, expected one of"),
     ):
         with pytest.raises(UnsupportedState, match=text):

@@ -1,13 +1,11 @@
 """The wheel, and the examples copied to an empty folder: used as a user does, away from the checkout."""
 
-import inspect
 import re
 import shutil
 import sys
 import types
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
 
@@ -17,8 +15,6 @@ from helpers import machine
 from nf4_triton import __main__ as command_line
 from nf4_triton import doctor, environment
 from nf4_triton.core import launch_general
-from nf4_triton.core.reference import same_bits
-from states import oracle, random_state
 
 for needed in ("bitsandbytes", "peft", "hatchling"):
     pytest.importorskip(needed)
@@ -90,13 +86,16 @@ def test_examples_train_with_the_kernel(alone, printed):
     assert ("What is 4 plus 4?" in printed) == MERGES
 
 
-def test_examples_print_help_without_importing_anything(alone):
+def test_examples_print_help_and_what_is_wrong_without_importing_anything(alone):
     examples = [f"{path.name} --help" for path in machine.ROOT.glob("examples/*.py")]
-    text = alone(*examples, code="import sys; sys.modules['torch'] = None")
+    (alone.folder / "old-16bit").mkdir()
+    wrong = f"{ONE} old", "finetune_one_gpu.py tiny no.txt one"
+    text = alone(*examples, *wrong, code="import sys; sys.modules['torch'] = None")
     assert text.count('pip install ".[') == text.count("status 0") == len(examples) == 3
+    assert text.count("status 2") == 2 and "old-16bit exists: delete it" in text and "no.txt does not" in text
 
 
-def test_the_doctor_says_what_is_here_and_what_works(printed):
+def test_the_doctor_says_what_is_here_and_what_works(alone, printed):
     text = printed[printed.index("nf4_triton 2.") :].partition("status 0")[0]
     works = (
         "The kernel works: bit-identical",
@@ -106,6 +105,7 @@ def test_the_doctor_says_what_is_here_and_what_works(printed):
     for part in ("torch ", "trl ", "GPU: ", "CPU: ", *works):
         assert part in text
     assert "None" not in text
+    assert (alone.folder / "site" / "bin" / "nf4-triton").exists()
 
 
 @pytest.fixture
@@ -125,7 +125,8 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     status, text = ask()
     assert status == 1 and text.endswith("own code.\nThe export works: on the CPU.\n")
-    assert re.search("The kernel does not work here: No CUDA GPU.*pip install triton", text)
+    assert "The kernel does not work here: No CUDA GPU" in text
+    assert "triton." not in text  # who only exports needs none
     assert ask("export")[0] == 0
     for name in ("bitsandbytes", "peft"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -133,6 +134,17 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     assert "The switch does not work here: Missing packages: pip install bitsandbytes." in text
     assert text.endswith("The export does not work here: Missing packages: pip install peft bitsandbytes.\n")
     assert ask("export")[0] == 1
+
+
+def test_variables_without_effect_are_named(ask, monkeypatch):
+    monkeypatch.setattr(doctor, "PROJECT", "not installed")
+    for name in environment.WORDS:
+        monkeypatch.setenv(name, "ture")
+    status, text = ask("export")
+    unknown = "is unknown, expected one of"
+    assert f"NF4_TRITON='ture' {unknown} 0, false, off, no, 1, true, on, yes\nNF4_BACKEND=" in text
+    assert status == 1 and "NF4_TRITON has no effect, because the package is not installed" in text
+    assert text.endswith(f"NF4_BACKEND='ture' {unknown} auto, triton, torch\n")
 
 
 def test_libraries_that_are_too_old_to_export_are_named(ask, monkeypatch):
@@ -165,12 +177,8 @@ def test_a_library_that_cannot_be_imported_is_named(ask, monkeypatch, tmp_path):
     assert "The switch works: it takes bitsandbytes." in text
 
 
-def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, device, capsys):
-    monkeypatch.setattr(doctor, "SIZE", (8, 64))
-    monkeypatch.setattr(doctor, "ROUNDS", 1)
-    values = torch.randn(doctor.SIZE, dtype=torch.float16, device=device)
-    monkeypatch.setattr(torch, "randn", lambda *size, **options: values)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+@pytest.mark.gpu
+def test_the_doctor_times_unsloth_where_it_is_imported(monkeypatch, capsys):
     unsloth = types.SimpleNamespace(fast_dequantize=lambda *state, use_global_buffer: None)
     monkeypatch.setitem(sys.modules, doctor.FAST, unsloth)
     doctor.compare()
@@ -192,24 +200,33 @@ def test_where_the_kernel_cannot_run_an_example_says_so_and_trains_alike(alone, 
 
 def test_the_command_line_needs_no_torch():
     code = "import sys; sys.modules['torch'] = None; from nf4_triton.__main__ import main; sys.exit(main())"
-    assert "nf4_triton" in processes.python(["-c", code, "--help"]).out
+    assert "--trained-in" in processes.python(["-c", code, "help", "export"]).out
+    assert processes.python(["-c", code, "version"]).out == f"nf4_triton {package.__version__}\n"
 
 
-@pytest.mark.parametrize("name", ["triton", "torch"])
-def test_under_another_default_dtype_and_device(monkeypatch, name):
-    """As scripts that train and load models set them. The switch's self-test: libraries/test_switch.py."""
-    monkeypatch.setenv("NF4_BACKEND", name)
-    given = random_state((8, 64), torch.float16)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            results = package.dequantize(*given), package.dequantize(*given, rows=range(8))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(same_bits(result, oracle(*given)) for result in results)
+LOOKS_AROUND = """
+import pydoc, sys
+sys.modules[sys.argv[1]] = None
+import nf4_triton
+from nf4_triton.__main__ import main
+main(["doctor", "export"])
+print(pydoc.plaintext.document(nf4_triton))
+before = {*dir()}
+from nf4_triton import *
+print("imported:", *sorted({*dir()} - before - {"before"}))
+nf4_triton.export_checkpoint
+"""
+PUBLIC = """Switch UnknownInternals UnsupportedState dequantize export_checkpoint read_checkpoint restore
+use_nf4_kernel"""
 
 
-def test_every_public_name_is_there():
-    assert all(inspect.getdoc(getattr(package, name)) for name in package._HOMES)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        package.nothing  # noqa: B018
+@pytest.mark.parametrize("absent", ["nothing", "transformers"])
+def test_help_and_a_star_know_every_public_name_that_can_be_imported(absent):
+    """Nor does the doctor show what bitsandbytes logs without a GPU."""
+    done = processes.python(["-c", LOOKS_AROUND, absent], check=False)
+    names = {*PUBLIC.split()}
+    if absent == "transformers" or not MERGES:
+        names.remove("export_checkpoint")
+        assert "export_checkpoint cannot be imported: " in done.err
+    assert {*re.findall(r"^    (?:class )?([a-zA-Z]\w+)\(", done.out, re.M)} == names
+    assert f"imported: {' '.join(sorted(names))}\n" in done.out and "gemm_4bit" not in done.err

@@ -29,7 +29,7 @@ Dequantize by hand:
 
 Environment variables:
 
-    NF4_TRITON=1        as above; off with 0, false, off, no, or unset
+    NF4_TRITON=1        as above; or true, on, yes; off with 0, false, off, no, or unset
     NF4_BACKEND=auto    what `dequantize` uses: the kernel on an NVIDIA GPU that can run it, else PyTorch;
                         triton or torch: that one
     NF4_FORCE=t4        use the settings of a T4 on a newer GPU, to test them
@@ -57,26 +57,36 @@ if TYPE_CHECKING:
     from .libraries.switch import use_nf4_kernel as use_nf4_kernel
 else:
     _HOMES = {
-        "Switch": "libraries.switch.Switch",
-        "UnknownInternals": "libraries.site.UnknownInternals",
-        "UnsupportedState": "core.supported.UnsupportedState",
-        "dequantize": "backend.dequantize",
-        "export_checkpoint": "export.export.export_checkpoint",
-        "read_checkpoint": "core.checkpoint.read_checkpoint",
-        "restore": "libraries.switch.restore",
-        "use_nf4_kernel": "libraries.switch.use_nf4_kernel",
+        "Switch": "libraries.switch",
+        "UnknownInternals": "libraries.site",
+        "UnsupportedState": "core.supported",
+        "dequantize": "backend",
+        "export_checkpoint": "export.export",
+        "read_checkpoint": "core.checkpoint",
+        "restore": "libraries.switch",
+        "use_nf4_kernel": "libraries.switch",
     }
 
     def __getattr__(name: str):
-        """Import a public name when it is asked for: the package alone imports neither torch nor Triton."""
+        """Import a public name when it is asked for: the package alone imports neither torch nor Triton.
+
+        __all__ are those that can be imported here: help() and dir() ask for each.
+        """
+        if name == "__all__":
+            return [public for public in _HOMES if _can_import(public)]
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, attribute = _HOMES[name].rpartition(".")
         try:
-            return getattr(importlib.import_module(f".{module}", __name__), attribute)
-        except ModuleNotFoundError as error:
-            problem = f"nf4_triton.{name} needs {error.name}, which is not installed"
-            raise ImportError(f"{problem}: pip install {error.name}") from error
+            return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        except ImportError as error:
+            problem = f"nf4_triton.{name} cannot be imported: {error}"
+            raise ImportError(f"{problem}: `python -m nf4_triton doctor` says what to install") from error
+
+    def _can_import(name: str) -> bool:
+        try:
+            return bool(__getattr__(name))
+        except Exception:  # whatever a broken package raises
+            return False
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+        return [*globals(), *__getattr__("__all__")]

@@ -1,8 +1,10 @@
 """Dequantize 4-bit weights: check this machine, or export a checkpoint in 16 bit."""
 
 import argparse
+import contextlib
 import logging
 import os
+import shlex
 import signal
 import sys
 import warnings
@@ -13,13 +15,19 @@ from .environment import missing
 
 DOCTOR = "say what works here, and what is missing; exit status 1 if the kernel does not work, else 0"
 EXPORT = "write a 4-bit checkpoint in 16 bit, or merge a LoRA adapter into its base"
+VERIFY = (
+    "compare what the export wrote with what was trained: load each, and predict the next tokens of a text"
+)
 EXAMPLES = """examples:
   nf4_triton doctor
-  nf4_triton export outputs/checkpoint-500 merged"""
+  nf4_triton export outputs/checkpoint-500 merged
+  nf4_triton verify outputs/checkpoint-500 merged"""
+PROGRAM = "python -m nf4_triton" if sys.argv[0].endswith("__main__.py") else "nf4_triton"
 OPTIONS = {  # option: help
     "--base": "what an adapter is merged into: a folder, a/b, a/b@REVISION (default: what it was trained on)",
     "--trained-in": "nf4, nf4+double, fp4, or fp4+double, if training quantized a 16-bit base on loading",
-    "--load-dtype": "the dtype in which that training loaded the base (default: its config's)",
+    "--load-dtype": "the dtype in which that training loaded the base (default: its config's),\n"
+    "which OUT gets, too; after float32, OUT gets the dtype that the base has",
     "--skip-modules": "that training's llm_int8_skip_modules, such as lm_head,o_proj",
     "--dtype": "float16, bfloat16, or float32 (default: as it is stored)",
     "--shard-size": "the most in a file (default: 5GB)",
@@ -29,37 +37,9 @@ OPTIONS = {  # option: help
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status. Ctrl-C ends the process with 130."""
-    parser = argparse.ArgumentParser(
-        "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="doctor | export", dest="command")
-    checking = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR)
-    checking.set_defaults(run=doctor)
-    what = "check the export alone; exit status 1 if it does not work, else 0"
-    checking.add_argument("what", nargs="?", choices=["export"], help=what)
-    exporting = commands.add_parser(
-        "export",
-        help=EXPORT,
-        description=f"{EXPORT}; exit status 0 if OUT was written, 1 if not",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    exporting.set_defaults(run=export)
-    exporting.add_argument(
-        "source", help="a 4-bit checkpoint or an adapter: a folder, a file, or a name on the hub"
-    )
-    exporting.add_argument("out", help="a new or an empty folder")
-    for option, text in OPTIONS.items():
-        exporting.add_argument(option, action=Once, help=text)
-    exporting.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
-    known, unknown = parser.parse_known_args(arguments)
-    options = vars(known)
-    command = commands.choices[options.pop("command")]
-    if unknown:
-        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    run, options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = options.pop("run")(**options)
+        status = run(**options)
         print(end="", flush=True)  # nothing where stdout was closed
         return status
     except KeyboardInterrupt:
@@ -68,6 +48,54 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def parse(arguments) -> tuple:
+    """Return the function that runs a command, and its options."""
+    if arguments[:1] in (["help"], ["version"]):  # `help export` is `export --help`
+        arguments = [*arguments[1:], f"--{arguments[0]}"]
+    parser = argparse.ArgumentParser(
+        "nf4_triton", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"nf4_triton {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="doctor | export | verify", dest="command")
+    checking = commands.add_parser("doctor", help=DOCTOR, description=DOCTOR)
+    checking.set_defaults(run=doctor)
+    what = "check the export alone; exit status 1 if it does not work, else 0"
+    checking.add_argument("what", nargs="?", choices=["export"], help=what)
+    for run, what, status, out in (
+        (export, EXPORT, "exit status 0 if OUT was written, 1 if not", "a new or an empty folder"),
+        (
+            verify,
+            VERIFY,
+            "exit status 0 if they agree, 1 if not, 2 if nothing was compared",
+            "what the export wrote",
+        ),
+    ):
+        command = commands.add_parser(
+            run.__name__,
+            help=what,
+            description=f"{what}; {status}",
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawTextHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        source = "a 4-bit checkpoint or an adapter: a folder, a file, or a name on the hub"
+        command.add_argument("source", help=source)
+        command.add_argument("out", help=out)
+        for option, text in OPTIONS.items():
+            command.add_argument(option, action=Once, help=text)
+        command.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
+    commands.choices["export"].set_defaults(typed=arguments)
+    commands.choices["verify"].add_argument(
+        "--text", action=Once, help="a file to compare with (default: a short text)"
+    )
+    known, unknown = parser.parse_known_args(arguments)
+    options = vars(known)
+    command = commands.choices[options.pop("command")]
+    if unknown:
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return options.pop("run"), options
 
 
 class Once(argparse.Action):
@@ -79,35 +107,71 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def export(source, out, skip_modules, shard_size, **options) -> int:
-    """Write a checkpoint in 16 bit. Return the exit status."""
+def export(source, out, skip_modules, shard_size, typed, **options) -> int:
+    """Write a model in 16 bit. Return the exit status."""
+    out = os.path.expanduser(out)
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         signal.signal(number, lambda *_: sys.exit(143))  # so that what was written so far is deleted
     try:
-        if problem := missing(*NEEDED):
-            raise ImportError(problem)
-        silence()
-        from . import export_checkpoint
+        prepare()
+        from .export.export import export_checkpoint
+        from .export.verify import next_tokens
 
-        counts = export_checkpoint(
-            source,
-            out,
-            skip_modules=skip_modules and skip_modules.replace(",", " ").split(),
-            shard_size=shard_size or "5GB",
-            **options,
-        )
+        skipped, size = names(skip_modules), shard_size or "5GB"
+        counts = export_checkpoint(source, out, skip_modules=skipped, shard_size=size, **options)
     except (ImportError, OSError, ValueError) as error:
         print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
         return 1
-    print(
-        f"{out}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
-        f" {counts.dequantized} dequantized, {counts.merged} merged"
-    )
+    line = f"{out}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
+    line += f" {counts.dequantized} dequantized, {counts.merged} merged"
+    if "float32" in counts.dtypes:
+        line += "; in float32: --dtype bfloat16 for 16 bit"
+    if not os.path.exists(os.path.join(out, "config.json")):
+        line += "; without config.json"
+    print(line)
+    with contextlib.suppress(ValueError):  # of a model without next tokens
+        next_tokens(out)
+        command = ["verify" if word == "export" else word for word in typed]
+        print(f"To compare it with what was trained: {PROGRAM} {shlex.join(command)}")
     return 0
 
 
-def silence():
-    """Stop what libraries print in a run that works, except the progress of downloads."""
+def verify(source, out, skip_modules, unchecked, dtype, shard_size, **options) -> int:
+    """Compare what the export wrote with what was trained. Return the exit status."""
+    out = os.path.expanduser(out)
+    try:
+        prepare(bars=True)
+        from .export.verify import verify
+
+        found = verify(source, out, skip_modules=names(skip_modules), **options)
+    except (ImportError, OSError, ValueError) as error:
+        print(*f"Nothing was compared: {error}".split(), file=sys.stderr)
+        return 2
+    for name, (divergence, same) in found.items():
+        print(f"{name}: KL divergence from what was trained {divergence:.2g}, same next token {same:.1%}")
+    got, *alone = [divergence for divergence, _ in found.values()]
+    if alone and alone[0] < 1e-3:
+        print("The adapter changes too little to judge.")
+    limit = max(1e-3, alone[0] / 4) if alone else 0.01
+    if got <= limit:  # not NaN
+        print(f"{out} answers as what was trained: its divergence is at most {limit:.2g}.")
+        return 0
+    print(f"{out} does not answer as what was trained: export it with the options that fit its training.")
+    return 1
+
+
+def names(text):
+    """Return the names in a list with commas."""
+    return text and text.replace(",", " ").split()
+
+
+def prepare(bars=False):
+    """Raise if a package is missing. Stop what libraries print in a run that works, except bars of downloads.
+
+    bars: with those of loading.
+    """
+    if problem := missing(*NEEDED):
+        raise ImportError(problem)
     warnings.simplefilter("ignore")
     for library in ("bitsandbytes", "torch.utils.flop_counter"):  # the latter misses Triton
         logging.getLogger(library).setLevel(logging.ERROR)
@@ -116,8 +180,9 @@ def silence():
     from transformers.utils import logging as reports
 
     reports.set_verbosity_error()
-    reports.disable_progress_bar()  # all bars of huggingface_hub, too
-    enable_progress_bars()
+    if not bars:
+        reports.disable_progress_bar()  # all bars of huggingface_hub, too
+        enable_progress_bars()
 
 
 if __name__ == "__main__":

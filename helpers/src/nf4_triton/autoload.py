@@ -14,25 +14,26 @@ import os
 
 import torch
 
+from .environment import ON, word
 from .log import say
 
-OFF = ("", "0", "false", "off", "no")
 waiting: list = []  # not empty from load() until the first layer or state
 made: list = []  # the switch, once it is made
 
 
 def load() -> None:
     """With NF4_TRITON=1 switch the kernel on when the first Linear4bit or QuantState is created."""
-    if os.environ.get("NF4_TRITON", "").strip().lower() in OFF:
-        return
     try:
+        if word("NF4_TRITON") not in ON:
+            return
         _switch_before(importlib.import_module("bitsandbytes.nn.modules").Linear4bit)
         # Without a layer: replace_parameter_4bit, functional calls, vLLM, SGLang, Axolotl with FSDP2.
         _switch_before(importlib.import_module("bitsandbytes.functional").QuantState)
         waiting.append(True)
         atexit.register(_report, os.getpid())
     except Exception as error:
-        say(f"NF4_TRITON=1 has no effect: {type(error).__name__}: {error}", logging.WARNING)
+        say(f"NF4_TRITON has no effect: {error}", logging.WARNING)
+        del os.environ["NF4_TRITON"]  # or each process that this one starts says so again
 
 
 def _switch_before(waits_for) -> None:
@@ -56,7 +57,7 @@ def _switch_on() -> None:
         if not switch.was_called:  # else the program decides
             made.append(switch.use_nf4_kernel())
     except Exception as error:
-        say(f"NF4_TRITON=1 has no effect: {error}", logging.WARNING)
+        say(f"NF4_TRITON has no effect: {error}", logging.WARNING)
 
 
 def _report(process: int) -> None:

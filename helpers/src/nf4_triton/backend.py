@@ -22,7 +22,6 @@ try:
 except (ImportError, AttributeError):  # no Triton, or one older than 3.4
     launch = launch_general = None  # type: ignore[assignment]
 
-BACKENDS = ("triton", "torch", "auto")
 try:  # os.environ's own dict: a lookup of an unset variable takes 0.03 us here, 1.0 us in os.environ
     VARIABLES, VARIABLE = os.environ._data, os.environ.encodekey("NF4_BACKEND")  # type: ignore[attr-defined]
 except AttributeError:
@@ -190,9 +189,7 @@ torch_operator.register_fake(allocate_fields)
 def choose(device) -> str:
     """Return "triton" or "torch" for a weight on a device. Raises ValueError for an unknown NF4_BACKEND."""
     if private.is_compiling() or VARIABLE in VARIABLES:
-        name = os.environ.get("NF4_BACKEND", "").strip().lower() or "auto"
-        if name not in BACKENDS:
-            raise ValueError(f"NF4_BACKEND={name!r}: expected one of {', '.join(BACKENDS)}")
+        name = environment.word("NF4_BACKEND")
         if name != "auto":
             return name
     if private.is_compiling():  # Dynamo cannot trace why_torch()

@@ -1,6 +1,7 @@
 """The doctor: print what is here, time the kernel, and say what works: the kernel, the switch, the export."""
 
 import importlib
+import logging
 import os
 import statistics
 import sys
@@ -12,6 +13,7 @@ from . import __version__, environment
 from .environment import missing
 
 NEEDED = "torch numpy huggingface_hub safetensors tqdm transformers peft accelerate bitsandbytes".split()
+PROJECT = "nf4-triton"
 VARIABLES = ("NF4_TRITON", "NF4_BACKEND", "NF4_FORCE", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
 FAST = "unsloth.kernels.utils"
 SIZE = 4096, 4096
@@ -24,9 +26,11 @@ def doctor(what: str | None = None) -> int:
     what: "export" to ask for that alone. The status is then the export's.
     """
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # `import torch` without numpy
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # without a GPU it asks for the package kernels
     versions = environment.versions(environment.PACKAGES).items()
     print(f"nf4_triton {__version__}:", ", ".join(f"{name} {found or '-'}" for name, found in versions))
     print("Environment:", {name: os.environ[name] for name in VARIABLES if name in os.environ} or "none")
+    variables()
     os.environ.pop("NF4_TRITON", None)  # or the kernel would be timed beside itself
     print("GPU:", answer(gpu)[1])
     questions = (export,) if what else (kernel, switch, export)
@@ -42,6 +46,17 @@ def answer(question) -> tuple[bool, str]:
         return question()
     except (Exception, SystemExit) as error:  # whatever is broken here is the answer
         return False, f"{type(error).__name__}: {error}"
+
+
+def variables() -> None:
+    """Print which environment variables have no effect, and why."""
+    for name in environment.WORDS:
+        try:
+            environment.word(name)
+        except ValueError as error:
+            print(error)
+    if "NF4_TRITON" in os.environ and not environment.versions([PROJECT])[PROJECT]:
+        print("NF4_TRITON has no effect, because the package is not installed: pip install . in its checkout")
 
 
 def gpu():
@@ -98,6 +113,7 @@ def export():
         return False, f"{error}: pip install -U transformers peft."
     from .export.export import to_device
 
+    environment.word("NF4_BACKEND")  # raises for an unknown one: the export dequantizes, too
     return True, f"on the {to_device(None).type.upper().replace('CUDA', 'GPU')}."
 
 

@@ -1,4 +1,4 @@
-"""Describe the machine: GPU, driver, versions, and why the kernel cannot run here.
+"""Describe the machine: GPU, driver, versions, variables, and why the kernel cannot run here.
 
 Importing it imports neither torch nor Triton. The notebook's cell `rows` prints most of it, too.
 """
@@ -18,6 +18,11 @@ from .core.supported import forced_card, interpreted
 PACKAGES = "torch triton bitsandbytes unsloth unsloth_zoo axolotl peft transformers accelerate trl".split()
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
 CPU = Path("/proc/cpuinfo")
+ON = ("1", "true", "on", "yes")
+WORDS = {  # that a variable takes; the first is the default
+    "NF4_TRITON": ("0", "false", "off", "no", *ON),
+    "NF4_BACKEND": ("auto", "triton", "torch"),
+}
 
 
 def describe():
@@ -56,6 +61,15 @@ def cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
+def word(variable: str) -> str:
+    """Return the word that an environment variable holds. Raises ValueError for one that it does not take."""
+    words = WORDS[variable]
+    found = os.environ.get(variable, "").strip().lower() or words[0]
+    if found not in words:
+        raise ValueError(f"{variable}={found!r} is unknown, expected one of {', '.join(words)}")
+    return found
+
+
 def missing(*packages: str) -> str | None:
     """Return which of these packages are not installed and what to do, or None if all are."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -88,5 +102,4 @@ def cannot_run(device=None) -> str | None:
 
     if torch.version.hip is not None:
         return f"AMD GPU (ROCm {torch.version.hip}): the kernel was never run there; use an NVIDIA GPU."
-    problems = None if interpreted() else no_gpu(device), missing("triton")
-    return " ".join(filter(None, problems)) or None
+    return (None if interpreted() else no_gpu(device)) or missing("triton")

@@ -28,7 +28,7 @@ functional = pytest.importorskip("bitsandbytes.functional")
 files = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
-hub = pytest.importorskip("huggingface_hub.utils")
+hub = pytest.importorskip("huggingface_hub")
 
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.export import model, plan, sources  # noqa: E402
@@ -105,7 +105,7 @@ def home(tmp_path_factory):
     tuned.peft_config["default"].base_model_name_or_path = "four"
     for name, parameter in tuned.named_parameters():
         if "lora_B" in name:
-            parameter.data += 0.1
+            parameter.data += torch.randn_like(parameter)
     tuned.save_pretrained(home / "adapter")
     for name, text in FIELDS.items():
         source, file, fields = re.fullmatch("(.*?)/(.*?) (.*)", text).groups()
@@ -133,7 +133,7 @@ def here(home, tmp_path, monkeypatch, caplog):
     """The current folder, and the user's: a copy of home. The command changes nothing of this process."""
     caplog.set_level(logging.INFO, "nf4_triton")
     monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(command_line, "silence", lambda: None)
+    monkeypatch.setattr(command_line, "prepare", lambda **_: None)
     monkeypatch.setattr(command_line.os, "_exit", sys.exit)
     monkeypatch.setenv("HOME", str(tmp_path / "here"))
     monkeypatch.chdir(shutil.copytree(home, tmp_path / "here", symlinks=True))
@@ -225,10 +225,11 @@ def test_what_is_refused_is_said_in_one_line(refused, arguments):
     refused(arguments, COMMANDS[arguments])
 
 
-@pytest.mark.parametrize("size", [0, None])
-def test_sizes_from_python(size):
-    with pytest.raises(UnsupportedState, match=f"shard_size is {size}, .*at least 1MB"):
-        export_checkpoint("four", "out", shard_size=size)
+@pytest.mark.parametrize("option", [{"shard_size": 0}, {"shard_size": None}, {"device": 99}])
+def test_numbers_from_python(option):
+    ((name, value),) = option.items()
+    with pytest.raises(UnsupportedState, match=f"{name} is {value}, expected"):
+        export_checkpoint("four", "out", **option)
 
 
 FAILURES = {  # what the error says: what writing calls, and what it does
@@ -259,12 +260,12 @@ def test_a_pipe_is_not_read(refused, here):
 
 
 EXPORTS = {  # arguments: what is said
-    "adapter out": "Base: four/adapter, not merged: second/brings no tokenizer/7 dequantized, 5 merged",
-    "local taken": "Base: ~/four, in /taken: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged",
-    "newer out --shard-size '5 gib' --unchecked": "7 dequantized, 5 merged",
+    "adapter out": "Base: four/adapter, not merged: second/brings no tokenizer/7 dequantized, 2 merged",
+    "local taken": "Base: ~/four, in /taken: 12 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 2 merged",
+    "newer out --shard-size '5 gib' --unchecked": "7 dequantized, 2 merged",
     "adapter out --base full": "trained on four/with your bnb_4bit_quant_type, and +double if/; 0 deq",
     "adapter out --base full --trained-in nf4+double": "loaded in torch.bfloat16/layers to nf4+double on c",
-    "adapter out --base twice": "12 tensors/6 merged",
+    "adapter out --base twice": "12 tensors/2 merged",
     "full out --trained-in fp4 --load-dtype fp16 --skip-modules 'q_proj, lm_head,'": "6 layers/6 deq",
     "full out --trained-in nf4 --skip-modules q_prj": "has q_prj, which/the closest: q_proj",
     "kernels out --dtype bf16": "7 dequantized",
@@ -279,6 +280,16 @@ def test_what_is_used_is_said(here, capsys, caplog, arguments):
     assert command_line.main(["export", *shlex.split(arguments)]) == 0
     said = caplog.text + capsys.readouterr().out
     assert all(text in said for text in EXPORTS[arguments].split("/"))
+
+
+def test_without_a_config(refused, here, capsys):
+    (here / "four" / CONFIG).unlink()
+    refused(
+        "four out", "config.json is missing, expected beside the weights: copy it there, or pass --unchecked"
+    )
+    refused("adapter out", "config.json is missing, expected beside the weights: copy it there\n")
+    assert command_line.main("export four out --unchecked".split()) == 0
+    assert capsys.readouterr().out.endswith("7 dequantized, 0 merged; without config.json\n")
 
 
 def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):
@@ -297,7 +308,7 @@ def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):
 def test_small_files(here, caplog):
     """The adapter's tokenizer, whole; licenses, and modules; nothing of a training run."""
     base = "tokenizer.json tokenizer_config.json added_tokens.json chat_template.jinja LICENSE USE_POLICY.md"
-    left = "trainer_state.json train_results.json README.md other/config.json"
+    left = "trainer_state.json train_results.json other/config.json"
     for name in f"{base} {left} 1_Pooling/config.json".split():
         path = here / "four" / name
         path.parent.mkdir(exist_ok=True)
@@ -306,12 +317,14 @@ def test_small_files(here, caplog):
     os.truncate("four/large.txt", 100_000_001)
     export_checkpoint("four", "one")
     assert "four/large.txt is above 100 MB" in caplog.text
-    for name in ("tokenizer.json", "tokenizer_config.json", "trainer_state.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "trainer_state.json", "value_head.safetensors"):
         (here / "adapter" / name).write_text("{ }")
     export_checkpoint("adapter", "two")
     one, two = ({path.name for path in Path(out).rglob("*") if path.is_file()} for out in ("one", "two"))
-    assert one == {*base.split(), CONFIG, "generation_config.json", WEIGHTS}
-    assert one - two == {"added_tokens.json", "chat_template.jinja"} and not two - one
+    assert one == {*base.split(), CONFIG, "README.md", "generation_config.json", WEIGHTS}
+    assert one - two == {"added_tokens.json", "chat_template.jinja"} and two - one == {
+        "value_head.safetensors"
+    }
     assert Path("one/1_Pooling/config.json").exists() and not Path("one/other").exists()
     assert Path("one/tokenizer.json").read_text() == Path("two/LICENSE").read_text() == "{}"
     assert Path("two/tokenizer.json").read_text() == "{ }"
@@ -330,7 +343,7 @@ def test_a_second_adapter_is_merged_into_the_first_export(here):
     first = transformers.LlamaForCausalLM.from_pretrained("one", dtype="auto")
     tuned = peft.PeftModel.from_pretrained(first, "adapter")
     expected, got = tuned.merge_and_unload().state_dict(), files.load_file("two/model.safetensors")
-    assert counts[:3] == (11, 0, 5) and all(same_bits(got[name], expected[name]) for name in got)
+    assert counts[:3] == (12, 0, 2) and all(same_bits(got[name], expected[name]) for name in got)
 
 
 def test_a_name_on_the_hub(here, monkeypatch, caplog):
@@ -342,7 +355,19 @@ def test_a_name_on_the_hub(here, monkeypatch, caplog):
         (snapshot / path.name).symlink_to(path)
     download = mock.Mock(return_value=snapshot)
     monkeypatch.setattr(sources, "snapshot_download", download)
-    assert export_checkpoint("hub", "out")[:3] == (11, 7, 5)
+    (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert export_checkpoint("hub", "out")[:3] == (12, 7, 2)
+    card = hub.ModelCard.load("out/README.md")
+    assert card.data.to_dict() == {
+        "base_model": "a/b",
+        "library_name": "transformers",
+        "license": "mit",
+        "tags": ["transformers"],
+    }
+    (here / "hub" / "README.md").write_text("---\nlibrary_name: mine\ntags: [peft, good]\n---\nIt works.")
+    export_checkpoint("hub", "own")
+    card = hub.ModelCard.load("own/README.md")
+    assert card.text == "It works." and card.data.base_model == "a/b" and card.data.tags == ["good"]
     assert download.call_args.kwargs["revision"] == "abc" and "Base: a/b, in " in caplog.text
     (snapshot / "generation_config.json").unlink()
     (snapshot / "generation_config.json").symlink_to(here / "full" / CONFIG)
@@ -350,11 +375,33 @@ def test_a_name_on_the_hub(here, monkeypatch, caplog):
         export_checkpoint("hub", "other")
 
 
+VERIFIED = {  # arguments: exit status, what is said
+    "adapter out --base full --trained-in nf4+double --dtype bf16": (0, "out answers as/the base alone: KL"),
+    "adapter full --base full --trained-in nf4+double": (1, "full does not answer as what was trained"),
+    "full out --text full/config.json": (1, "out does not answer"),
+    "adapter taken": (2, "taken has no config.json"),
+    "adapter labels": (2, "LlamaForSequenceClassification predicts no next tokens"),
+    "cut out": (2, "cannot be loaded as LlamaForCausalLM (UserWarning: Found missing adapter keys"),
+}
+
+
+def test_verify(here, capsys, caplog):
+    config = {"architectures": ["LlamaForSequenceClassification"]}
+    Path(shutil.copytree("full", "labels"), CONFIG).write_text(json.dumps({"model_type": "llama"} | config))
+    export = "export adapter out --base full --trained-in nf4+double"
+    assert command_line.main(export.split()) == 0
+    for arguments, (status, text) in VERIFIED.items():
+        assert command_line.main(["verify", *arguments.split()]) == status
+        output = "".join(capsys.readouterr()) + caplog.text
+        assert all(part in output for part in text.split("/"))
+    assert "64 random tokens" in caplog.text
+
+
 def state():
     """Return what a library call could leave changed in a process."""
     loggers = [log for log in logging.root.manager.loggerDict.values() if isinstance(log, logging.Logger)]
     held = {log.name: (log.level, [*log.handlers], [*log.filters], log.disabled) for log in loggers}
-    bars = transformers.utils.logging.is_progress_bar_enabled(), hub.are_progress_bars_disabled()
+    bars = transformers.utils.logging.is_progress_bar_enabled(), hub.utils.are_progress_bars_disabled()
     return held, [*warnings.filters], bars, torch.get_default_dtype(), signal.getsignal(signal.SIGTERM)
 
 
@@ -374,7 +421,7 @@ def test_nothing_of_the_process_changes(here, monkeypatch):
         assert state() == before
     finally:
         torch.set_default_dtype(torch.float32)
-    assert [result[:3] for result in results] == [(11, 7, 5)] * 4
+    assert [result[:3] for result in results] == [(12, 7, 2)] * 4
     assert len({Path(f"out{number}", WEIGHTS).read_bytes() for number in range(5)}) == 1
 
 
@@ -391,7 +438,9 @@ main("export adapter out --base full --trained-in nf4".split())
 """
     variables = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}
     done = processes.python(["-c", code], variables=variables, folder=here)
-    assert done.out == "out: 11 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 5 merged\n"
+    counts, advice = done.out.splitlines()
+    assert counts == "out: 12 tensors in torch.bfloat16, 0.1 MB; 7 dequantized, 2 merged"
+    assert advice.endswith(": nf4_triton verify adapter out --base full --trained-in nf4")
     assert not re.sub(r"(nf4_triton|out): [^\r\n]*\s*", "", done.err)
 
 

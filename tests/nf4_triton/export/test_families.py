@@ -27,6 +27,7 @@ ATTENTION = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
 HOW = ATTENTION | dict(num_hidden_layers=2, num_key_value_heads=2, vocab_size=160)
 FAMILIES = {  # class, config
     "Llama": ("LlamaForCausalLM", HOW | dict(vocab_size=9000, tie_word_embeddings=True, attention_bias=True)),
+    "Llama bf16": ("LlamaForCausalLM", HOW | dict(vocab_size=500, tie_word_embeddings=True)),
     "GPT-2": ("GPT2LMHeadModel", dict(n_embd=64, n_layer=2, n_head=2, vocab_size=160)),
     "T5": (
         "T5ForConditionalGeneration",
@@ -53,11 +54,17 @@ FAMILIES = {  # class, config
         "GraniteMoeHybridForCausalLM",
         HOW | dict(mamba_n_heads=4, mamba_d_head=32, num_local_experts=4, layer_types=["mamba", "attention"]),
     ),
-    "Qwen3-MoE": ("Qwen3MoeForCausalLM", HOW | dict(num_experts=4, moe_intermediate_size=64)),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        HOW | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+    ),
     "Mixtral": ("MixtralForCausalLM", HOW | dict(num_local_experts=4, head_dim=16)),
     "CLIP": (
         "CLIPModel",
-        dict.fromkeys(("text_config", "vision_config"), ATTENTION | dict(num_hidden_layers=1, image_size=28)),
+        dict.fromkeys(
+            ("text_config", "vision_config"),
+            ATTENTION | dict(num_hidden_layers=1, image_size=28, patch_size=14),
+        ),
     ),
     "SD3": (
         "SD3Transformer2DModel",
@@ -72,21 +79,23 @@ BY_HAND = {
 }  # the 4-bit weights, which no library makes here
 FLAT = "GPT-2", "Qwen3", "T5"  # fp4, not double
 LOADED = {True: torch.float16, False: torch.bfloat16}
+SKIPPED = ["lm_head", "score", "classifier", "o_proj"]  # by quantization
 
 
 MERGES = [  # family, fields of its adapter_config.json and arguments of check_merge()
-    ("Llama", '{"use_rslora": true, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "orthogonal"}'),
-    ("Llama", '{"target_modules": ["q_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}'),
+    ("Llama", '{"use_rslora": true, "alpha_pattern": {"v_proj": 9}, "init_lora_weights": "gaussian"}'),
+    (
+        "Llama",
+        '{"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "init_lora_weights": "eva"}',
+    ),
     ("Llama", '{"target_modules": ["q_proj", "embed_tokens"]}'),
-    ("Llama", '{"target_modules": ["embed_tokens", "lm_head"], "use_dora": true}'),
     ("Llama", '{"modules_to_save": ["head", "norm"], "target_modules": ["embed_tokens"]}'),
-    ("Llama", '{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": true}'),
-    ("Llama", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
+    ("Llama", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"], "on_4_bits": false}'),
     ("Llama", '{"modules_to_save": ["o_proj"], "target_modules": ["q_proj"], "bias": "all"}'),
     ("Qwen3-MoE", "{}"),
     ("Qwen3-MoE", '{"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}'),
     ("Qwen3-MoE", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
-    ("CLIP", '{"target_modules": ["q_proj"]}'),  # of no token embeddings that PEFT would find
+    ("CLIP", '{"target_modules": ["q_proj", "v_proj"]}'),  # of no token embeddings that PEFT would find
     ("Mixtral", '{"target_modules": ["w1", "w2", "w3"]}'),
     ("T5", '{"target_modules": ["wo"]}'),  # which transformers keeps in float32
     ("Llama", '{"trainable_token_indices": [3, 8999]}'),
@@ -102,7 +111,49 @@ MERGES = [  # family, fields of its adapter_config.json and arguments of check_m
     ),
     ("Qwen3", '{"auto": "AutoModel"}'),
     ("T5", '{"auto": "AutoModel", "task_type": "FEATURE_EXTRACTION"}'),
+    ("Qwen3-MoE", '{"auto": "AutoModel", "target_parameters": ["mlp.experts.down_proj"]}'),
 ]
+TIED = """
+{"target_modules": ["lm_head"]}
+{"target_modules": ["embed_tokens", "lm_head"]}
+{"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": true}
+{"target_modules": ["lm_head"], "trainable_token_indices": [3, 9]}
+{"target_modules": ["embed_tokens"], "trainable_token_indices": {"lm_head": [3]}}
+{"trainable_token_indices": {"embed_tokens": [3, 9], "lm_head": [7]}}
+{"modules_to_save": ["embed_tokens"], "target_modules": ["lm_head"]}
+{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": true}
+{"target_modules": ["embed_tokens"]}
+{"target_modules": ["lm_head"], "ensure_weight_tying": true}
+{"target_modules": ["embed_tokens"], "ensure_weight_tying": true}
+{"target_modules": ["embed_tokens"], "use_dora": true}
+{"target_modules": ["lm_head"], "use_dora": true}
+{"target_modules": ["embed_tokens", "lm_head"], "use_dora": true}
+{"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": true, "use_dora": true}
+{"trainable_token_indices": {"embed_tokens": [3, 9]}}
+{"trainable_token_indices": {"lm_head": [3, 9]}}
+{"trainable_token_indices": {"embed_tokens": [3, 9], "lm_head": [3, 9]}}
+{"modules_to_save": ["embed_tokens"]}
+{"modules_to_save": ["lm_head"]}
+{"modules_to_save": ["embed_tokens", "lm_head"]}
+{"modules_to_save": ["lm_head"], "target_modules": ["embed_tokens"]}
+{"modules_to_save": ["embed_tokens"], "trainable_token_indices": {"lm_head": [3]}}
+{"modules_to_save": ["lm_head"], "ensure_weight_tying": true}
+{"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": true}
+""".strip().splitlines()
+CASES = [("Llama bf16", how) for how in TIED[:8]]
+MORE = [("Llama bf16", how) for how in TIED[8:]] + [("Llama", how) for how in TIED]
+MORE += [("GPT-2", how.replace("embed_tokens", "wte")) for how in TIED[:2]]
+MORE += [("T5", how.replace("embed_tokens", "shared")) for how in TIED[:2]]
+MORE += [("Gemma 3", how) for how in TIED[:4]]
+INPUTS = {  # beside tokens: {name: shape}
+    "CLIP": {"pixel_values": (1, 3, 28, 28)},
+    "SD3": {
+        "hidden_states": (1, 16, 8, 8),
+        "encoder_hidden_states": (1, 4, 64),
+        "pooled_projections": (1, 64),
+        "timestep": (1,),
+    },
+}
 GATE = ["Llama", "GPT-2"]
 LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
 
@@ -112,10 +163,20 @@ def kind_of(family):
     return getattr(library, FAMILIES[family][0])
 
 
+def in_4_bits(flat):
+    """Return how training quantizes: fp4, or nf4 with double quantization."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="fp4" if flat else "nf4",
+        bnb_4bit_use_double_quant=not flat,
+        llm_int8_skip_modules=SKIPPED,
+    )
+
+
 def load(kind, folder, whole=True, **how):
     """Return the model in a folder. Fail unless the folder has the whole of it and nothing else."""
-    dtype = {"torch_dtype": torch.bfloat16} if "SD3" in kind.__name__ else {"dtype": "auto"}
-    model, found = kind.from_pretrained(folder, output_loading_info=True, **dtype, **how)
+    how = ({"torch_dtype": torch.bfloat16} if "SD3" in kind.__name__ else {"dtype": "auto"}) | how
+    model, found = kind.from_pretrained(folder, output_loading_info=True, **how)
     assert not (whole and any(found.values())), found
     return model.to(DEVICE)
 
@@ -160,23 +221,24 @@ def make(own_bitsandbytes, tmp_path_factory):
         torch.manual_seed(0)
         whole = kind(**config) if family == "SD3" else kind(kind.config_class(**config))
         dtype = torch.float16 if family in FLAT else torch.float32
-        whole.to(torch.bfloat16 if family in BY_HAND else dtype).save_pretrained(folder / "full")
+        whole.to(torch.bfloat16 if family in (*BY_HAND, "Llama bf16") else dtype).save_pretrained(
+            folder / "full"
+        )
         if family in BY_HAND:
             shutil.copytree(folder / "full", model)
             quantize_by_hand(model, BY_HAND[family])
         else:
             flat = family in FLAT
-            how = transformers.BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="fp4" if flat else "nf4",
-                bnb_4bit_use_double_quant=not flat,
-                llm_int8_skip_modules=["lm_head", "o_proj"],
-            )
-            quantized = kind.from_pretrained(
-                folder / "full", quantization_config=how, dtype=LOADED[flat], device_map={"": DEVICE}
-            )
+            how = {"quantization_config": in_4_bits(flat), "dtype": LOADED[flat], "device_map": {"": DEVICE}}
+            quantized = kind.from_pretrained(folder / "full", **how)
             quantized.save_pretrained(model, max_shard_size="40KB" if family == "Llama" else "5GB")
         export_checkpoint(model, folder / "out", shard_size=1e6 if family == "Llama" else "5GB")
+        shutil.copytree(folder / "out", folder / "own", ignore=shutil.ignore_patterns("*.index.json"))
+        for file in (folder / "own").glob("*.safetensors"):
+            file.unlink()
+        own = dequantized(model, transposed=family == "GPT-2")
+        stem = "diffusion_pytorch_model" if family == "SD3" else "model"
+        files.save_file(own, folder / "own" / f"{stem}.safetensors", {"format": "pt"})
         return folder
 
     return make
@@ -188,7 +250,7 @@ def test_each_tensor_is_that_of_bitsandbytes(make, family):
     model, out = make(family) / "model", make(family) / "out"
     expected, got = dequantized(model, transposed=family == "GPT-2"), tensors_of(out)
     assert got.keys() == expected.keys()
-    assert all(same_bits(got[name] + 0, expected[name] + 0) for name in got)  # fp4's zeros have any sign
+    assert all(same(got[name], expected[name]) for name in got)
     load(kind_of(family), out)
     config = json.loads((model / "config.json").read_text())
     config.pop("quantization_config", None)
@@ -202,49 +264,175 @@ def test_dora_and_what_training_saw(make, tmp_path, family):
     check_merge(make(family), tmp_path, family, use_dora=True, target_modules=target)
 
 
-@pytest.mark.parametrize("family, how", MERGES)
+@pytest.mark.parametrize(
+    "family, how", [*MERGES, *CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
+)
 def test_a_merge_is_that_of_peft(make, tmp_path, family, how):
     check_merge(make(family), tmp_path, family, **json.loads(how))
 
 
-def check_merge(folder, tmp_path, family, rows=None, auto=None, labels=2, **how):
-    """On a base in 4 bits and in 16. Training quantized the latter on loading, or its 4 bits were saved."""
+def answer(model, family):
+    """Return logits or hidden states for fixed inputs, computed in float32 from a model's weights."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    generator = torch.Generator().manual_seed(0)
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in INPUTS.get(family, {}).items()}
+    if family != "SD3":
+        inputs["input_ids"] = torch.tensor([[3, 9, 7, 100, 3, 50]])
+    if family == "T5":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    model.eval()
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):  # of Linear4bit, which rounds its scales on a CPU for inference
+            module.compute_dtype, module.compute_type_is_set, module.training = torch.float32, True, True
+    with torch.no_grad():
+        return model(**{name: x.to(DEVICE) for name, x in inputs.items()})[0]
 
-    def trained(name):
-        kind, fields = (
-            (getattr(transformers, auto), {"num_labels": labels}) if auto else (kind_of(family), {})
-        )
-        model = load(kind, folder / name, not auto, **fields)
+
+def same(one, other):
+    """Return whether tensors are equal, bit for bit but for the signs of zeros, which fp4 leaves open."""
+    return same_bits(one + 0, other + 0)
+
+
+def untie(model):
+    """Give each module parameters of its own: PEFT merges a change of a tied one into all of them."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.data.clone(), False)
+    return model
+
+
+def check_merge(folder, tmp_path, family, rows=None, auto=None, labels=2, on_4_bits=True, **how):
+    """On a base in 16 bits, in 4, and quantized on loading, as transformers and bitsandbytes load it.
+
+    on_4_bits: whether PEFT can train it on 4 bits; if not, on what bitsandbytes dequantizes.
+    """
+
+    def load_base(name, **loading):
+        kind, fields = kind_of(family), {}
+        if auto:
+            kind, fields = getattr(transformers, auto), {"num_labels": labels}
+        model = load(kind, folder / name, not auto, **fields, **loading)
         if rows:
             model.resize_token_embeddings(rows, mean_resizing=False)
         return model
 
+    flat = family in FLAT
+    quantizing = {"dtype": LOADED[flat], "quantization_config": in_4_bits(flat)}
+    options = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
+    options["skip_modules"] = SKIPPED
+    runs = [("full", "full", {}, {}), ("model", "own", {}, {}), ("full", "own", options, quantizing)]
+    for number, (base, merged, options, loading) in enumerate(runs[:2] if family in BY_HAND else runs):
+        loaded = base if on_4_bits and family not in BY_HAND else merged
+        loading = loading if loaded == base else {}
+        adapter, out = tmp_path / f"adapter{number}", tmp_path / f"out{number}"
+        tuned = train(load_base(loaded, **loading), adapter, **how)
+        counts = export_checkpoint(adapter, out, base=folder / base, shard_size="1 MiB", **options)
+        exported = load(type(tuned.get_base_model()), out)
+        config = json.loads((out / "config.json").read_text())
+        if family == "Llama":
+            assert config["tie_word_embeddings"] is ("lm_head.weight" not in tensors_of(out))
+        check_bits(exported, counts, out, load_base(merged), folder / merged, adapter)
+        check_answer(family, exported, tuned, load_base(loaded, **loading))
+
+
+def train(model, adapter, **how):
+    """Return a model with an adapter of random values, which is saved."""
     config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear"} | how)
-    tuned = peft.get_peft_model(trained("out"), config)
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(model, config)
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data += 0.05 * torch.randn_like(parameter)
-    adapter = tmp_path / "adapter"
     tuned.save_pretrained(adapter)
-    for base, name in (("full", "full"), ("model", "out")):  # the base, and what PEFT merges into
-        model = peft.PeftModel.from_pretrained(trained(name), adapter).merge_and_unload()
-        out, expected = tmp_path / base, model.state_dict()
-        counts = export_checkpoint(adapter, out, base=folder / base, shard_size="1 MiB")
-        got, written = load(type(model), out).state_dict(), tensors_of(out)
-        assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
-        unchanged = trained(name).state_dict() | tensors_of(folder / name)
-        changed = [key for key in written if not same_bits(written[key], unchanged[key])]
-        assert counts.merged == len(changed) > 0 and counts.written == len(written)
-    config = json.loads((out / "config.json").read_text())
-    if family == "Llama":
-        assert config["tie_word_embeddings"] is ("lm_head.weight" not in written)
-    if family not in BY_HAND:
-        flat = family in FLAT
-        training = {"trained_in": "fp4" if flat else "nf4+double", "load_dtype": LOADED[flat]}
-        training |= {"base": folder / "full", "skip_modules": ["lm_head", "o_proj"]}
-        assert export_checkpoint(adapter, tmp_path / "again", **training) == counts
-        got = tensors_of(tmp_path / "again")
-        assert got.keys() == written.keys() and all(same_bits(got[key], written[key]) for key in got)
+    return tuned
+
+
+def check_answer(family, exported, tuned, base):
+    """Fail unless OUT answers as the adapter does, unmerged."""
+    got, trained, base = (answer(model, family) for model in (exported, tuned, base))
+    assert (got - trained).abs().mean() < 0.05 * (base - trained).abs().mean()  # what rounding OUT costs
+
+
+def check_bits(exported, counts, out, base, folder, adapter):
+    """Fail unless OUT's bits are those of PEFT's merge into what bitsandbytes dequantizes."""
+    before, written = tensors_of(folder) | base.state_dict(), tensors_of(out)
+    before = {key: tensor.clone() for key, tensor in before.items()}
+    merge = untie(peft.PeftModel.from_pretrained(base, adapter)).merge_and_unload().state_dict()
+    if any(".default" in key for key in merge):  # PEFT cannot unload two layers of one parameter
+        return
+    first: dict = {}
+    for key, parameter in exported.named_parameters(remove_duplicate=False):  # a tied one is as the first
+        merge[key] = merge[first.setdefault(id(parameter), key)]
+    got = exported.state_dict()
+    assert got.keys() == merge.keys() and not [key for key in got if not same(got[key], merge[key])]
+    changed = {key for key in written if not same(written[key].float(), before[key].float())}
+    assert counts.written == len(written) and counts.merged == len(changed) > 0
+
+
+def test_names_of_an_older_transformers(make, tmp_path):
+    """4.51 put language_model first in vision-language models."""
+    base, new, old = make("Gemma 3") / "full", tmp_path / "new", tmp_path / "old"
+    train(load(kind_of("Gemma 3"), base), new, target_modules=["q_proj", "lm_head"])
+    (file,), tensors = shutil.copytree(new, old).glob("*.safetensors"), tensors_of(new)
+    start = "base_model.model."
+    for key in list(tensors):
+        name = key.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
+        tensors[name.replace(f"{start}lm_head", f"{start}language_model.lm_head")] = tensors.pop(key)
+    assert not tensors.keys() & tensors_of(new).keys()
+    files.save_file(tensors, file)
+    for adapter in (new, old):
+        export_checkpoint(adapter, tmp_path / f"{adapter.name}_out", base=base)
+    expected, got = tensors_of(tmp_path / "new_out"), tensors_of(tmp_path / "old_out")
+    assert got.keys() == expected.keys() and all(same_bits(got[key], expected[key]) for key in got)
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_biases_of_a_resized_vocabulary(tmp_path, rows):
+    config = transformers.BartConfig(vocab_size=8, d_model=64, encoder_layers=1, decoder_layers=1)
+    model = transformers.BartForConditionalGeneration(config)
+    model.final_logits_bias += 1
+    model.save_pretrained(tmp_path / "base")
+    model = load(type(model), tmp_path / "base")
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    expected = model.final_logits_bias.clone()
+    train(model, tmp_path / "adapter")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    assert same_bits(tensors_of(tmp_path / "out")["final_logits_bias"], expected.to(DEVICE))
+
+
+def test_a_base_that_was_saved_as_a_classifier(make, tmp_path):
+    classifier = transformers.LlamaForSequenceClassification.from_pretrained(make("Llama bf16") / "full")
+    classifier.save_pretrained(tmp_path / "base")
+    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    tuned = train(base, tmp_path / "adapter", task_type="CAUSAL_LM")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
+    exported, base = (
+        load(kind_of("Llama"), path) for path in (tmp_path / "out", make("Llama bf16") / "full")
+    )
+    check_answer("Llama", exported, tuned, base)
+
+
+def test_the_loss_of_training_is_that_of_the_export(make, tmp_path):
+    """LoRA on a tied head, from 4 bits."""
+    folder, ids = make("Llama bf16"), torch.arange(48, device=DEVICE).view(2, 24)
+    config = peft.LoraConfig(r=16, target_modules=["lm_head"])
+    tuned = peft.get_peft_model(load(kind_of("Llama"), folder / "model"), config)
+    optimizer = torch.optim.AdamW(tuned.parameters(), lr=0.1)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = tuned(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    tuned.save_pretrained(tmp_path / "adapter")
+    export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=folder / "model")
+    exported = load(kind_of("Llama"), tmp_path / "out")
+    trained, got = (model(input_ids=ids, labels=ids).loss.item() for model in (tuned, exported))
+    assert trained < losses[0] - 1 and abs(got - trained) < 0.05
 
 
 def test_another_dtype_holds_what_training_saw(make, tmp_path):
@@ -253,6 +441,24 @@ def test_another_dtype_holds_what_training_saw(make, tmp_path):
         export_checkpoint(make("Llama") / "full", tmp_path / name, dtype=dtype, **how)
     one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
     assert all(same_bits(two[name], one[name].float()) for name in one)
+
+
+def test_training_in_float32_is_rounded_once(make, tmp_path):
+    """To the dtype of the base; --dtype rounds the same bits."""
+    folder = make("Llama bf16") / "full"
+    loading = {"dtype": torch.float32, "quantization_config": in_4_bits(flat=False)}
+    base = load(kind_of("Llama"), folder, **loading)
+    tuned = train(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    how = {"trained_in": "nf4+double", "load_dtype": "float32", "skip_modules": SKIPPED, "base": folder}
+    for dtype in (None, "bfloat16", "float32"):
+        export_checkpoint(tmp_path / "adapter", tmp_path / str(dtype), dtype=dtype, **how)
+    found, *others = (tensors_of(tmp_path / name) for name in ("None", "bfloat16", "float32"))
+    for other in others:
+        assert not [name for name in found | other if not same_bits(found[name], other[name].bfloat16())]
+    assert json.loads((tmp_path / "None" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name in ("None", "float32"):
+        exported = load(kind_of("Llama"), tmp_path / name)
+        check_answer("Llama", exported, tuned, load(kind_of("Llama"), folder, **loading))
 
 
 def test_a_model_that_transformers_does_not_know(make, tmp_path):

@@ -3,5 +3,6 @@
 sources.py finds the folders and opens what is read. core/checkpoint.py reads one 4-bit weight. model.py
 builds the model without weights, as training used it. private.py says what its tensors are called. adapter.py
 says which of them an adapter changes, and merges. plan.py says what each new tensor is made of, and makes it.
-write.py writes them. export.py is the public function. problems.py says how the others refuse.
+card.py makes OUT's README.md. write.py writes all. export.py is the public function. verify.py compares OUT
+with what was trained. problems.py says how the others refuse.
 """

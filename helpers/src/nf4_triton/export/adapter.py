@@ -2,10 +2,12 @@
 
 import contextlib
 import copy
+import re
 
 import torch
 
 from .model import plain
+from .private import is_transformers, names_in
 from .problems import UnsupportedState, library, refuse
 
 # PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
@@ -16,64 +18,101 @@ lora_dropout modules_to_save peft_type peft_version r rank_pattern revision targ
 task_type trainable_token_indices use_dora use_rslora""".split()
 
 
-class Adapter:
-    """A LoRA adapter in a model on meta. PEFT merges it one layer at a time."""
+PATH = re.compile(r"(.+?)\.(?:(?:lora_|trainable_tokens_|token_adapter\.|base_layer\.).*|\w+)")  # of a module
+# PEFT holds LoRA of an embedding as that of a linear layer, transposed.
+AS_LINEAR = {
+    "lora_embedding_A.default": "lora_B.default.weight",
+    "lora_embedding_B.default": "lora_A.default.weight",
+}
 
-    def __init__(self, source, model):
-        """source: the Source of the adapter."""
+
+class Adapter:
+    """A LoRA adapter in a model on meta. PEFT merges it one parameter at a time."""
+
+    def __init__(self, lora, model):
+        """lora: the Source of the adapter."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        tuned, values = inject(source, model)
-        self.layers: dict = {}  # {parameter of the model: (PEFT's layer, its values)}
-        for path, module in tuned.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                parameter = f"{plain(path)}.{getattr(module, 'parameter_name', 'weight')}"
-                starts = f"{path}.lora_", f"{path}.trainable_tokens_"
-                names = [key for key in values if key.startswith(starts)]
-                own = {key.removeprefix(f"{path}."): values.pop(key) for key in names}
-                if own:  # a tied one shares another's
-                    self.layers[parameter] = module, own
+        tuned, values = inject(lora, model)
+        layers = {path: layer for path, layer in tuned.named_modules() if isinstance(layer, BaseTunerLayer)}
+        held: dict = {}  # {PEFT's layer: itself and its values}
+        for path, layer in layers.items():
+            names = [key for key in values if key.startswith((f"{path}.lora_", f"{path}.trainable_tokens_"))]
+            held[layer] = layer, {key.removeprefix(f"{path}."): values.pop(key) for key in names}
+        # {parameter of the model: [(PEFT's layer, its values), then what that one wraps, ...]}
+        self.layers: dict = {}
+        for path, layer in layers.items():
+            parameter = f"{plain(path)}.{getattr(layer, 'parameter_name', 'weight')}"
+            one = held[getattr(layer, "tied_adapter", None) or layer]  # tokens of a tied one are another's
+            if one[1]:
+                self.layers.setdefault(parameter, []).append(one)
         self.saved = {plain(key) for key in values if ".modules_to_save." in key}
         # {parameter of the model: the tensor that takes its place}
         self.given = {plain(key): value for key, value in values.items() if ".original_module." not in key}
+        self.parameters = self.layers.keys() | self.given.keys()
+
+    def base_of(self, name, tied):
+        """Return the tensor that takes the place of a parameter that is tied to others, or None."""
+        shared = [name] if name in self.saved else [other for other in tied if other not in self.saved]
+        return next((self.given[other] for other in shared if other in self.given), None)
+
+    def alike(self, tied) -> bool:
+        """Return whether tied parameters change alike. On a 16-bit base, PEFT's own tie can be lost."""
+        first, *others = [self.change(name) for name in tied]
+        return all(len(other) == len(first) and all(map(equal, other, first)) for other in others)
+
+    def change(self, name) -> list:
+        """Return the change of a parameter: {name: tensor} of each layer, and of a saved copy."""
+        found = [{"": self.given[name]}] if name in self.saved else []
+        for layer, values in self.layers.get(name, []):
+            facts = getattr(layer, "scaling", None) or layer.token_indices  # of each adapter
+            values = {AS_LINEAR.get(key, key): x.t() if key in AS_LINEAR else x for key, x in values.items()}
+            found.append(values | {"facts": torch.tensor([*facts.values()])})
+        return found
 
     def merge(self, parameter, weight):
-        """Return a parameter with its adapter, which PEFT adds in float32, rounding once."""
+        """Return a parameter with its adapter, which PEFT adds in float32, rounding once for each layer."""
+        name, layers = parameter.rpartition(".")[2], self.layers[parameter]
         with library(f"PEFT cannot merge {parameter}"), torch.no_grad():
-            module, values = self.layers[parameter]
-            layer, name = copy.deepcopy(module), parameter.rpartition(".")[2]
-            values = {key: value.to(weight.device, torch.float32) for key, value in values.items()}
-            layer.load_state_dict(values, strict=False, assign=True)
-            base = layer.get_base_layer()
-            setattr(base, name, torch.nn.Parameter(weight, requires_grad=False))
-            layer.merge()
-            return getattr(base, name).data
+            for module, values in reversed(layers):  # tokens, then LoRA on them, as training computes it
+                layer = copy.deepcopy(module)
+                layer.base_layer = base = copy.deepcopy(layers[-1][0].get_base_layer())
+                values = {key: value.to(weight.device, torch.float32) for key, value in values.items()}
+                layer.load_state_dict(values, strict=False, assign=True)
+                setattr(base, name, torch.nn.Parameter(weight, requires_grad=False))
+                layer.merge()
+                weight = getattr(base, name).data
+            return weight
 
 
-def inject(source, model):
+def equal(one, other) -> bool:
+    """Return whether two dicts hold the same tensors."""
+    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
+
+
+def inject(lora, model):
     """Return (PEFT's model on meta, {name of a tensor in it: tensor}). Refuse an adapter of another model."""
-    name, kind = source.name, type(model).__name__
-    tensors = {key: file.get_tensor(key) for key, file in source.tensors.items()}
+    name, kind = lora.name, type(model).__name__
+    tensors = {key: file.get_tensor(key) for key, file in lora.tensors.items()}
     with library(f"PEFT cannot put {name} into {kind}"):
         import peft
 
-        config = lora_config(peft, source.config)
+        config = lora_config(peft, lora.config)
         with torch.device("meta"):
             tuned = peft.get_peft_model(copy.deepcopy(model), config, autocast_adapter_dtype=False)
-        of_transformers = hasattr(model, "base_model_prefix")
-        if of_transformers:
+        if is_transformers(model):
             from peft.utils.transformers_weight_conversion import (
                 convert_peft_adapter_state_dict_for_transformers as renamed,
             )
 
-            tensors = renamed(tuned.get_base_model(), config, tensors)
+            tensors = renamed(tuned.get_base_model(), config, with_names_of_today(tensors, model))
         likes = tuned.state_dict()
         own = {key: key for key in likes}
         allowed = expected = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=False)
         with contextlib.suppress(NotImplementedError):  # of a model without embeddings, such as CLIP
-            allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=of_transformers)
+            allowed = peft.get_peft_model_state_dict(tuned, own, save_embedding_layers=is_transformers(model))
     do = (
-        f"check base and file; its auto_mapping is {source.config.get('auto_mapping')}. If training used"
+        f"check base and file; its auto_mapping is {lora.config.get('auto_mapping')}. If training used"
         " another class, save the base with it, and pass that as --base"
     )
     refuse(f"{name} lacks what its config targets in {kind}", sorted(expected.keys() - tensors), do)
@@ -88,6 +127,18 @@ def inject(source, model):
                 f" of shape {tuple(likes[own].shape)}: check its config, and pass the base of its training"
             )
     return tuned, values
+
+
+def with_names_of_today(tensors, model) -> dict:
+    """Return tensors with what transformers calls their modules now: 4.52 renamed those of vision models."""
+    start = "base_model.model."
+    paths = {key: PATH.fullmatch(key.removeprefix(start))[1] for key in tensors}
+    today, found = names_in(model, {f"{path}.weight" for path in paths.values()}), {}
+    for key, path in paths.items():
+        name, converter = today.get(f"{path}.weight", ("", None))
+        now = path if converter or not name else name.removesuffix(".weight")
+        found[key.replace(f"{start}{path}.", f"{start}{now}.", 1)] = tensors[key]
+    return found
 
 
 def lora_config(peft, fields):

@@ -10,7 +10,8 @@ import torch
 from ..core.checkpoint import PART
 from ..log import say
 from .adapter import Adapter
-from .model import build, changed, compare, quantized_layers, untied
+from .card import new_card
+from .model import build, compare, edited, quantized_layers, untied
 from .plan import Plan, Training
 from .problems import UnsupportedState, library
 from .sources import find, small_files
@@ -26,7 +27,7 @@ class Counts(NamedTuple):
 
     written: int
     dequantized: int  # of these: from 4 bits, stored or as training saw them
-    merged: int  # of these: changed by the adapter
+    merged: int  # of these: changed by the adapter, a tied one that becomes a tensor of its own included
     dtypes: str  # of all
     size: int  # bytes
 
@@ -52,7 +53,8 @@ def export_checkpoint(
     base: what the adapter is merged into, in 4 or in 16 bit. Default: what adapter_config.json names.
     trained_in: "nf4", "nf4+double", "fp4", or "fp4+double" (bnb_4bit_use_double_quant), if training quantized
     a 16-bit base on loading. The result then has the weights that training saw.
-    load_dtype: the dtype in which training loaded that base. Default: its config's.
+    load_dtype: the dtype in which training loaded that base. Default: its config's. After float32, weights
+    are merged in float32, and rounded once to the dtype in which the base stores them.
     skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
     shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
@@ -67,27 +69,29 @@ def export_checkpoint(
     check_out(out)
     most, device = to_bytes(shard_size), to_device(device)
     dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
-    model, adapter = find(source, base)
-    built, config = None, model.config
-    if adapter or trained_in or not unchecked:
-        built, config = build(config, adapter)
-    training = how_trained(trained_in, load_dtype, skip_modules, model, built, device)
-    merging = Adapter(adapter, built) if adapter else None
-    plan = Plan(model.tensors, built, merging, dtype, training, device, pruned=config is not model.config)
-    if built:
-        compare(built, plan.likes(), adapter, training)
+    checkpoint, lora = find(source, base)
+    model, config = None, checkpoint.config
+    if lora or trained_in or not unchecked:
+        model, config = build(config, lora)
+    training = how_trained(trained_in, load_dtype, skip_modules, checkpoint, model, device)
+    adapter = Adapter(lora, model) if lora else None
+    pruned = config is not checkpoint.config
+    plan = Plan(checkpoint.tensors, model, adapter, dtype, training, device, pruned)
+    if model:
+        compare(model, plan.likes(), bool(lora), training)
     dequantized = sum(made.dequantized for made in plan.made.values())
     if not dequantized:
-        if not adapter:
+        if not lora:
             raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not (dequantized or training):
         say(
             "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with"
             " your bnb_4bit_quant_type, and +double if bnb_4bit_use_double_quant."
         )
-    small = small_files(model.folder, adapter and adapter.folder, built)
-    size = write(out, new_config(config, plan), plan, most, small, [model, adapter or model])
-    merged = sum(plan.changed(name) for name in plan.made)
+    small = small_files(checkpoint.folder, lora and lora.folder, model)
+    card = new_card(checkpoint, lora, "diffusers" if "_class_name" in config else "transformers")
+    size = write(out, new_config(config, plan), card, plan, most, small, [checkpoint, lora or checkpoint])
+    merged = sum(plan.is_merged(name) for name in plan.made)
     dtypes = sorted({str(like.dtype) for like in plan.likes().values()})
     return Counts(len(plan.made), dequantized, merged, ", ".join(dtypes), size)
 
@@ -108,7 +112,7 @@ def check_out(out):
         raise UnsupportedState(f"{out} exists, expected a new or an empty folder: pass another name")
 
 
-def how_trained(kind, load_dtype, skip_modules, model, built, device):
+def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
     """Return the Training of a 16-bit base; None for a base that is used as it is."""
     if not (kind or load_dtype or skip_modules):
         return None
@@ -116,34 +120,47 @@ def how_trained(kind, load_dtype, skip_modules, model, built, device):
         raise UnsupportedState(
             f"trained_in is {kind}, expected one of {', '.join(KINDS)}; load_dtype and skip_modules need it"
         )
-    if any(PART.fullmatch(key) for key in model.tensors):
-        how = model.config.get("quantization_config") or {}
+    if any(PART.fullmatch(key) for key in checkpoint.tensors):
+        how = checkpoint.config.get("quantization_config") or {}
         double = how.get("bnb_4bit_use_double_quant")
         stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if double else ''}"
         if kind != stored or load_dtype or skip_modules:
-            raise UnsupportedState(f"{model.name} is in 4 bit ({stored}) and used as it is: omit trained_in")
+            raise UnsupportedState(
+                f"{checkpoint.name} is in 4 bit ({stored}) and used as it is: omit trained_in"
+            )
         return None
-    with library(f"transformers cannot quantize {type(built).__name__}"):
-        from transformers import BitsAndBytesConfig
-
-        how = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=skip_modules or None)
-        layers = quantized_layers(built, how)
-    dtype = load_dtype or built.config.dtype
+    with library(f"transformers cannot quantize {type(model).__name__}"):
+        how = in_4_bits(kind, skip_modules)
+        layers = quantized_layers(model, how)
+    dtype = load_dtype or model.config.dtype
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(
         f"bitsandbytes quantizes {len(layers)} layers to {kind} on {device}, which training"
         f" loaded in {dtype}: if not, pass --load-dtype."
     )
+    how = {"quant_type": how.bnb_4bit_quant_type, "compress_statistics": how.bnb_4bit_use_double_quant}
+    return Training(dtype, layers, how)
+
+
+def in_4_bits(kind, skip_modules):
+    """Return how transformers quantizes to a kind, such as nf4+double: a BitsAndBytesConfig."""
+    from transformers import BitsAndBytesConfig
+
     quant_type, _, double = kind.partition("+")
-    return Training(dtype, layers, {"quant_type": quant_type, "compress_statistics": bool(double)})
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=bool(double),
+        llm_int8_skip_modules=skip_modules or None,
+    )
 
 
 def new_config(config, plan) -> dict:
     """Return the config of the new checkpoint."""
-    dtype = plan.dtype or (plan.training and plan.training.dtype)
+    dtype = plan.dtype or (plan.training and not plan.rounds_once and plan.training.dtype)
     name = str(dtype).removeprefix("torch.")
-    config = changed(config, {"dtype": name, "torch_dtype": name} if dtype else {})
+    config = edited(config, {"dtype": name, "torch_dtype": name} if dtype else {})
     return untied(config, plan.model) if plan.untied else config
 
 
@@ -168,6 +185,7 @@ def to_bytes(size):
 def to_device(device) -> torch.device:
     """Return a device that is here."""
     with library(f"device is {device}, expected one that is here, such as cpu"):
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(default if device is None else device)
         torch.empty(1, device=device)
         return device

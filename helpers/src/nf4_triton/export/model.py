@@ -11,10 +11,11 @@ import torch
 import transformers
 
 from ..log import say
-from .private import class_for, should_convert_module
-from .problems import library, refuse
+from .private import class_for, is_transformers, should_convert_module
+from .problems import UnsupportedState, library, refuse
 
 TASKS = {  # PEFT's task_type: the class that loads the base for it
+    "CAUSAL_LM": "AutoModelForCausalLM",
     "FEATURE_EXTRACTION": "AutoModel",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
@@ -23,15 +24,21 @@ TASKS = {  # PEFT's task_type: the class that loads the base for it
 }
 
 
-def build(config, adapter=None):
+def build(config, lora=None):
     """Return the model of a config.json on meta, of transformers or diffusers, and its config.
 
-    adapter: a Source. If its training used another class, or other numbers of tokens or labels, so do both.
+    lora: the Source of an adapter. If its training used another class, or other numbers of tokens or labels,
+    the model and the config do, too.
     """
+    unchecked = "" if lora else ", or pass --unchecked"
+    if not config:
+        raise UnsupportedState(
+            f"config.json is missing, expected beside the weights: copy it there{unchecked}"
+        )
     with (
         library(
-            "config.json is missing, or no library builds its model, and code that comes with it is not run:"
-            f" update transformers{', or pass --unchecked' if 'auto_map' in config and not adapter else ''}"
+            "no library builds the model of config.json, and code that comes with it is not run:"
+            f" update transformers{unchecked if 'auto_map' in config else ''}"
         ),
         torch.device("meta"),
     ):
@@ -39,52 +46,56 @@ def build(config, adapter=None):
             import diffusers
 
             return getattr(diffusers, config["_class_name"]).from_config(config), config
-        model = of_transformers(config)
-        for fit in (with_class, with_sizes) if adapter else ():
-            fitted = fit(config, model, adapter)
+        model = build_with_transformers(config)
+        for fit in (with_class, with_sizes) if lora else ():
+            fitted = fit(config, model, lora)
             if fitted is not config:
-                model, config = of_transformers(fitted), fitted
+                model, config = build_with_transformers(fitted), fitted
         return model, config
 
 
-def of_transformers(config):
+def build_with_transformers(config):
     """Return the model of a config.json."""
     kind = getattr(transformers, config["architectures"][0])
     with tempfile.TemporaryDirectory() as folder:
-        pathlib.Path(folder, "config.json").write_text(json.dumps(changed(config, {})))
+        pathlib.Path(folder, "config.json").write_text(json.dumps(edited(config, {})))
         settings = kind.config_class.from_pretrained(folder)
     settings._attn_implementation = "eager"  # others can be code from the hub
     return kind(settings)
 
 
-def with_class(config, model, adapter) -> dict:
+def with_class(config, model, lora) -> dict:
     """Return a config with the class that training used, if that has the modules which the adapter names."""
-    if task := TASKS.get(adapter.config.get("task_type")):
-        kind = class_for(task, model.config)
+    task = lora.config.get("task_type")
+    if task == "CAUSAL_LM" and model.can_generate():
+        return config
+    if task in TASKS:
+        kind = class_for(TASKS[task], model.config)
     else:
-        mapping = adapter.config.get("auto_mapping") or {}
+        mapping = lora.config.get("auto_mapping") or {}
         kind = getattr(transformers, mapping.get("base_model_class") or "", None)
     if kind is type(model) or getattr(kind, "config_class", None) is not type(model.config):
         return config
     fitted = config | {"architectures": [kind.__name__]}
-    parts = {plain(key).partition(".")[0] for key in adapter.tensors}
-    return fitted if parts <= {*dict(of_transformers(fitted).named_children())} else config
+    parts = {plain(key).partition(".")[0] for key in lora.tensors}
+    return fitted if parts <= {*dict(build_with_transformers(fitted).named_children())} else config
 
 
-def with_sizes(config, model, adapter) -> dict:
+def with_sizes(config, model, lora) -> dict:
     """Return a config with the numbers of tokens and labels of an adapter that holds embeddings or a head."""
     own, labels = model.state_dict(), model.config.num_labels
-    for key, file in adapter.tensors.items():
+    for key, file in lora.tensors.items():
         new = file.get_tensor(key)
         old = own.get(plain(key), new)
         if old.dim() < 2 or len(old) == len(new):
             continue
         if len(old) == labels:
             model.config.num_labels = len(new)
+            say(f"The adapter has {len(new)} labels without names: LABEL_0 and so on in OUT's config.")
             config = config | {"id2label": model.config.id2label, "label2id": model.config.label2id}
         else:
             config.get("text_config", config).setdefault("vocab_size", len(old))  # its class's default
-            config = changed(config, {"vocab_size": len(new)}, len(old))
+            config = edited(config, {"vocab_size": len(new)}, len(old))
     return config
 
 
@@ -94,10 +105,10 @@ def plain(key) -> str:
     return re.sub(wraps, "", key.removeprefix("base_model.model."))
 
 
-def compare(model, likes, adapter=None, training=None):
+def compare(model, likes, merged=False, training=None):
     """Check that a model can load tensors: none is missing, surplus, or of another shape."""
     with library("the model cannot load the tensors: download them again"):
-        if not hasattr(model, "base_model_prefix"):  # of diffusers
+        if not is_transformers(model):
             model.load_state_dict(likes, assign=True)
             return
         _, found = model.from_pretrained(
@@ -111,7 +122,7 @@ def compare(model, likes, adapter=None, training=None):
         )
     problems = [f"{kind.partition('_')[0]} {name}" for kind in found for name in found[kind]]
     do = "download them again"
-    if adapter:
+    if merged:
         do += (
             ". If training added tokens, save the adapter with save_embedding_layers=True, or the resized"
             " base, and pass that as --base; if it made a head, save the base with its class, and pass that"
@@ -148,7 +159,7 @@ def quantized_layers(model, how) -> set:
     return {f"{path}.weight" for path, module in copied.named_modules() if isinstance(module, Linear4bit)}
 
 
-def changed(config, values, old=None) -> dict:
+def edited(config, values, old=None) -> dict:
     """Return a copy with other values where it has their keys, at any depth, and not quantized.
 
     old: change only what has this value.
@@ -164,7 +175,7 @@ def changed(config, values, old=None) -> dict:
 def untied(config, model) -> dict:
     """Return the config of a model whose embeddings are no longer tied."""
     key, scales = "tie_word_embeddings", "scale_decoder_outputs"
-    config = changed(config | {key: False}, {key: False})
+    config = edited(config | {key: False}, {key: False})
     if hasattr(model.config, scales):  # T5 would read it from the key
         config[scales] = model.config.scale_decoder_outputs
     return config

@@ -11,6 +11,8 @@ from .model import tied_names
 from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
 from .problems import UnsupportedState, library, refuse
 
+BIAS = "final_logits_bias"  # of BART: it has as many columns as there are tokens
+
 
 class Training(NamedTuple):
     """How training loaded a 16-bit base."""
@@ -28,7 +30,8 @@ class Made(NamedTuple):
     loaded: torch.dtype | None  # what transformers loads it in, if that is another one
     dequantized: bool  # from 4 bits, stored or as training saw it
     transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
-    names: list | tuple = ()  # the parameters of the model that it stands for
+    given: torch.Tensor | None = None  # what the adapter holds in place of the stored tensor
+    parameter: str = ""  # of the model: the one whose layers in the adapter are merged
 
 
 class Plan:
@@ -43,22 +46,23 @@ class Plan:
         self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
         for key in self.tensors:
             self.keys.setdefault(PART.sub(r"\1", key), []).append(key)
-        # {name: (its name in the model, how transformers makes that of it and others)}
+        # {name: (its name in the model, the converter that fuses it with others, or None)}
         self.targets = names_in(model, self.keys, pruned)
         if left := self.keys.keys() - self.targets:
             say(f"Left out, because {type(model).__name__} has none: {', '.join(sorted(left))}.")
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
+        # What training loaded in float32 is merged there, and rounded once to the dtype that the base stores.
+        self.rounds_once = bool(training) and training.dtype == torch.float32
         self.made = {name: self.without_adapter(name, own) for name in self.targets}
-        self.changes = adapter.layers.keys() | adapter.given.keys() if adapter else set()
         self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
         self.ready: dict = {}  # tensors that were made together, until each is asked for
+        self.layers = adapter.layers if adapter else {}
         self.untied = False
         if adapter:
-            self.unused = {*self.changes}
-            self.connect_fused()
-            self.connect()
-            refuse("the adapter changes what is not in the checkpoint", sorted(self.unused), "pass its base")
+            fused = self.connect_fused()
+            lost = adapter.parameters - fused - self.connect(fused)
+            refuse("the adapter changes what is not in the checkpoint", sorted(lost), "pass its base")
 
     def read(self, name, device="cpu") -> tuple:
         """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
@@ -79,7 +83,8 @@ class Plan:
                 f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
                 " dequantize it with the library that quantized it"
             )
-        like = torch.empty(held.shape, device="meta")
+        shape = known.shape if target == BIAS else held.shape
+        like = torch.empty(shape, device="meta")
         loaded, dequantized, transposed = None, bool(state), False
         if self.training and floating:
             loaded = self.training.dtype
@@ -92,108 +97,147 @@ class Plan:
         if transposed and state:
             like = like.t()
         if floating:
-            dtype = self.dtype or loaded or dtype
+            dtype = self.dtype or (None if self.rounds_once else loaded) or dtype
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
-    def connect_fused(self):
-        """Note which tensors become one, such as experts, that the adapter changes."""
+    def connect_fused(self) -> set:
+        """Note which tensors become one, such as experts, that the adapter changes. Return all such ones."""
         groups: dict = {}
         for name, (target, converter) in self.targets.items():
             if converter:
                 groups.setdefault(target, {})[name] = converter, self.made[name].like
+        found: set = set()
         for target, parts in groups.items():
-            made = fuse(self.model, target, parts)
-            self.unused -= made.keys()
-            if not self.changes.isdisjoint(made):
+            made = fuse(self.model, target, parts).keys()
+            found |= made
+            if not self.adapter.parameters.isdisjoint(made):
                 self.fused |= dict.fromkeys(parts, [*parts])
                 # In a row, so that each group is made once: a file alternates between groups.
                 self.made |= {part: self.made.pop(part) for part in parts}
+        return found
 
-    def connect(self):
-        """Note which others the adapter changes. Add a new head, and the tensors that a saved copy unties."""
+    def connect(self, fused) -> set:
+        """Note which others the adapter changes: tied ones each by itself, if it changes them differently.
+
+        fused: parameters of the model that others become. Return the others that the new checkpoint has.
+        """
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
-        given = self.adapter.given
+        found: set = set()
         for names in tied_names(self.model):
-            there = [name for name in names if name in stored]
-            if not there and names[0] in given and names[0] in self.unused:  # a new head
-                like = given[names[0]].to("meta", self.dtype or (self.training or self.model.config).dtype)
-                self.made[names[0]] = Made("", like, None, False, False)
-                stored[names[0]], there = names[0], names[:1]
-            if not there or self.changes.isdisjoint(names):
+            changed = [name for name in names if name in self.adapter.parameters]
+            if not changed or names[0] in fused:
                 continue
-            first, *others = there
-            self.unused -= {*names}
-            for name in others:
-                tensor = self.base(stored[name])
-                if not tensor.equal(self.base(stored[first]).to(tensor)):  # transformers would not tie them
-                    raise UnsupportedState(
-                        f"{first} and {name} differ, expected the same tensor, as the config ties them: set"
-                        " its tie_word_embeddings to false"
-                    )
-            kept = [name for name in names if name not in self.adapter.saved]
-            if len(kept) < len(names) > 1:
-                self.untied = True
-                there = names
-            before = {name: self.made[stored.get(name, stored[first])] for name in there}
-            for name, made in before.items():
-                own = kept if name in kept else [name]
-                for key in own:
-                    made = made._replace(names=own, like=given.get(key, made.like).to(made.like))
-                self.made[stored.get(name, name)] = made
+            if names[0] in self.adapter.given and stored.keys().isdisjoint(names):
+                stored[names[0]] = self.add_head(names[0])
+            there = [name for name in names if name in stored]
+            if not there:
+                continue
+            found |= {*names}
+            self.check_tied({name: stored[name] for name in there})
+            alike = self.adapter.alike(names)
+            self.untied |= not alike
+            old = {name: self.made[stored.get(name, stored[there[0]])] for name in names}
+            for name in there if alike else names:
+                parameter = changed[0] if alike else name
+                self.made[stored.get(name, name)] = self.with_adapter(old[name], parameter, names)
+        return found
+
+    def with_adapter(self, made, parameter, tied) -> Made:
+        """Return what a tensor is made of with the adapter's change of a parameter and of its tied base."""
+        given = self.adapter.base_of(parameter, tied)
+        if given is not None:
+            like = given.to(made.like)
+            if made.source and like.shape == made.like.shape:
+                base = self.base(made).cpu()
+                given = None if given.to(base.dtype).equal(base) else given  # saved beside LoRA on it
+            made = made._replace(like=like)
+        return made._replace(given=given, parameter=parameter)
+
+    def add_head(self, name) -> str:
+        """Note a head that the adapter brings. Return its name."""
+        loaded = self.model.config.dtype if self.rounds_once or not self.training else self.training.dtype
+        dtype = self.dtype or loaded
+        given = self.adapter.given[name]
+        self.made[name] = Made("", given.to("meta", dtype), None, False, False, given)
+        return name
+
+    def check_tied(self, stored):
+        """Raise unless tensors are equal that the config ties: transformers would not tie them.
+
+        stored: {parameter of the model: its name in the file}.
+        """
+        (first, name), *others = stored.items()
+        for other, key in others:
+            tensor = self.base(self.made[key])
+            if not tensor.equal(self.base(self.made[name]).to(tensor)):
+                raise UnsupportedState(
+                    f"{first} and {other} differ, expected the same tensor, as the config ties them: set"
+                    " its tie_word_embeddings to false"
+                )
 
     def likes(self) -> dict:
         """Return {name: a tensor on meta} of the new checkpoint."""
         return {name: made.like for name, made in self.made.items()}
 
-    def changed(self, name) -> bool:
-        """Return whether the adapter changes a tensor."""
-        return name in self.fused or not self.changes.isdisjoint(self.made[name].names)
+    def is_merged(self, name) -> bool:
+        """Return whether the adapter changes a tensor, or holds one that takes its place."""
+        made = self.made[name]
+        return name in self.fused or made.given is not None or made.parameter in self.layers
 
     def make(self, name) -> torch.Tensor:
         """Return a tensor of the new checkpoint. Refuse another shape, and what became infinite or NaN."""
         made = self.made[name]
-        if name not in self.fused:
-            tensor = self.adapted(self.base(name), made.names)
+        if name in self.fused:
+            tensor = self.made_together(name)
         else:
-            with library(
-                f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"
-            ):
-                if name not in self.ready:
-                    parts = {part: (self.targets[part][1], self.base(part)) for part in self.fused[name]}
-                    fused = fuse(self.model, self.targets[name][0], parts)
-                    merged = {key: self.adapted(fused[key], [key]) for key in fused}
-                    self.ready = revert_weight_conversion(self.model, merged)
-                tensor = self.ready.pop(name)
-        like = made.like
+            tensor = self.merged(self.base(made), made.parameter)
+        like, tensor = made.like, tensor.to(made.like.dtype)
         if tensor.shape != like.shape:
             raise UnsupportedState(
                 f"{name} becomes {tensor.shape}, expected {like.shape}: merge it with PEFT"
             )
-        if (self.changed(name) or made.loaded or self.dtype) and like.is_floating_point() and like.numel():
+        if (self.is_merged(name) or made.loaded or self.dtype) and like.is_floating_point() and like.numel():
             if not torch.stack(tensor.aminmax()).isfinite().all():  # 30 times as fast as isfinite on a CPU
                 raise UnsupportedState(
                     f"{name} is not finite in {like.dtype}, expected numbers: check adapter and dtype"
                 )
         return tensor
 
-    def adapted(self, tensor, names) -> torch.Tensor:
-        """Return a tensor with the adapter's changes of the parameters that it stands for."""
-        if self.changes.isdisjoint(names):
-            return tensor
-        for name in names:
-            tensor = self.adapter.given.get(name, tensor).to(tensor.dtype)
-        tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
-        for name in names:
-            if name in self.adapter.layers:
-                tensor = self.adapter.merge(name, tensor)
-        return tensor
+    def made_together(self, name) -> torch.Tensor:
+        """Return a tensor that transformers fuses with others before the adapter changes it."""
+        with library(f"transformers cannot fuse {name} with others and split it again: merge it with PEFT"):
+            if name not in self.ready:
+                parts = {
+                    part: (self.targets[part][1], self.base(self.made[part])) for part in self.fused[name]
+                }
+                fused = fuse(self.model, self.targets[name][0], parts)
+                given = self.adapter.given
+                fused = {key: given.get(key, fused[key]).to(fused[key].dtype) for key in fused}
+                merged = {key: self.merged(fused[key], key) for key in fused}
+                reverted = revert_weight_conversion(self.model, merged)
+                self.ready = {self.in_file(key): tensor for key, tensor in reverted.items()}
+            return self.ready.pop(name)
 
-    def base(self, name) -> torch.Tensor:
-        """Return a tensor without the adapter, as training saw it, in its new dtype."""
-        made = self.made[name]
-        if not made.source:
-            return self.adapter.given[name].to(made.like.dtype)
+    def in_file(self, name) -> str:
+        """Return what the file calls a tensor of the model: with or without the name of its base model."""
+        prefix = self.model.base_model_prefix + "."
+        return next(key for key in (name, prefix + name, name.removeprefix(prefix)) if key in self.fused)
+
+    def merged(self, tensor, parameter) -> torch.Tensor:
+        """Return a tensor with the layers that the adapter has for a parameter."""
+        if parameter not in self.layers:
+            return tensor
+        return self.adapter.merge(
+            parameter, tensor.to(self.device, copy=True)
+        )  # PEFT would write into a file
+
+    def base(self, made) -> torch.Tensor:
+        """Return a tensor without the adapter's layers, as training saw it, in the dtype of the merge."""
+        if made.given is not None:
+            return made.given.to(self.merged_in(made))
         tensor, state = self.read(made.source, self.device)
+        if made.source == BIAS:
+            tensor = torch.nn.functional.pad(tensor, (0, made.like.shape[-1] - tensor.shape[-1]))
         if made.loaded:
             tensor = tensor.to(made.loaded)
         if made.dequantized and not state:
@@ -202,7 +246,11 @@ class Plan:
             tensor = tensor.t() if made.transposed else tensor
             tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
         if state:
-            tensor = dequantize(tensor, state, dtype=made.loaded or made.like.dtype)
+            tensor = dequantize(tensor, state, dtype=made.loaded or self.merged_in(made))
         if made.transposed:
             tensor = tensor.t().contiguous()
-        return tensor.to(made.like.dtype)
+        return tensor.to(self.merged_in(made))
+
+    def merged_in(self, made) -> torch.dtype:
+        """Return the dtype in which the adapter is added to a tensor."""
+        return torch.float32 if self.rounds_once and made.like.is_floating_point() else made.like.dtype

@@ -22,12 +22,17 @@ from transformers.core_model_loading import (
 from transformers.quantizers.quantizers_utils import should_convert_module  # noqa: F401 (for model.py: how names in llm_int8_skip_modules fit)
 
 
+def is_transformers(model) -> bool:
+    """Return whether a model is of transformers: not of diffusers, and not None."""
+    return hasattr(model, "base_model_prefix")
+
+
 def names_in(model, names, pruned=False) -> dict:
     """Return {name in a file: (its name in a model, None or the (converter, pattern) that fuses it)}.
 
     pruned: without those that the model lacks. Those that transformers ignores are left out in any case.
     """
-    if not hasattr(model, "base_model_prefix"):  # of diffusers
+    if not is_transformers(model):
         return {name: (name, None) for name in names}
     steps, own, found = get_model_conversion_mapping(model), model.state_dict(), {}
     renamings = [step for step in steps if isinstance(step, WeightRenaming)]
@@ -62,7 +67,7 @@ def fuse(model, target, parts) -> dict:
 
 def kept_in_float32(model) -> dict:
     """Return {dtype: pattern of the parameters that transformers loads in float32 where others get it}."""
-    if not hasattr(model, "base_model_prefix"):
+    if not is_transformers(model):
         return {}
     plans = {dtype: model._get_dtype_plan(dtype) for dtype in (torch.float16, torch.bfloat16)}
     return {dtype: build_glob_alternation([*plan])[0] for dtype, plan in plans.items() if plan}

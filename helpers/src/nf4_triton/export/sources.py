@@ -45,7 +45,7 @@ class Source:
 
 
 def find(source, base=None):
-    """Return (Source of the model, Source of the adapter or None)."""
+    """Return the Sources of the checkpoint and of the adapter, or None."""
     path = fetch(source, r"\w[\w.-]*/\w[\w.-]*")
     folder = path if path.is_dir() else path.parent
     if not (folder / "adapter_config.json").exists():
@@ -59,17 +59,18 @@ def find(source, base=None):
                 f" adapter, type: nf4_triton export {base} OUT --base {source}"
             )
         return read_source(source, path, WEIGHTS, "config.json"), None
-    adapter = read_source(source, path, ADAPTER, "adapter_config.json")
-    trained_on = adapter.config.get("base_model_name_or_path")
+    lora = read_source(source, path, ADAPTER, "adapter_config.json")
+    trained_on = lora.config.get("base_model_name_or_path")
     name = str(base or trained_on or "")
     if not name:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    path = fetch(name, revision=None if base else adapter.config.get("revision"))
-    model = read_source(name, path, WEIGHTS, "config.json")
-    say(f"Base: {name}, in {model.folder}. The adapter was trained on {trained_on or 'an unnamed model'}.")
+    path = fetch(name, revision=None if base else lora.config.get("revision"))
+    checkpoint = read_source(name, path, WEIGHTS, "config.json")
+    trained_on = trained_on or "an unnamed model"
+    say(f"Base: {name}, in {checkpoint.folder}. The adapter was trained on {trained_on}.")
     if others := sorted(path.parent.name for path in folder.glob("*/adapter_config.json")):
         say(f"Other adapters in {folder}, not merged: {', '.join(others)}.")
-    return model, adapter
+    return checkpoint, lora
 
 
 def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
@@ -85,7 +86,8 @@ def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
     if not re.fullmatch(form, repository):
         raise UnsupportedState(f"{name} is no folder or file here: {do}")
     try:
-        files = [*SMALL, *WEIGHTS, *ADAPTER, "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"]
+        shards = "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"
+        files = ["README.md", *SMALL, *WEIGHTS, *ADAPTER, *shards]
         return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
     except (OSError, TypeError, ValueError) as error:
         raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
@@ -157,7 +159,7 @@ def small_files(folder, adapter=None, model=None) -> dict:
     """Return {name in OUT: path} of tokenizer (the adapter's, if it has one), licenses, and the like."""
     found = listed(folder, SMALL)
     if adapter:
-        theirs = listed(adapter, [*TOKENIZER, "*processor*.json"])
+        theirs = listed(adapter, [*TOKENIZER, "*processor*.json", "value_head.*"])
         if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from ..core.supported import UnsupportedState
 
 
-def write(out, config, plan, shard_size, small, sources):
+def write(out, config, card, plan, shard_size, small, sources):
     """Write what a plan makes and the small files into OUT, new or empty. Return the bytes of the tensors.
 
     small: {name in OUT: path}. sources: what is read, which must not change until all is.
@@ -35,10 +35,12 @@ def write(out, config, plan, shard_size, small, sources):
         for name, path in small.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, part / name)
+        (part / "README.md").write_text(card, encoding="utf-8")
         if config:
             (part / "config.json").write_text(json.dumps(config, indent=2))
         if shards.is_sharded:
-            index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
+            facts = shards.metadata | {"total_parameters": sum(like.numel() for like in likes.values())}
+            index = {"metadata": facts, "weight_map": shards.tensor_to_filename}
             (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
         with tqdm(total=size, unit="B", unit_scale=True, desc=out.name) as bar:
             for file, names in shards.filename_to_tensors.items():
