@@ -1,7 +1,7 @@
 """Compile the kernels for GPUs that need not be here, with those GPUs' settings, and check the machine code:
 no spills, wide loads and stores, few registers. Nothing is launched.
 
-To add a GPU, see nf4_triton/core/supported.py.
+A GPU's tile is in nf4_triton/core/supported.py.
 """
 
 import multiprocessing
@@ -17,12 +17,20 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton.core import launch, launch_general, settings, supported
+from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.checks import check_state
 from nf4_triton.core.state import read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-CARDS = [10 * major + minor for major, minor in supported.CARDS]  # their sm_ numbers
+CARDS = (  # sm_ numbers
+    75,  # Tesla T4
+    80,  # A100
+    86,  # RTX 30, A10
+    89,  # RTX 40, L4
+    90,  # H100, H200
+    100,  # B200
+    120,  # RTX 50
+)
 WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
 WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
 REGISTERS = 96  # the most per thread: 75 to 87 on a T4 with Triton 3.4 to 3.9, 32 to 56 on other cards

@@ -1,4 +1,4 @@
-"""Supported versions and cards, tiles, and the error for everything else. Imports neither torch nor Triton.
+"""Supported versions, tiles, and the error for everything else. Imports neither torch nor Triton.
 
 `# %%`: a notebook cell.
 """
@@ -27,15 +27,6 @@ def forced_card():
 
 
 # %% tags=["module-only"]
-CARDS = (  # compute capabilities of the cards whose machine code is checked
-    (7, 5),  # Tesla T4
-    (8, 0),  # A100
-    (8, 6),  # RTX 30, A10
-    (8, 9),  # RTX 40, L4
-    (9, 0),  # H100, H200
-    (10, 0),  # B200
-    (12, 0),  # RTX 50
-)
 
 
 def interpreted() -> bool:
