@@ -9,6 +9,7 @@ import torch
 
 from helpers.names import CRITERIA, shown
 from helpers.puzzle.layers import ON_GPU
+from nf4_triton.core.supported import forced_card
 
 # %% The score id="score" folded=true call="points = print_score(passed, ratios)"
 import datetime
@@ -57,7 +58,7 @@ def print_rows(versions, points, ratios, times):
     if not ON_GPU or os.environ.get("NF4_QUICK"):
         return
     machine = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    machine |= {"versions": versions, "forced": os.environ.get("NF4_FORCE") or None}
+    machine |= {"versions": versions, "forced": forced_card() or None}
     machine["date"] = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
     text = json.dumps({"environment": machine, "points": points, "ratios": ratios, "times": times})
     display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))
