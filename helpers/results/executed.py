@@ -18,6 +18,8 @@ from helpers import machine
 from helpers.names import CRITERIA, LABELS
 from helpers.results.store import CARDS, Record, Row, slug
 
+SIZES = {"4.2M bf16": 1, "16.8M fp16": 0, "58.7M bf16": 2}  # {elements and dtype: its place among CONFIGS}
+
 
 def code_cells(notebook) -> list:
     """Return a notebook's code cells, without the empty ones."""
@@ -47,12 +49,21 @@ def rows_of(points: dict, ratios: dict | None, times: dict | None) -> list[Row]:
     if missing:
         text = ", ".join(missing)
         raise ValueError(f"not measured: {text}. Install what its cells say is missing; run all cells again")
-    rows, seconds = [], {}
+    rows, seconds, ours = [], {}, times["ours"]
     for name, turns in times.items():
-        until_return = [turn[1][0] for turn in turns]  # of the smallest weight, 4096x1024 in bf16
+        until_return = [us for _, (us, _, _), _ in turns]  # of the smallest weight, 4096x1024 in bf16
         seconds[name] = [sum(s for *_, s in turn) for turn in turns]
         rows.append(Row("protocol", "until return", name, "us", until_return))
         rows.append(Row("protocol", "100 rounds", name, "s", seconds[name]))
+        over = [theirs / own for theirs, own in zip(seconds[name], seconds["ours"], strict=True)]
+        rows.append(Row("protocol", "over this kernel", name, "x", over))
+    for size, place in SIZES.items():
+        for name, turns in times.items():
+            gpu_us = [turn[place][1] for turn in turns]
+            rows.append(Row("protocol_gpu", size, name, "us", gpu_us))
+            if name == "unsloth_today":
+                over = [us / turn[place][1] for us, turn in zip(gpu_us, ours, strict=True)]
+                rows.append(Row("on_gpu", size, name, "x", over))
     both = zip(seconds["bitsandbytes"], seconds["ours"], strict=True)
     speedups = {**ratios, "bitsandbytes": [theirs / ours for theirs, ours in both]}
     rows.append(Row("claim", "score (of 14)", "ours", "points", [sum(points.values())]))

@@ -22,7 +22,7 @@ from nf4_triton.core.supported import VERSION
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-TURNED = ("protocol", "host_time", "gpu_time")  # tables with a row for each contender, a column for each case
+TURNED = ("protocol", "on_gpu", "host_time", "gpu_time")  # a row for each contender, a column for each case
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     **SHAPES,

@@ -69,6 +69,6 @@ def test_the_rows_are_what_draw_reads(monkeypatch, on_gpu):
     machine = line.pop("environment")
     assert machine["card"] == "Tesla T4" and machine["versions"]["torch"] == "2.11.0"
     rows = executed.rows_of(**line)
-    assert len(rows) == 4 + 2 * len(TIMES)
+    assert len(rows) == 4 + 6 * len(TIMES)
     assert rows[0][1:] == ("until return", "ours", "us", [9, 9])
     assert rows[1][1:] == ("100 rounds", "ours", "s", [1.25, 1.25])

@@ -48,7 +48,10 @@ def draw(folder, monkeypatch):
 
 def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw(LINE) == draw(LINE) == 0  # the second replaces the first
-    assert [row.median for row in store.rows("tesla-t4")] == [9.5, 3.5, 9.5, 4, 14, 1.17, 1.3, 4 / 3.5]
+    rows = store.rows("tesla-t4")
+    assert [row.median for row in store.select(rows, "protocol")] == [9.5, 3.5, 1, 9.5, 4, 4 / 3.5]
+    assert [row.median for row in store.select(rows, "protocol_gpu")] == [4, 4, 12, 12, 39, 39]
+    assert [row.median for row in store.select(rows, "claim")] == [14, 1.17, 1.3, 4 / 3.5]
     page = (folder / "page").read_text()
     assert re.search(r"Tesla T4 .* 14 .* 1.17x \(1.16x to 1.18x\) .* 1.30x \(.* 1.14x ", page)
 
