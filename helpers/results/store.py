@@ -25,15 +25,14 @@ class Card(NamedTuple):
     """A card that the pages can show."""
 
     name: str
-    capability: list[int]
     bandwidth: float  # TB/s, as NVIDIA specifies its memory
 
 
 CARDS = {  # by their folders
-    "nvidia-h200": Card("NVIDIA H200", [9, 0], 4.8),
-    "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", [9, 0], 3.35),
-    "tesla-t4": Card("Tesla T4", [7, 5], 0.32),
-    "tesla-t4-simulated": Card("Tesla T4, predicted", [7, 5], 0.32),
+    "nvidia-h200": Card("NVIDIA H200", 4.8),
+    "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", 3.35),
+    "tesla-t4": Card("Tesla T4", 0.32),
+    "tesla-t4-simulated": Card("Tesla T4, predicted", 0.32),
 }
 
 

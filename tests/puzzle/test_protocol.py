@@ -109,7 +109,7 @@ def test_every_call_is_timed_and_nothing_beside_it(monkeypatch):
     monkeypatch.setattr(protocol, "ROUNDS", 7)
     monkeypatch.setattr(protocol, "reference", taking(1000))
     monkeypatch.setattr(protocol.timeit, "default_timer", lambda: now[0])
-    assert protocol.test_dequantize(taking(1)) == 3 * 3 * 7
+    assert protocol.test_dequantize(taking(1)) == protocol.official(taking(1)) == 3 * 3 * 7
 
 
 def test_a_flip_changes_one_byte_that_can_be_any(make_layer, monkeypatch):
@@ -131,18 +131,62 @@ def test_a_result_is_copied_before_what_it_is_compared_with_exists(make_layer, m
         protocol.watch(mlp, lambda layer: result, lambda layer: None, [], [])
 
 
-@pytest.mark.parametrize("kept, passes", [(0, True), (64, True), (65_536, True), (65_537, False)])
-def test_a_small_table_may_stay_between_calls(kept, passes, monkeypatch, capsys):
+@pytest.fixture
+def memory(make_layer, monkeypatch):
+    """(layer, the memory of both the reference's and the candidate's results, what calls found in it)."""
+    layer, memory = make_layer(64, 64, FP16), torch.zeros(64, 64, dtype=FP16, device=layers.DEVICE)
+    monkeypatch.setattr(protocol, "reference", lambda layer: memory.copy_(exact(layer)))
+    return layer, memory, []
+
+
+@pytest.mark.parametrize("change", [protocol.flip, protocol.change_all, lambda layer: None])
+def test_a_call_finds_the_weight_of_before_the_change_with_one_nan(change, memory):
+    """As in timed rounds: nothing marks the memory of a call whose result is compared."""
+    layer, memory, found = memory
+    before = exact(layer)
+
+    def call(layer):
+        found.append(memory.clone())
+        return memory.copy_(exact(layer))
+
+    assert protocol.wrong_elements(call, layer, change) == 0
+    mlp = types.SimpleNamespace(up_proj=layer, gate_proj=layer, down_proj=layer)
+    with contextlib.suppress(AssertionError):  # one address
+        protocol.watch(mlp, call, change, [], [])
+    assert found[0].isnan().sum() == 1 and (found[0] != before).sum() == 1
+    assert [one.isnan().sum().item() for one in found] == [1] * 4
+
+
+@pytest.mark.parametrize("rows", [63, 0])
+def test_what_is_not_written_is_wrong_though_its_memory_held_the_weight(rows, memory):
+    layer, memory, _ = memory
+
+    def call(layer):
+        memory[:rows] = exact(layer)[:rows]
+        return memory
+
+    assert protocol.wrong_elements(call, layer) > 30 * (64 - rows)
+
+
+def test_a_change_of_all_reaches_every_code_and_scale(make_layer):
+    for nested in (True, False):
+        layer = make_layer(64, 64, FP16, nested=nested)
+        before = exact(layer) if nested else layer.weight.quant_state.absmax.clone()
+        protocol.change_all(layer)
+        after = exact(layer) if nested else layer.weight.quant_state.absmax
+        assert (before == after).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("kept, passes", [(0, True), (65_536, True), (65_537, False)])
+def test_a_small_table_may_stay_between_calls(kept, passes, monkeypatch):
     """The results that the test itself holds do not count. The readings are made up; on a GPU: below."""
     config = layers.CONFIGS[1]
     size = 2 * config.hidden * config.intermediate
-    readings = iter([1000, *(1000 + (6 + i % 3) * size + kept * (i == 4) for i in range(6))])
+    readings = iter([1000, *(1000 + (3 + i % 3) * size + kept * (i == 4) for i in range(6))])
     monkeypatch.setattr(protocol, "allocated", lambda: next(readings))
-    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="at most 65,536 bytes"):
-        protocol.check_and_time(config, exact)
-    assert capsys.readouterr().out == (
-        f"{kept:,} bytes of GPU memory are kept between calls\n" if kept else ""
-    )
+    message = "^65,537 bytes of GPU memory are kept between calls, expected at most 65,536"
+    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match=message):
+        protocol.time_watched(config, exact)
 
 
 def keeps_one_absmax(layer, kept=[]):  # noqa: B006
@@ -169,20 +213,24 @@ def test_the_puzzles_line_five_times(off, monkeypatch, capsys):
     known = {f"unsloth_{name}": name for name in ("today", "classic")} | {"bitsandbytes": exact}
     monkeypatch.setattr(protocol, "baselines", lambda: known)
     monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0, "today": 2.998, "classic": 4.0}.get)
+    monkeypatch.setattr(protocol, "official", {"ours": 2.0, "today": 3.0, "classic": 4.0}.get)
     module, _, switch = off.partition(".")
     monkeypatch.setitem(
         protocol.sys.modules, f"unsloth.kernels.{module}", types.SimpleNamespace(**{switch: False})
     )
     ratios = protocol.puzzles_line("ours")
     assert ratios == {"unsloth_today": [] if off else [1.499] * 5, "unsloth_classic": [2.0] * 5}
+    shown = capsys.readouterr().out
     today = f"not measured (needs Unsloth's {off}" if off else "1.49x, median of 1.49x"  # rounded down
-    assert f"vs Unsloth today: {today}" in capsys.readouterr().out
+    assert f"vs Unsloth today: {today}" in shown
+    assert ("vs Unsloth today, the plain test: 1.50x" in shown) is (not off)
 
 
 def test_an_error_of_unsloths_costs_the_candidate_nothing(monkeypatch, capsys):
     known = dict.fromkeys(("unsloth_today", "unsloth_classic", "bitsandbytes"), exact)
     monkeypatch.setattr(protocol, "baselines", lambda: known)
-    monkeypatch.setattr(protocol, "test_dequantize", {"ours": 2.0}.__getitem__)
+    for test in ("official", "test_dequantize"):
+        monkeypatch.setattr(protocol, test, {"ours": 2.0}.__getitem__)
     assert protocol.puzzles_line("ours") == {"unsloth_today": [], "unsloth_classic": []}
     assert capsys.readouterr().out.count("not measured (needs a working Unsloth") == 2
 

@@ -12,6 +12,13 @@ LABELS = {  # from the bottom up
 }
 
 
+def test_the_traffic_is_what_the_format_reads_and_writes():
+    """16,384 elements in 1 us: 8,192 bytes of codes, 256 of absmax, 4 of absmax2, and 32,768 of bf16."""
+    figure = plots.speed_by_size([Row("gpu_time", "16384 bf16", "ours", "us", [1.0])])
+    [line] = [line for line in figure.axes[0].lines if line.get_label() == "this kernel"]
+    assert line.get_ydata() == pytest.approx([0.041220])
+
+
 @pytest.mark.parametrize("name", plots.PICTURES)
 def test_every_picture_shows_the_rows_in_its_frame(name):
     figure = plots.PICTURES[name](store.select(store.rows(plots.CARD), "gpu_time") + NEW)
