@@ -63,11 +63,6 @@ def test_a_broken_rule_stands_in_place_of_the_points(memory, ratios, times, star
         assert re.search(r"Sum +10 +14 *\nSpeedup +1.09x +2.00x +puzzles_line\n", shown)
 
 
-def test_one_line_names_all_broken_rules(capsys, on_gpu):
-    marking.print_score({"memory": False}, False, False)
-    assert capsys.readouterr().out.endswith(": memory and puzzles_line and time_all failed\n")
-
-
 def test_the_rows_are_what_draw_reads(monkeypatch, on_gpu):
     shown = []
     monkeypatch.setattr(marking, "display", shown.append)

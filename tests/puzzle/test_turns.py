@@ -1,7 +1,6 @@
 """This function and others in turns: bits first, and a contender that fails is named."""
 
-import contextlib
-
+import pandas
 import pytest
 import torch
 from matplotlib import pyplot
@@ -12,73 +11,51 @@ from nf4_triton.core.launch import your_dequantize_nf4
 from nf4_triton.core.reference import dequantize_in_pytorch as exact
 
 pytest.importorskip("bitsandbytes")
-OURS = ["this kernel", "again", "no asm", "no hints"]
 
 
-@pytest.fixture
-def times(monkeypatch, capsys):
-    """Times on small layers: kernel[grid] fails, Unsloth today is turned off, classic fails in the end."""
+def test_functions_take_turns_and_a_failing_one_is_named(monkeypatch, capsys):
+    """On small layers: Unsloth today is turned off, and Unsloth classic fails in the last turn."""
     known = {"bitsandbytes": exact, "unsloth_today": exact, "unsloth_classic": exact}
     monkeypatch.setattr(turns, "baselines", lambda: known)
     monkeypatch.setattr(turns, "needed", lambda name: "its launcher" if name == "unsloth_today" else "")
     monkeypatch.setattr(turns, "many_layers", lambda config: [config])
-    monkeypatch.setattr(turns, "kernel_grid", None)
+    monkeypatch.setattr(turns, "kernel_grid", exact)
     calls = []
 
     def times_of(fx, config):
         fx(layers.bnb_Linear4bit(64, 64))
-        calls.append((settings.settings().asm, settings.settings().hints))
-        if len(calls) > 87:  # in the last turn
-            raise ValueError("out of memory")
-        return 10.0 + len(calls) % 18, config.hidden / 64, 0.25
+        calls.append((settings.settings().asm, settings.settings().hints, config.hidden))
+        assert len(calls) < 103, "out of memory"
+        return 10.0, 5.0, 0.25
 
     monkeypatch.setattr(turns, "times_of", times_of)
     with settings.force(asm=True):
-        found = turns.time_all(exact)
-    assert calls[:3] == calls[3:6] == [(True, True)] * 3
-    assert calls[6:12] == [(False, True)] * 3 + [(True, False)] * 3
+        times = turns.time_all(exact)
+    assert calls[:3] == [(True, True, size) for size in sorted(config.hidden for config in layers.CONFIGS)]
+    assert [call[:2] for call in calls[3:12:3]] == [(True, True), (False, True), (True, False)]
+    ours = ["this kernel", "again", "no asm", "no hints", "this kernel, kernel[grid]"]
+    assert [*times["function"][::3]] == 5 * [*ours, "bitsandbytes"]
+    shown = capsys.readouterr().out
+    assert "Unsloth today: not measured (AssertionError: needs its launcher)" in shown
+    assert "Unsloth classic: not measured (AssertionError: out of memory" in shown
+    assert shown.count("not measured") == 2
     with pytest.raises(TypeError):  # the candidate itself: no score without it
         turns.time_all(None)
-    return found
 
 
-def test_functions_take_turns_and_a_failing_one_is_named(times, capsys):
-    assert list(dict.fromkeys(times["function"])) == [*OURS, "bitsandbytes"]
-    assert list(times["turn"]) == sorted(times["turn"]) and len(times) == 5 * 5 * 3
-    assert list(times["us on the GPU"][:3]) == [1, 2, 4], "the sizes ascend"
-    shown = capsys.readouterr().out
-    assert "this kernel, kernel[grid]: not measured (TypeError: 'NoneType' object is not callable)" in shown
-    assert "Unsloth today: not measured (AssertionError: needs its launcher)" in shown
-    assert "Unsloth classic: not measured (ValueError: out of memory)" in shown
-    assert shown.count("not measured") == 3
-
-
-def test_medians_and_each_turns_ratio_are_printed_and_drawn(times, capsys):
-    capsys.readouterr()
-    times.loc[times["function"] == "again", "ms for 100 rounds"] = [0.5] * 3 + [0.75] * 6 + [1.0] * 6
+def test_medians_and_each_turns_ratio_are_printed_and_drawn(capsys):
+    turn = pandas.DataFrame({"function": ["this kernel"] * 3 + ["again"] * 3, "size": turns.SIZES * 2})
+    turn[turns.COLUMNS] = [[10, 1, 1], [10, 2, 1], [10, 4, 1], [12, 3, 2], [12, 5, 2], [12, 8, 2]]
+    times = pandas.concat([turn.assign(turn=1), turn.assign(turn=2)])
     turns.print_times(times)
-    lines = capsys.readouterr().out.splitlines()
-    again = [line.split()[1:] for line in lines if line.startswith("again")]
-    assert again[1:] == [
-        ["1.00", "2.00", "4.00"],
-        ["0.750"] * 3,
-        "3.00x 2.00x 3.00x 3.00x 4.00x 4.00x".split(),
-    ]
+    shown = [line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.startswith("again")]
+    assert shown == [["12.0"] * 3, ["3.00", "5.00", "8.00"], ["2.00"] * 3, ["2.00x"] * 3]
     turns.draw_times(times)
-    figure = pyplot.gcf()
-    for number, panel in enumerate(figure.axes):
-        bars = panel.patches
-        assert [bar.get_facecolor() == bars[0].get_facecolor() for bar in bars] == [True] + 4 * [False]
-        if number > 2:
-            assert [bar.get_width() for bar in bars] == 5 * [[1, 2, 4][number - 3]]
-            assert panel.texts[0].get_text() == f" {bars[0].get_width():.3g}"
-    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == [*OURS, "bitsandbytes"]
-    pyplot.close(figure)
-
-
-@pytest.mark.parametrize("times", [None, False])
-def test_a_line_stands_for_a_picture_without_times(times, capsys):
-    turns.draw_times(times)
+    panels = pyplot.gcf().axes
+    widths = [[bar.get_width() for bar in panel.patches] for panel in panels]
+    assert widths == [[10, 12]] * 3 + [[1, 3], [2, 5], [4, 8]]
+    assert [text.get_text() for text in panels[5].texts] == [" 4", " 8"]
+    turns.draw_times(None)
     assert capsys.readouterr().out.startswith("no picture (needs")
 
 
@@ -89,8 +66,7 @@ def from_eager(layer, eager={}):  # noqa: B006
     return eager[layer]
 
 
-@pytest.mark.parametrize("function, passes", [(exact, True), (from_eager, False)])
-def test_a_replay_changes_what_it_must_dequantize(function, passes, monkeypatch):
+def test_a_replay_changes_what_it_must_dequantize(monkeypatch):
     """A made-up replay, which runs once. On a GPU: below."""
     capturing = [False]
 
@@ -102,9 +78,10 @@ def test_a_replay_changes_what_it_must_dequantize(function, passes, monkeypatch)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(turns.triton.testing, "do_bench_cudagraph", replayed)
-    with contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="wrong bits"):
-        _, gpu_us, _ = turns.times_of(function, [layers.bnb_Linear4bit(64, 64)], layers.MLP(64, 64), None)
-        assert gpu_us == 1000
+    work = [layers.bnb_Linear4bit(64, 64)], layers.MLP(64, 64), None
+    assert turns.times_of(exact, *work)[1] == 1000
+    with pytest.raises(AssertionError, match="wrong bits"):
+        turns.times_of(from_eager, *work)
 
 
 @pytest.mark.gpu

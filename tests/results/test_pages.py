@@ -5,8 +5,8 @@ import re
 import pytest
 
 from helpers import __main__ as commands
-from helpers.results import pages, plots, store
-from helpers.results.store import CARDS, Row
+from helpers.results import pages, store
+from helpers.results.store import Row
 
 PAGES = [store.ROOT / "README.md", *sorted((store.ROOT / "docs").glob("*.md")), pages.NOTEBOOK]
 TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**/*")]
@@ -15,13 +15,6 @@ TESTS = [str(path.relative_to(store.ROOT)) for path in store.ROOT.glob("tests/**
 def test_pages_are_up_to_date():
     drawn = pages.draw()
     assert all(drawn[path] == path.read_text(encoding="utf-8") for path in PAGES), "python -m helpers draw"
-
-
-def test_what_stands_for_a_picture_names_the_card_that_it_shows():
-    texts = str([re.findall(r"!\[(.*?)\]", path.read_text(encoding="utf-8")) for path in PAGES])
-    card = CARDS[plots.CARD]
-    found = set(re.findall(r"NVIDIA \w+|\S+ TB/s", texts))
-    assert found == {card.name, f"{card.bandwidth} TB/s"}
 
 
 def test_the_claim_shows_this_version_and_a_measured_t4_replaces_the_predicted_one(folder):
@@ -34,18 +27,11 @@ def test_the_claim_shows_this_version_and_a_measured_t4_replaces_the_predicted_o
 
 
 def test_a_step_is_shown_without_the_kernel_and_with_it():
-    rows = []
-    for name, gpu, wall in (("without", [49.61, 49.62], [412, 421]), ("with", [43.1, 43.2], [398.4, 407])):
-        rows.append(Row("step_gpu_time", "PEFT", name, "GPU ms", gpu))
-        rows.append(Row("step_gpu_time", "PEFT", name, "wall ms", wall))
-    header, _, line = pages.table(rows, "step_gpu_time").splitlines()
-    assert header.split("|")[2:4] == [" GPU ms, without   ", " wall ms, without   "]
-    assert [text.strip() for text in line.split("|")[2:-1]] == [
-        "49.6",
-        "412 to 421",
-        "43.1 to 43.2",
-        "398 to 407",
-    ]
+    names = {"without": [49.61, 49.62], "with": [398.4, 407]}
+    rows = [Row("step_gpu_time", "PEFT", name, "ms", values) for name, values in names.items()]
+    assert re.search(
+        r"\| ms, without +\| ms, with .*\| 49.6 +\| 398 to 407 ", pages.table(rows, "step_gpu_time"), re.S
+    )
 
 
 @pytest.mark.parametrize("path", [*PAGES[:-1], store.ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
