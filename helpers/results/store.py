@@ -32,7 +32,7 @@ CARDS = {  # by their folders
     "nvidia-h200": Card("NVIDIA H200", 4.8),
     "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", 3.35),
     "tesla-t4": Card("Tesla T4", 0.32),
-    "tesla-t4-simulated": Card("Tesla T4, predicted", 0.32),
+    "tesla-t4-simulated": Card("Tesla T4 with Triton 3.6, predicted", 0.32),
 }
 
 

@@ -18,7 +18,7 @@ def test_pages_are_up_to_date():
 
 
 def test_the_claim_shows_this_version_and_a_measured_t4_replaces_the_predicted_one(folder):
-    assert "\n| Tesla T4, predicted | 12 (10 to 14) " in pages.claim()
+    assert "\n| Tesla T4 with Triton 3.6, predicted | 12 (10 to 14) " in pages.claim()
     for card, version in (("NVIDIA H200", "1.0"), ("Tesla T4", store.VERSION)):
         row = Row("claim", "score (of 14)", "ours", "points", [14])
         store.write("notebook", [row], environment={"card": card, "version": version})
