@@ -70,9 +70,11 @@ def table(rows: list[Row], section: str) -> str:
     for row in select(rows, section):
         case, contender = (TITLES.get(name, name) for name in (row.case, row.contender))
         if section.startswith("step_gpu_time"):
-            cells.append((case, f"{row.unit}, {contender}", "", cell(row)))
+            if row.unit != "launches":
+                cells.append((case, f"{row.unit}, {contender}", "", cell(row)))
         elif section != "gpu_time" or row.case in SHAPES:  # speed_by_size shows all sizes
-            cells.append((case, contender, row.unit, cell(row)))
+            text = number(row.median, row.unit, row.median) if section == "for_unsloth" else cell(row)
+            cells.append((case, contender, row.unit, text))
     return markdown(cells, section in TURNED)
 
 
