@@ -1,4 +1,4 @@
-"""One cell for each of the puzzle's criteria beside speed, which prints what it saw; GPU time."""
+"""A notebook cell for each of the puzzle's criteria except speed; each prints what it saw."""
 
 # ruff: noqa: E402, E501, I001
 # %% tags=["module-only"]
@@ -32,7 +32,7 @@ passed = globals().get("passed", {})  # {criterion: True, False, None}; kept whe
 
 
 def profiled(function, layer):
-    """Profile a call. Return the names of all that it ran on the GPU, and its result's wrong elements."""
+    """Profile a call; return the names of what it ran on the GPU, and how many elements are wrong."""
     ran = []
 
     def call(layer):
@@ -54,7 +54,7 @@ def triton_kernels():
 
 
 def found_in_launched(candidate, find):
-    """Print what find(asm) finds in the kernels that calls launch; return whether it finds anything in any.
+    """Print what find(asm) finds in the kernels that a call in each dtype launches. Return whether it does.
 
     asm: {"ttir": text, "ptx": text, ...} of a CompiledKernel. Wrong elements fail.
     """
@@ -76,7 +76,7 @@ def found_in_launched(candidate, find):
 
 # %% id="single-kernel" call="passed['single_kernel'] = attempt(single_kernel, your_dequantize_nf4, NEEDS_GPU)"
 def single_kernel(candidate):
-    """Profile a layer's second call, which must run one kernel of Triton's alone; the first may autotune."""
+    """Profile a layer's second call, which must run only one kernel, Triton's. The first may autotune."""
     right = True
     for dtype in SHORT:
         layer = bnb_Linear4bit(*LARGE, dtype)
@@ -110,7 +110,7 @@ def torch_compile(candidate):
     for dtype in SHORT:
         torch._dynamo.reset()
         layer = bnb_Linear4bit(*LARGE, dtype)
-        fullgraph = dtype == torch.float16 or not has_no_bf16(layer.weight.device)  # on a T4 bf16 is eager
+        fullgraph = dtype == torch.float16 or not has_no_bf16(layer.weight.device)  # eager on a T4
         function = torch.compile(candidate, fullgraph=fullgraph)
         function(layer)
         ran, wrong = profiled(function, layer)

@@ -58,7 +58,7 @@ def build(config):
 
 
 def many_layers(config):
-    """Return layers of a configuration that together exceed a GPU's cache, its MLP, and its input."""
+    """Return (layers that together exceed a GPU's cache, MLP, input) of a configuration."""
     count = 220_000_000 // (config.hidden * config.intermediate)
     layers = [bnb_Linear4bit(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
     return layers, *build(config)

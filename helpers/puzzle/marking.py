@@ -16,7 +16,7 @@ import datetime
 
 
 def points_of(passed, speedup):
-    """Return {criterion: points} over one version of Unsloth, without those that were not measured."""
+    """Return {criterion: points} over one version of Unsloth, only for what was measured."""
     points = {}
     for criterion, met, unmet, cell, least in CRITERIA:
         holds = passed.get(cell) if least is None else speedup and speedup >= least

@@ -83,7 +83,7 @@ def sync(notebook, root: Path = machine.ROOT) -> list[str]:
 
 
 def without_folders(outputs: list) -> list:
-    """Return a cell's outputs with a name in place of each of this machine's folders."""
+    """Return a cell's outputs with names instead of this machine's folders."""
     text = json.dumps(outputs)
     for folder, name in ((sys.prefix, "python"), (str(machine.ROOT), "."), (str(Path.home()), "~")):
         if len(folder) > 4:  # not / and not /usr

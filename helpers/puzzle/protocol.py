@@ -35,7 +35,7 @@ synchronize = torch.cuda.synchronize if ON_GPU else lambda: None
 
 
 def imported(name):
-    """Import a library; return its layer -> weight."""
+    """Import a library; return its function from a layer to a weight."""
     if name == "bitsandbytes":
         from bitsandbytes import functional
 
@@ -46,7 +46,7 @@ def imported(name):
     if name == "unsloth_buffered":  # as in Unsloth's training forward: every result in one buffer
         today = utils.fast_dequantize
         return lambda layer: today(layer.weight, layer.weight.quant_state, use_global_buffer=True)
-    # classic: of the puzzle's time, three launches
+    # classic: as when the puzzle was published, three launches
     own = utils.fast_dequantize if name == "unsloth_today" else utils._fast_dequantize_ctypes
     return lambda layer: own(layer.weight, layer.weight.quant_state)
 
@@ -65,7 +65,7 @@ def baselines():
 
 
 def needed(name):
-    """Return what is missing to measure a library, "" for nothing."""
+    """Return what measuring a library still needs, "" if nothing."""
     for module, switch in (("utils", "_USE_NF4_KERNELS"), ("triton_launch", "_ENABLED")):
         off = getattr(sys.modules.get(f"unsloth.kernels.{module}"), switch, True) is False
         if off and name in ("unsloth_today", "unsloth_buffered"):
@@ -93,7 +93,7 @@ def reference(layer):
 
 
 def leave_weight(layer):
-    """Leave the weight, but for one random NaN, in memory that is freed: the next result likely gets it."""
+    """Fill memory with the weight and one random NaN, then free it: the next result likely gets it."""
     weight = reference(layer).view(-1)
     weight[secrets.randbelow(len(weight))] = torch.nan
 
@@ -158,7 +158,7 @@ def mlp_dequantize(X, mlp, fx):
 
 
 def check_weights(X, mlp, fx, dtype):
-    """Check an MLP's output and weights twice; return the weights of the second time."""
+    """Check an MLP's output and weights twice; return the weights from the second check."""
     for _ in range(2):
         assert_same(mlp_forward(X, mlp, fx), mlp(X))
         for layer in mlp.children():
@@ -170,7 +170,7 @@ def check_weights(X, mlp, fx, dtype):
 
 
 def time_rounds(X, mlp, fx, count):
-    """Return the seconds of so many rounds."""
+    """Return the seconds that `count` rounds take."""
     start = timeit.default_timer()
     for _ in range(count):
         mlp_dequantize(X, mlp, fx)
@@ -178,7 +178,7 @@ def time_rounds(X, mlp, fx, count):
 
 
 def official(dequantize_fx):
-    """Run the puzzle's test: check the weights of three MLPs, and return the seconds of all rounds."""
+    """Run the puzzle's test: check the weights of three MLPs; return the seconds that all rounds take."""
     elapsed = 0
     for config in CONFIGS:
         mlp, X = build(config)
@@ -189,7 +189,7 @@ def official(dequantize_fx):
 
 # %% id="protocol-watch"
 def flip(layer):
-    """Flip all bits of one byte of a weight, any of its bytes."""
+    """Flip all bits of one random byte of a weight."""
     codes = layer.weight.data.view(-1)
     codes[secrets.randbelow(len(codes))] ^= 255
 
@@ -215,9 +215,9 @@ def watch(mlp, fx, change, weights, held):
 
 
 def time_watched(config, fx):
-    """Return the seconds of an MLP's rounds. Watch two random ones; in one, each weight changes first."""
+    """Time an MLP's rounds, and watch two random ones; in one, each weight changes before its call."""
     mlp, X = build(config)
-    mlp(X), reference(mlp.up_proj)  # what torch and the libraries allocate once is not the candidate's
+    mlp(X), reference(mlp.up_proj)  # what torch and the libraries allocate once does not count
     gc.collect()
     before, held, seconds = allocated(), [], 0
     weights = check_weights(X, mlp, fx, config.dtype)
@@ -234,7 +234,7 @@ def time_watched(config, fx):
 
 
 def test_dequantize(dequantize_fx):
-    """Run the puzzle's test with two watched rounds per MLP; return the seconds of all rounds."""
+    """Run the puzzle's test with two watched rounds per MLP; return the seconds that all rounds take."""
     return sum(time_watched(config, dequantize_fx) for config in CONFIGS)
 
 
@@ -244,7 +244,7 @@ test_dequantize.__test__ = False  # the puzzle's name: not a test for pytest
 
 # %% id="ratio" call="ratios = attempt(puzzles_line, your_dequantize_nf4)"
 def puzzles_line(your_dequantize_nf4):
-    """Run the puzzle's line over each Unsloth: once plain, then five times watched. Return these ratios."""
+    """Run the puzzle's line over each Unsloth, once plain, five times watched; return the five ratios."""
     test_dequantize(your_dequantize_nf4)
     print("all weights are correct")
     ratios = {"unsloth_today": [], "unsloth_classic": []}

@@ -48,8 +48,8 @@ def times_of(fx, layers, mlp, X):
 
 
 def time_all(candidate):
-    """Let functions take five turns at the puzzle's sizes. Return a row for each function, size, and turn."""
-    ours = {"ours": {}, "again": {}, "no asm": {"asm": False}, "no hints": {"hints": False}}  # settings
+    """Time functions in five turns at the puzzle's sizes. Return a row for each function, size, and turn."""
+    ours = {"ours": {}, "again": {}, "no asm": {"asm": False}, "no hints": {"hints": False}}  # their settings
     functions = dict.fromkeys(ours, candidate) | {"this kernel, kernel[grid]": kernel_grid} | baselines()
     works, rows = [many_layers(config) for config in sorted(CONFIGS, key=lambda config: config.hidden)], []
     for turn in range(1, 6):
@@ -71,7 +71,7 @@ def time_all(candidate):
 
 
 def print_times(times):
-    """Print the medians of five turns, then 100 rounds over this kernel's: the median, and each turn."""
+    """Print the medians of five turns, then 100 rounds over this kernel's: their median, and each turn."""
     medians = times.pivot_table(COLUMNS, "function", "size", aggfunc="median", sort=False)
     for column in COLUMNS:
         print(f"\n{column}", medians[column].to_string(float_format="{:#.3g}".format), sep="\n")

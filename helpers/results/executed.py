@@ -19,9 +19,6 @@ from helpers import machine
 from helpers.names import CRITERIA, LABELS
 from helpers.results.store import Record, Row
 
-SMALLEST = "4.2M bf16"
-COLUMNS = ("us until a call returns", "us on the GPU")
-
 
 def code_cells(notebook) -> list:
     """Return a notebook's code cells, without the empty ones."""
@@ -49,18 +46,22 @@ def rows_of(points: dict, ratios: dict | None, times: dict) -> list[Row]:
     missing = [criterion for criterion, *_ in CRITERIA if criterion not in points]
     missing += [name for name, values in (ratios or {"ratios": ()}).items() if not values]
     if missing:
-        text = ", ".join(missing)
-        raise ValueError(f"not measured: {text}. Install what its cells say is missing; run all cells again")
+        what = f"not measured: {', '.join(missing)}"
+        raise ValueError(f"{what}. Install what its cells say is missing; run all cells again")
     frame = pandas.DataFrame(times).replace({"function": {label: name for name, label in LABELS.items()}})
-    rounds = frame.pivot_table("ms for 100 rounds", "function", "turn", aggfunc="sum", sort=False)
+    wide = frame.pivot_table(index="function", columns=["size", "turn"], sort=False)
+    on_gpu = wide["us on the GPU"]
+    sizes = frame["size"].unique()  # the smallest first
+    rounds = sum(wide["ms for 100 rounds"][size] for size in sizes)
     over = rounds / rounds.loc["ours"]
-    tables = [("protocol", "100 rounds", "s", rounds / 1e3), ("protocol", "over this kernel", "x", over)]
-    for size, found in frame.groupby("size", sort=False):
-        us, on_gpu = (found.pivot_table(column, "function", "turn", sort=False) for column in COLUMNS)
-        over_ours = on_gpu.loc[["unsloth_today"]] / on_gpu.loc["ours"]
-        tables += [("protocol_gpu", size, "us", on_gpu), ("on_gpu", size, "x", over_ours)]
-        if size == SMALLEST:
-            tables.insert(0, ("protocol", "until return", "us", us))
+    tables = [
+        ("protocol", "until return", "us", wide["us until a call returns"][sizes[0]]),
+        ("protocol", "100 rounds", "s", rounds / 1e3),
+        ("protocol", "over this kernel", "x", over),
+    ]
+    for size in sizes:
+        tables.append(("protocol_gpu", size, "us", on_gpu[size]))
+        tables.append(("on_gpu", size, "x", (on_gpu / on_gpu.loc["ours"]).loc[["unsloth_today"], size]))
     rows = []
     for *fields, unit, table in tables:
         rows += [Row(*fields, name, unit, values.tolist()) for name, values in table.iterrows()]

@@ -52,7 +52,7 @@ def cell(row: Row) -> str:
 
 
 def markdown(cells: list[tuple], turned=False) -> str:
-    """Return cells, each (row, column, what the corner says of it, text), as a Markdown table.
+    """Return cells, each (row, column, text for the corner, text), as a Markdown table.
 
     turned: rows are columns.
     """
@@ -86,7 +86,7 @@ def claim() -> str:
         del found[SIMULATED]
     cells = []
     for folder, rows in found.items():
-        cells += [(CARDS[folder].name, row.case, "card", cell(row)) for row in rows]
+        cells += [(CARDS[folder], row.case, "card", cell(row)) for row in rows]
     return markdown(cells)
 
 
