@@ -61,7 +61,8 @@ def rows_of(points: dict, ratios: dict | None, times: dict) -> list[Row]:
     ]
     for size in sizes:
         tables.append(("protocol_gpu", size, "us", on_gpu[size]))
-        tables.append(("on_gpu", size, "x", (on_gpu / on_gpu.loc["ours"]).loc[["unsloth_today"], size]))
+        over_ours = on_gpu[size].filter(["unsloth_today"], axis=0) / on_gpu.loc["ours", size]
+        tables.append(("on_gpu", size, "x", over_ours))
     rows = []
     for *fields, unit, table in tables:
         rows += [Row(*fields, name, unit, values.tolist()) for name, values in table.iterrows()]

@@ -96,6 +96,8 @@ def test_every_call_is_timed_and_nothing_beside_it(monkeypatch):
     monkeypatch.setattr(protocol, "reference", taking(1000))
     monkeypatch.setattr(protocol.timeit, "default_timer", lambda: now[0])
     assert protocol.test_dequantize(taking(1)) == protocol.official(taking(1)) == 3 * 3 * 7
+    with pytest.raises(AssertionError, match="not close"):
+        protocol.official(last_element_off)
 
 
 def test_a_flip_changes_one_byte_that_can_be_any(make_layer, monkeypatch):
@@ -125,9 +127,11 @@ def test_nothing_marks_the_memory_of_a_watched_call(change, memory):
         return memory.copy_(exact(layer))
 
     assert protocol.wrong_elements(call, layer, change) == 0
+    between = exact(layer)
     with pytest.raises(AssertionError, match="same address"):
         protocol.watch(mlp, call, change, [], [])
-    assert (found[0] != before).sum() == 1 and [one.isnan().sum() for one in found] == [1] * 4
+    assert (found[0] != before).sum() == (found[1] != between).sum() == 1
+    assert [one.isnan().sum() for one in found] == [1] * 4
 
 
 @pytest.mark.parametrize("rows", [63, 0])
