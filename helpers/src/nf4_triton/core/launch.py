@@ -46,7 +46,7 @@ def relaunch(tensors, layout):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, grid, after, aligned, _ in known:
+        for same_kind, device, run, before, output, grid, after, was_aligned, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -54,13 +54,13 @@ def relaunch(tensors, layout):
                     return relaunch(tensors, layout)
             weight = tensors[0]
             address = weight.data_ptr()
-            if (address % 16 == 0) is not aligned or address == weight.storage_offset() * weight.itemsize:
-                continue  # alignment differs, or FSDP freed the weight
-            if len(tensors) == 5:  # written out, 0.1 us less than map(data_ptr, ...)
+            if (address % 16 == 0) is not was_aligned or address == weight.storage_offset() * weight.itemsize:
+                continue  # its alignment differs, or FSDP freed it
+            if len(tensors) == 5:  # written out: 0.1 us less than map(data_ptr, ...)
                 _, absmax, code2, absmax2, offset = tensors
                 scales = absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr()
-            else:  # flat
-                scales = tensors[1].data_ptr(),
+            else:  # flat: absmax alone
+                scales = (tensors[1].data_ptr(),)
             result = empty_cuda(*output)
             run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), *scales, *after)
             return result
