@@ -95,7 +95,7 @@ MERGES = [  # family, fields of its adapter_config.json and arguments of check_m
     ("Qwen3-MoE", "{}"),
     ("Qwen3-MoE", '{"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}'),
     ("Qwen3-MoE", '{"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}'),
-    ("CLIP", '{"target_modules": ["q_proj", "v_proj"]}'),  # of no token embeddings that PEFT would find
+    ("CLIP", '{"target_modules": ["q_proj", "v_proj", "out_proj"]}'),  # of no token embeddings that PEFT would find
     ("Mixtral", '{"target_modules": ["w1", "w2", "w3"]}'),
     ("T5", '{"target_modules": ["wo"]}'),  # which transformers keeps in float32
     ("Llama", '{"trainable_token_indices": [3, 8999]}'),
@@ -146,7 +146,7 @@ MORE += [("GPT-2", how.replace("embed_tokens", "wte")) for how in TIED[:2]]
 MORE += [("T5", how.replace("embed_tokens", "shared")) for how in TIED[:2]]
 MORE += [("Gemma 3", how) for how in TIED[:4]]
 INPUTS = {  # beside tokens: {name: shape}
-    "CLIP": {"pixel_values": (1, 3, 28, 28)},
+    "CLIP": {"pixel_values": (8, 3, 28, 28)},
     "SD3": {
         "hidden_states": (1, 16, 8, 8),
         "encoder_hidden_states": (1, 4, 64),
@@ -406,7 +406,7 @@ def test_biases_of_a_resized_vocabulary(tmp_path, rows):
 def test_a_base_that_was_saved_as_a_classifier(make, tmp_path):
     classifier = transformers.LlamaForSequenceClassification.from_pretrained(make("Llama bf16") / "full")
     classifier.save_pretrained(tmp_path / "base")
-    base = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    base = load(kind_of("Llama"), tmp_path / "base", whole=False)
     tuned = train(base, tmp_path / "adapter", task_type="CAUSAL_LM")
     export_checkpoint(tmp_path / "adapter", tmp_path / "out", base=tmp_path / "base")
     exported, base = (
