@@ -219,7 +219,7 @@ COMMANDS = {  # arguments: what the error says
     "taken out": "taken has no model.safetensors: pass a folder as save_pretrained() writes it",
     "bare out": "pass an adapter as SOURCE, with adapter_config.json beside it",
     "adapter out --base adapter": "adapter has no model.safetensors: pass an adapter as SOURCE",
-    "default out": "names that PEFT's save_pretrained() does not give (1): base_model",
+    "default out": "holds tensors that PEFT's save_pretrained() names otherwise (1): base_model",
     "mlx out": "if MLX trained it, fuse it there, with mlx_lm.fuse",
     "endless out": "num_hidden_layers of config.json is 1099511627776, expected at most 1,000",
     "depths out": "depths of config.json is 200000",

@@ -67,9 +67,9 @@ def find(source, base=None):
         return checkpoint, None
     lora = read_source(source, path, ADAPTER, "adapter_config.json")
     refuse(
-        f"{source} has names that PEFT's save_pretrained() does not give",
+        f"{source} holds tensors that PEFT's save_pretrained() names otherwise",
         [name for name in lora.tensors if re.search(r"\.default\.|lora_[ab]$", name)],
-        "save the adapter with that; if MLX trained it, fuse it there, with mlx_lm.fuse",
+        "write the adapter with that; if MLX trained it, fuse it there, with mlx_lm.fuse",
     )
     trained_on = lora.config.get("base_model_name_or_path")
     name = str(base or trained_on or "")
