@@ -40,11 +40,11 @@ def bounded(tensors):
 
     tensors: how many are stored. A signal alone interrupts a search for a pattern, so Windows has no bound.
     """
-    end = time.thread_time() + 60 + 0.003 * tensors  # of CPU time: a slow disk does not count
+    end = time.monotonic() + 60 + 0.003 * tensors
     most = sys.getallocatedblocks() + 20e6 + 100 * tensors  # 2 GB, 10 kB
 
     def look(*_):
-        if time.thread_time() > end or sys.getallocatedblocks() > most:
+        if time.monotonic() > end or sys.getallocatedblocks() > most:
             raise UnsupportedState(
                 "the model takes too long or too much memory to build: check numbers and patterns in"
                 " config.json and adapter_config.json, or call export_checkpoint(), which has no such limit"

@@ -74,6 +74,9 @@ def export_checkpoint(
     dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     checkpoint, lora = find(source, base)
     model, config = None, checkpoint.config
+    if lora:  # before the clock of bounded() starts
+        with library("an adapter needs PEFT, which cannot be imported: pip install peft"):
+            import peft  # noqa: F401
     check_counts(config, checkpoint.tensors | (lora.tensors if lora else {}))
     with bounded(len(checkpoint.tensors)):
         if lora or trained_in or not unchecked:
