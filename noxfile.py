@@ -11,7 +11,7 @@ project = nox.project.load_toml("pyproject.toml")["project"]
 NEEDED = [*project["dependencies"], *project["optional-dependencies"]["train"]]
 VERSIONS = {
     "oldest": [text.replace(">=", "==") for text in NEEDED],
-    "newest": NEEDED,
+    "newest": [*NEEDED, *project["optional-dependencies"]["compressed"]],
 }
 TESTS = {
     "oldest": ["tests/nf4_triton/test_package.py"],

@@ -16,7 +16,7 @@ from .environment import missing
 from .export import problems
 
 DOCTOR = "say what works here, and what is missing; exit status 1 if the kernel does not work, else 0"
-EXPORT = "write a 4-bit checkpoint in 16 bit, or merge a LoRA adapter into its base"
+EXPORT = "write a quantized checkpoint in 16 bit, or merge a LoRA adapter into its base"
 VERIFY = (
     "compare what the export wrote with what was trained: load each, and predict the next tokens of a text"
 )
@@ -85,7 +85,7 @@ def parse(arguments) -> tuple:
             formatter_class=argparse.RawTextHelpFormatter,
         )
         command.set_defaults(run=run)
-        source = "a 4-bit checkpoint or an adapter: a folder, a file, or a name on the hub"
+        source = "a quantized checkpoint or an adapter: a folder, a file, or a name on the hub"
         command.add_argument("source", help=source)
         command.add_argument("out", help=out)
         for option, text in OPTIONS.items():

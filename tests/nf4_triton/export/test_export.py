@@ -42,7 +42,6 @@ NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_he
 Q, SAVED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight", f"base_model.model.{NORM}"
 FIELDS = {  # a copy of a folder: in which JSON file of it fields are others
     "gptq": 'full/config.json {"quantization_config": {"quant_method": "gptq"}}',
-    "mxfp4": 'full/config.json {"quantization_config": {"quant_method": "mxfp4"}}',
     "text": 'full/config.json {"quantization_config": "nf4"}',
     "code": 'full/config.json {"architectures": ["Mine"], "auto_map": {"AutoModel": "mine.Mine"}}',
     "unknown": 'full/config.json {"architectures": ["Mine"]}',
@@ -195,13 +194,12 @@ COMMANDS = {  # arguments: what the error says
     "four out --device cuda:99": "device is cuda:99",
     "four out --base adapter": "omit --base, or if adapter is the adapter, swap the two",
     "full out": "full is in 16 bit and has no adapter: there is nothing to do",
-    "four out --trained-in fp4": "four is in 4 bit (nf4) and used as it is: omit --trained-in",
+    "four out --trained-in fp4": "four is stored in nf4 and used as it is: omit --trained-in",
     "four out --trained-in nf4 --load-dtype fp16": "used as it is",
     "full out --trained-in int4": "--trained-in is int4, expected one of nf4, nf4+double",
     "four out --load-dtype fp16": "--load-dtype and --skip-modules need --trained-in, expected one of nf4",
     "adapter out --base dtypeless --trained-in nf4": "names no dtype",
-    "gptq out": "gptq is quantized with gptq, expected bitsandbytes in 4 bits, or 16 bit: pass its original",
-    "mxfp4 out": "Mxfp4Config(dequantize=True), write that with save_pretrained(OUT, save_original",
+    "gptq out": "expected bitsandbytes, fp8, mxfp4, compressed-tensors, or 16 bit: pass the 16-bit model",
     "text out": "quantization_config of text/config.json is 'nf4', expected an object",
     "code out": "code that comes with it is not run: update transformers, or pass --unchecked",
     "unknown out": "is not run: update transformers (",

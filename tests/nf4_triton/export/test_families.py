@@ -481,7 +481,8 @@ def test_new_tokens_where_the_config_has_its_classs_default():
 def test_integers_of_the_model_keep_their_dtype():
     model, file = torch.nn.Module(), types.SimpleNamespace(get_tensor=lambda name: torch.tensor([7]))
     model.register_buffer("steps", torch.tensor([7], device="meta"))
-    plan = Plan({"steps": file}, model, dtype=torch.float16)
+    source = types.SimpleNamespace(tensors={"steps": file}, kind="bitsandbytes")
+    plan = Plan(source, model, dtype=torch.float16)
     assert plan.make("steps").dtype == plan.made["steps"].like.dtype == torch.int64
 
 

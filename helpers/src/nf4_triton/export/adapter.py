@@ -16,14 +16,8 @@ KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight
 exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform lora_alpha
 lora_dropout modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters
 task_type trainable_token_indices use_dora use_rslora""".split()
-
-
-PATH = re.compile(r"(.+?)\.(?:(?:lora_|trainable_tokens_|token_adapter\.|base_layer\.).*|\w+)")  # of a module
-# PEFT holds LoRA of an embedding as that of a linear layer, transposed.
-AS_LINEAR = {
-    "lora_embedding_A.default": "lora_B.default.weight",
-    "lora_embedding_B.default": "lora_A.default.weight",
-}
+# What follows a module's name in that of a tensor.
+END = re.compile(r"\.((lora_|trainable_tokens_|token_adapter\.|base_layer\.).*|\w+)\Z")
 
 
 class Adapter:
@@ -59,15 +53,17 @@ class Adapter:
     def alike(self, tied) -> bool:
         """Return whether tied parameters change alike. On a 16-bit base, PEFT's own tie can be lost."""
         first, *others = [self.change(name) for name in tied]
-        return all(len(other) == len(first) and all(map(equal, other, first)) for other in others)
+        return all(len(other) == len(first) and all(map(torch.equal, other, first)) for other in others)
 
     def change(self, name) -> list:
-        """Return the change of a parameter: {name: tensor} of each layer, and of a saved copy."""
-        found = [{"": self.given[name]}] if name in self.saved else []
+        """Return the tensors that make the change of a parameter."""
+        found = [self.given[name]] if name in self.saved else []
         for layer, values in self.layers.get(name, []):
-            facts = getattr(layer, "scaling", None) or layer.token_indices  # of each adapter
-            values = {AS_LINEAR.get(key, key): x.t() if key in AS_LINEAR else x for key, x in values.items()}
-            found.append(values | {"facts": torch.tensor([*facts.values()])})
+            tensors = [*values.values()]
+            if getattr(layer, "lora_embedding_A", None):  # as of a linear layer, transposed
+                tensors = [tensor.t() for tensor in reversed(tensors)]
+            facts = getattr(layer, "scaling", None) or layer.token_indices
+            found += [*tensors, torch.tensor([*facts.values()])]
         return found
 
     def merge(self, parameter, weight):
@@ -83,11 +79,6 @@ class Adapter:
                 layer.merge()
                 weight = getattr(base, name).data
             return weight
-
-
-def equal(one, other) -> bool:
-    """Return whether two dicts hold the same tensors."""
-    return one.keys() == other.keys() and all(one[key].equal(other[key]) for key in one)
 
 
 def inject(lora, model):
@@ -132,7 +123,7 @@ def inject(lora, model):
 def with_names_of_today(tensors, model) -> dict:
     """Return tensors with what transformers calls their modules now: 4.52 renamed those of vision models."""
     start = "base_model.model."
-    paths = {key: PATH.fullmatch(key.removeprefix(start))[1] for key in tensors}
+    paths = {key: END.sub("", key.removeprefix(start)) for key in tensors}
     today, found = names_in(model, {f"{path}.weight" for path in paths.values()}), {}
     for key, path in paths.items():
         name, converter = today.get(f"{path}.weight", ("", None))

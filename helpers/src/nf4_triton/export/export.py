@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..core.checkpoint import PART
 from .adapter import Adapter
 from .bounds import bounded, check_counts
 from .card import new_card
+from .formats import weight_of
 from .model import build, compare, edited, quantized_layers, untied
 from .plan import Plan, Training
 from .problems import UnsupportedState, library, say
@@ -26,7 +26,7 @@ class Counts(NamedTuple):
     """How many tensors the new checkpoint has."""
 
     written: int
-    dequantized: int  # of these: from 4 bits, stored or as training saw them
+    dequantized: int  # of these: as they are stored, or from 4 bits as training saw them
     merged: int  # of these: changed by the adapter, a tied one that becomes a tensor of its own included
     dtypes: str  # of all
     size: int  # bytes
@@ -45,18 +45,20 @@ def export_checkpoint(
     device: str | torch.device | None = None,
     unchecked: bool = False,
 ) -> Counts:
-    """Write a model in 16 bit into a new folder: bit-identical to bitsandbytes, and to PEFT's merge.
+    """Write a model in 16 bit into a new folder: bit-identical to its library's weights, and to PEFT's merge.
 
-    source: a 4-bit checkpoint of transformers or diffusers, or a LoRA adapter: a folder, a .safetensors file,
-    or a name on the hub (a/b or a/b@revision). Code that comes with it is not run.
+    source: a quantized checkpoint of transformers or diffusers (bitsandbytes in 4 or 8 bits, FP8, MXFP4, or
+    compressed-tensors, with that package), or a LoRA adapter: a folder, a .safetensors file, or a name on the
+    hub (a/b or a/b@revision). Code that comes with it is not run.
     out: the folder, new or empty. What is written appears in it when it is complete.
-    base: what the adapter is merged into, in 4 or in 16 bit. Default: what adapter_config.json names.
+    base: what the adapter is merged into, quantized or in 16 bit. Default: what adapter_config.json names.
     trained_in: "nf4", "nf4+double", "fp4", or "fp4+double" (bnb_4bit_use_double_quant), if training quantized
     a 16-bit base on loading. The result then has the weights that training saw.
     load_dtype: the dtype in which training loaded that base. Default: its config's. After float32, weights
     are merged in float32, and rounded once to the dtype in which the base stores them.
     skip_modules: that training's llm_int8_skip_modules: a list, or with commas. Default: transformers' own.
-    dtype: "float16", "bfloat16", or "float32" for all. Default: quant_state.dtype, or as it is stored.
+    dtype: "float16", "bfloat16", or "float32" for all. Default: as it is stored; what is dequantized, in its
+    quant_state.dtype or the dtype of config.json.
     shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
@@ -84,7 +86,7 @@ def export_checkpoint(
         training = how_trained(trained_in, load_dtype, skip_modules, checkpoint, model, device)
         adapter = Adapter(lora, model) if lora else None
     pruned = config is not checkpoint.config
-    plan = Plan(checkpoint.tensors, model, adapter, dtype, training, device, pruned)
+    plan = Plan(checkpoint, model, adapter, dtype, training, device, pruned)
     if model:
         compare(model, plan.likes(), bool(lora), training)
     dequantized = sum(made.dequantized for made in plan.made.values())
@@ -129,13 +131,14 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
             f"{f'--trained-in is {kind}' if kind else '--load-dtype and --skip-modules need --trained-in'},"
             f" expected one of {', '.join(KINDS)}: pass how training quantized the base"
         )
-    if any(PART.fullmatch(key) for key in checkpoint.tensors):
-        how = checkpoint.config.get("quantization_config") or {}
-        double = how.get("bnb_4bit_use_double_quant")
-        stored = f"{how.get('bnb_4bit_quant_type', 'fp4')}{'+double' if double else ''}"
+    stored = checkpoint.kind
+    if any(weight_of(stored, key) != key for key in checkpoint.tensors):
+        if stored in ("bitsandbytes", "unsloth"):
+            double = "+double" if checkpoint.how.get("bnb_4bit_use_double_quant") else ""
+            stored = f"{checkpoint.how.get('bnb_4bit_quant_type', 'fp4')}{double}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(
-                f"{checkpoint.name} is in 4 bit ({stored}) and used as it is: omit --trained-in"
+                f"{checkpoint.name} is stored in {stored} and used as it is: omit --trained-in"
             )
         return None
     with library(f"transformers cannot quantize {type(model).__name__}"):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import dequantize
-from ..core.checkpoint import PART, read_checkpoint
+from .formats import Stored, read, weight_of
 from .model import tied_names
 from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
 from .problems import UnsupportedState, library, refuse, say
@@ -27,7 +27,7 @@ class Made(NamedTuple):
     source: str  # its name in the old one; empty for a head that the adapter brings
     like: torch.Tensor  # on meta: its shape and dtype
     loaded: torch.dtype | None  # what transformers loads it in, if that is another one
-    dequantized: bool  # from 4 bits, stored or as training saw it
+    dequantized: bool  # as it is stored, or from 4 bits as training saw it
     transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
     given: torch.Tensor | None = None  # what the adapter holds in place of the stored tensor
     parameter: str = ""  # of the model: the one whose layers in the adapter are merged
@@ -37,14 +37,14 @@ class Plan:
     """What the tensors of a new checkpoint are made of. make() makes one."""
 
     def __init__(
-        self, tensors, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
+        self, source, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
     ):
-        """tensors: {name: the open file that holds it}. pruned: without those that the model lacks."""
-        self.tensors, self.model, self.adapter = tensors, model, adapter
+        """source: the Source of the checkpoint. pruned: without those tensors that the model lacks."""
+        self.source, self.model, self.adapter = source, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
-        self.keys: dict = {}  # {name: itself, and of a 4-bit weight the tensors of its state}
-        for key in self.tensors:
-            self.keys.setdefault(PART.sub(r"\1", key), []).append(key)
+        self.keys: dict = {}  # {name: itself, or the tensors that make it}
+        for key in source.tensors:
+            self.keys.setdefault(weight_of(source.kind, key), []).append(key)
         # {name: (its name in the model, the converter that fuses it with others, or None)}
         self.targets = names_in(model, self.keys, pruned)
         if left := self.keys.keys() - self.targets:
@@ -63,37 +63,37 @@ class Plan:
             lost = adapter.parameters - fused - self.connect(fused)
             refuse("the adapter changes what is not in the checkpoint", sorted(lost), "pass its base")
 
-    def read(self, name, device="cpu") -> tuple:
-        """Return (tensor, None), or (packed codes, quant_state) of a 4-bit weight on a device."""
-        tensors = {key: self.tensors[key].get_tensor(key) for key in self.keys[name]}
+    def read(self, name, device="cpu"):
+        """Return a tensor, or what is Stored of a weight, on a device."""
+        tensors = {key: self.source.tensors[key].get_tensor(key) for key in self.keys[name]}
         if tensors.keys() == {name}:
-            return tensors[name], None
-        return read_checkpoint({key: tensors[key].to(device) for key in tensors}, name)
+            return tensors[name]
+        return read(self.source, {key: tensors[key].to(device) for key in tensors}, name)
 
     def without_adapter(self, name, own) -> Made:
         """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
-        tensor, state = self.read(name)
-        held = state or tensor
+        held = self.read(name)
+        stored = isinstance(held, Stored)
         dtype, (target, _) = held.dtype, self.targets[name]
         known = own.get(target)
         floating = dtype.is_floating_point and dtype.itemsize > 1  # fp8 has scales
         if not floating and (known is None or known.is_floating_point()):
             raise UnsupportedState(
-                f"{name} is {dtype}, expected a floating-point tensor, or a 4-bit weight with its state:"
-                " dequantize it with the library that quantized it"
+                f"{name} is {dtype}, expected floating point, or a weight with its scales as in"
+                f" {self.source.kind}: pass the 16-bit model that it was made from"
             )
         shape = known.shape if target == BIAS else held.shape
         like = torch.empty(shape, device="meta")
-        loaded, dequantized, transposed = None, bool(state), False
+        loaded, dequantized, transposed = None, stored, False
         if self.training and floating:
             loaded = self.training.dtype
             dequantized = target in self.training.layers
         kept = self.float32.get(loaded or dtype)
-        if kept and kept.search(target) and not state:
+        if kept and kept.search(target) and not stored:
             loaded = torch.float32
         if dequantized and known is not None:
             transposed = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
-        if transposed and state:
+        if transposed and stored:
             like = like.t()
         if floating:
             dtype = self.dtype or (None if self.rounds_once else loaded) or dtype
@@ -213,39 +213,36 @@ class Plan:
                 given = self.adapter.given
                 fused = {key: given.get(key, fused[key]).to(fused[key].dtype) for key in fused}
                 merged = {key: self.merged(fused[key], key) for key in fused}
-                reverted = revert_weight_conversion(self.model, merged)
-                self.ready = {self.in_file(key): tensor for key, tensor in reverted.items()}
+                for key, tensor in revert_weight_conversion(self.model, merged).items():
+                    # The model is of a class with a head, or without; its names have a prefix, or none.
+                    part = next(part for part in parts if part.endswith(key) or key.endswith(part))
+                    self.ready[part] = tensor
             return self.ready.pop(name)
-
-    def in_file(self, name) -> str:
-        """Return what the file calls a tensor of the model: with or without the name of its base model."""
-        prefix = self.model.base_model_prefix + "."
-        return next(key for key in (name, prefix + name, name.removeprefix(prefix)) if key in self.fused)
 
     def merged(self, tensor, parameter) -> torch.Tensor:
         """Return a tensor with the layers that the adapter has for a parameter."""
         if parameter not in self.layers:
             return tensor
-        return self.adapter.merge(
-            parameter, tensor.to(self.device, copy=True)
-        )  # PEFT would write into a file
+        tensor = tensor.to(self.device, copy=True)  # PEFT would write into the file's pages
+        return self.adapter.merge(parameter, tensor)
 
     def base(self, made) -> torch.Tensor:
         """Return a tensor without the adapter's layers, as training saw it, in the dtype of the merge."""
         if made.given is not None:
             return made.given.to(self.merged_in(made))
-        tensor, state = self.read(made.source, self.device)
+        tensor = self.read(made.source, self.device)
         if made.source == BIAS:
             tensor = torch.nn.functional.pad(tensor, (0, made.like.shape[-1] - tensor.shape[-1]))
-        if made.loaded:
+        if isinstance(tensor, Stored):
+            tensor = tensor.make(self.merged_in(made))
+        elif made.loaded:
             tensor = tensor.to(made.loaded)
-        if made.dequantized and not state:
-            from bitsandbytes.functional import quantize_4bit
+            if made.dequantized:
+                from bitsandbytes.functional import quantize_4bit
 
-            tensor = tensor.t() if made.transposed else tensor
-            tensor, state = quantize_4bit(tensor.to(self.device).contiguous(), **self.training.how)
-        if state:
-            tensor = dequantize(tensor, state, dtype=made.loaded or self.merged_in(made))
+                tensor = (tensor.t() if made.transposed else tensor).to(self.device).contiguous()
+                codes, state = quantize_4bit(tensor, **self.training.how)
+                tensor = dequantize(codes, state, dtype=made.loaded)
         if made.transposed:
             tensor = tensor.t().contiguous()
         return tensor.to(self.merged_in(made))

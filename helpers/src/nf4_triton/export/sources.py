@@ -1,4 +1,4 @@
-"""What is read: a 4-bit or 16-bit checkpoint, and an adapter with the base that it was trained on."""
+"""What is read: a quantized or 16-bit checkpoint, and an adapter with the base that it was trained on."""
 
 import contextlib
 import dataclasses
@@ -8,9 +8,10 @@ import os
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
 
+from .formats import FORMATS, kind_of
 from .problems import UnsupportedState, library, refuse, say
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
@@ -46,6 +47,8 @@ class Source:
     tensors: dict  # {name: the open file that holds it}
     config: dict  # of the model, or of the adapter; empty if there is none
     stats: dict  # {file: when it was written}
+    how: dict  # its quantization_config
+    kind: str  # a key of FORMATS
 
     def check(self):
         """Raise if somebody wrote to a file since it was opened."""
@@ -71,6 +74,11 @@ def find(source, base=None):
         [name for name in lora.tensors if re.search(r"\.default\.|lora_[ab]$", name)],
         "write the adapter with that; if MLX trained it, fuse it there, with mlx_lm.fuse",
     )
+    if lora.kind == "unsloth":
+        raise UnsupportedState(
+            f"{source} changes single experts (experts.gate_up_projs), expected LoRA on other layers, or on"
+            " all experts of a layer at once: merge it with Unsloth"
+        )
     trained_on = lora.config.get("base_model_name_or_path")
     name = str(base or trained_on or "")
     if not name:
@@ -128,16 +136,32 @@ def read_source(name, path, candidates, config) -> Source:
     refuse(
         f"{name} lacks tensors that its index lists", sorted(weight_map.keys() - tensors), "download it again"
     )
-    kind = read_json(folder, config, "quantization_config").get("quant_method", "bitsandbytes")
-    if kind != "bitsandbytes":
-        do = "pass its original"
-        if kind == "mxfp4":  # without save_original_format=False, transformers 5.17 saves no experts
-            do = "load it with quantization_config=Mxfp4Config(dequantize=True), write that with"
-            do += " save_pretrained(OUT, save_original_format=False), and pass OUT"
+    content, how = read_json(folder, config), read_json(folder, config, "quantization_config")
+    with library(f"quantization_config of {name} cannot be read: download it again"):
+        how = how or content.get("text_config", {}).get("quantization_config", {})
+        kind = kind_of(how, tensors)
+    if kind not in FORMATS:
+        made_from = on_hub(read_card(folder).data.get("base_model"), content.get("_name_or_path"))
         raise UnsupportedState(
-            f"{name} is quantized with {kind}, expected bitsandbytes in 4 bits, or 16 bit: {do}"
+            f"{name} is quantized with {kind}, expected bitsandbytes, fp8, mxfp4, compressed-tensors, or 16"
+            f" bit: pass {made_from or 'the 16-bit model that it was made from'}"
         )
-    return Source(str(name), folder, tensors, read_json(folder, config), stats)
+    return Source(str(name), folder, tensors, content, stats, how, kind)
+
+
+def on_hub(*names):
+    """Return the first of names that can be one on the hub, without its revision, or None."""
+    found = [re.fullmatch(r"(\w[\w.-]*/[\w.-]+)(@.*)?", str(name)) for name in names]
+    return next((name[1] for name in found if name and not os.path.exists(name[0])), None)
+
+
+def read_card(folder):
+    """Return a folder's model card, or an empty one if it cannot be read."""
+    with contextlib.suppress(Exception):  # of YAML
+        path = inside(folder, "README.md")
+        if path.stat().st_size < 1e6:
+            return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
+    return ModelCard("---\n{}\n---\n")
 
 
 def instead(path) -> str:

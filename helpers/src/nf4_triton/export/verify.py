@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from .export import in_4_bits, to_device, to_dtype
+from .formats import loading
 from .problems import UnsupportedState, library, say
 from .sources import find
 
@@ -24,12 +25,16 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     kind, rows = next_tokens(out)
     checkpoint, lora = find(source, base)
     ids = tokens(out, text, rows)
-    loading = {"device_map": {"": to_device(device)}, "use_safetensors": True}
-    quantizing = {"quantization_config": in_4_bits(trained_in, skip_modules)} if trained_in else {}
+    place = {"device_map": {"": to_device(device)}, "use_safetensors": True}
+    as_trained, how = loading(checkpoint), ""
+    if as_trained:
+        how = f", dequantized from {checkpoint.kind}"
+    if trained_in:
+        as_trained, how = {"quantization_config": in_4_bits(trained_in, skip_modules)}, f", in {trained_in}"
     with library(f"what was trained cannot be loaded as {kind.__name__}"), torch.no_grad():
-        say(f"Loading {checkpoint.folder}{f', quantized to {trained_in}' if trained_in else ''}.")
-        quantizing["dtype"] = to_dtype(load_dtype) or "auto"
-        model = kind.from_pretrained(checkpoint.folder, **loading, **quantizing)
+        say(f"Loading {checkpoint.folder}{how}.")
+        as_trained["dtype"] = to_dtype(load_dtype) or "auto"
+        model = kind.from_pretrained(checkpoint.folder, **place, **as_trained)
         model.resize_token_embeddings(rows, mean_resizing=False)
         trained = alone = log_probabilities(model, ids)
         if lora:
@@ -43,7 +48,7 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     del model
     with library(f"{out} cannot be loaded as {kind.__name__}"), torch.no_grad():
         say(f"Loading {out}.")
-        model = kind.from_pretrained(out, dtype="auto", **loading)
+        model = kind.from_pretrained(out, dtype="auto", **place)
         found = {str(out): log_probabilities(model, ids)} | ({"the base alone": alone} if lora else {})
     return {name: distance(trained, other) for name, other in found.items()}
 
