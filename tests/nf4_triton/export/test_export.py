@@ -343,10 +343,9 @@ def test_counts_that_the_files_hold(name):
 @pytest.mark.parametrize("dense, experts, count", [(3, 256, 270_436), (1, 384, 417_892)])
 def test_the_largest_models_are_not_refused(tmp_path, monkeypatch, dense, experts, count):
     """DeepSeek V3 and Kimi K2 in 4 bits: the names in their indexes, and the model in the command's time."""
-    parts = " .absmax .quant_map .nested_absmax .nested_quant_map .quant_state.bitsandbytes__nf4".split(" ")
-    layers = 61 * 5 + 3 * dense + 3 * (61 - dense) * (experts + 1)  # attention, MLPs, experts
-    names = [f"model.layers.0.mlp.experts.{n}.up_proj.weight{part}" for n in range(layers) for part in parts]
-    names += [f"model.layers.{number}.input_layernorm.weight" for number in range(61 * 4)]
+    # Attention, MLPs, and experts, of which each has six tensors, and norms.
+    number = 6 * (61 * 5 + 3 * dense + 3 * (61 - dense) * (experts + 1)) + 61 * 4
+    names = [f"model.layers.60.mlp.experts.{n}.gate_proj.weight.nested_quant_map" for n in range(number)]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00163")}))
     found = sources.read_json(tmp_path, INDEX, "weight_map")
     config = transformers.DeepseekV3Config(n_routed_experts=experts, first_k_dense_replace=dense).to_dict()

@@ -166,7 +166,7 @@ def read_card(folder):
 
 def instead(path) -> str:
     """Return what to do with a file that is not read, or with a folder without one that is."""
-    names = sorted(os.listdir(path)) if path.is_dir() else [path.name]
+    names = os.listdir(path) if path.is_dir() else [path.name]
     for pattern, do in INSTEAD.items():
         if fnmatch.filter(names, pattern):
             return do
@@ -174,8 +174,7 @@ def instead(path) -> str:
         return f"pass {path.parent}"
     found = {file.parent for file in path.glob("*/*model*.safetensors*")}
     if not found:
-        held = ", ".join(names[:100])
-        return f"pass a folder as save_pretrained() writes it; this one holds {held or 'nothing'}"
+        return "pass a folder as save_pretrained() writes it"
     *others, last = sorted(map(str, found), key=lambda name: (len(name), name))  # checkpoint-9, checkpoint-10
     return f"pass {last if '/checkpoint-' in last else ' or '.join([*others, last])}"
 
