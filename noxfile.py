@@ -1,8 +1,13 @@
-"""nox -s "versions(oldest)", or newest: the package and its examples in an environment of such versions.
+"""nox -s lint: what the gate checks besides tests, in the environment that runs nox.
 
-With the newest also the export and the switch, on the Python that runs nox: .github/workflows/newest.yml.
-Downloads gigabytes, so nothing runs by default. Without a GPU the kernel runs in Triton's interpreter.
+nox -s "versions(oldest)", or newest: the package and its examples in an environment of such versions. With
+the newest, also the export and the switch, on the Python that runs nox: .github/workflows/newest.yml. They
+download gigabytes, so nothing runs by default. Without a GPU the kernel runs in Triton's interpreter.
 """
+
+import os
+import re
+import sys
 
 import nox
 
@@ -17,6 +22,14 @@ TESTS = {
     "oldest": ["tests/nf4_triton/test_package.py"],
     "newest": ["tests/nf4_triton/test_package.py", "tests/nf4_triton/export", "tests/nf4_triton/libraries"],
 }
+NOTEBOOK = "build/notebook.py"  # its code: what a cell uses is used
+LINT = [
+    "ruff check .",
+    "ruff format --check .",
+    "mypy",
+    "lint-imports --no-cache",
+    f"jupytext --to py --output {NOTEBOOK} Unsloth_Puzzles_A.ipynb",
+]
 TOOLS = ["pip", "hatchling", "pytest", "pytest-timeout", "pytest-xdist", "matplotlib", "setuptools"]
 
 
@@ -27,3 +40,15 @@ def versions(session: nox.Session, which: str) -> None:
     session.install(*VERSIONS[which], *TOOLS)
     options = ["-n", "2", "--dist", "worksteal", *session.posargs]
     session.run("python", "-m", "pytest", "-m", "long or not long", *options, *TESTS[which])
+
+
+@nox.session(default=False, venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Check formatting, types, and imports, and find code that nothing uses but tests."""
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    os.environ["PYTHONPATH"] = os.pathsep.join([".", "helpers/src"])
+    for command in LINT:
+        session.run(*command.split())
+    found = session.run("vulture", "helpers", "examples", NOTEBOOK, silent=True, success_codes=[0, 3])
+    if dead := [line for line in found.splitlines() if not re.search("unused (variable|attribute)", line)]:
+        session.error("\n".join(dead))

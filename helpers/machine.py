@@ -1,4 +1,4 @@
-"""What a checkout adds to nf4_triton.environment: its files, setting a process up."""
+"""The checkout: its files, and setting up a process for it."""
 
 import contextlib
 import importlib.util
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from helpers import SRC  # noqa: F401
+from nf4_triton.core.supported import forced_card
 from nf4_triton.environment import no_gpu  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,11 +21,11 @@ def has_gpu() -> bool:
 
 
 def prepare() -> None:
-    """Set this process up to run kernels; the command line, the notebook, and the tests call it first.
+    """Set this process up to run kernels. The command line, the notebook, and the tests call it first.
 
-    Chooses Triton's interpreter where there is no GPU, and gives a process without a home folder one. Takes
-    NF4_TRITON away, which would switch the kernel on in the libraries that it is compared with. With
-    NF4_FORCE=t4 torch reports no native bf16 from here on, as on a T4.
+    Without a GPU, it chooses Triton's interpreter. A process without a home folder gets one. NF4_TRITON is
+    taken away: it would switch the kernel on in the libraries that the kernel is compared with. With
+    NF4_FORCE=t4, torch reports no native bf16 from now on, as on a T4.
     """
     os.environ.pop("NF4_TRITON", None)
     if not os.access(os.path.expanduser("~"), os.W_OK):
@@ -35,12 +36,12 @@ def prepare() -> None:
         return
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
-    if os.environ.get("NF4_FORCE", "").strip().lower() == "t4" and has_gpu():
+    if forced_card() == "t4" and has_gpu():
         hide_native_bf16()
 
 
 def hide_native_bf16() -> None:
-    """Make torch report bf16 as it does on a T4: by emulation only. Inductor then refuses bf16 graphs."""
+    """Make torch report bf16 as on a T4: only by emulation. Inductor then refuses bf16 graphs."""
     import torch
     from torch._dynamo.device_interface import CudaInterface
 
@@ -54,7 +55,7 @@ def hide_native_bf16() -> None:
 
 
 def write_whole(path: Path | str, content: str | bytes) -> None:
-    """Replace a file's content, or leave the file as it was if that fails. Raises OSError, which names it."""
+    """Replace a file's content, or leave the file as it was. Raises OSError, which names the file."""
     target = Path(path).resolve()  # a link stays a link
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:

@@ -12,16 +12,16 @@ LABELS = {
     "unsloth_buffered": "Unsloth, one buffer",
     "unsloth_classic": "Unsloth classic",
 }
-CRITERIA = (  # criterion, points if met, points if not, its cell or the least speedup
-    ("One fused kernel", 3, 0, "single_kernel"),
-    ("Penalty: speedup at most 1.00", 0, -3, 1.00),
-    ("Speedup at least 1.05", 1, 0, 1.05),
-    ("Speedup at least 1.10", 2, 0, 1.10),
-    ("Speedup at least 1.15", 2, 0, 1.15),
-    ("Works under torch.compile", 1, -1, "torch_compile"),
-    ("Custom assembly works", 3, 0, "custom_asm"),
-    ("Uses cache eviction", 1, 0, "cache_eviction"),
-    ("Tested in fp16 and bf16", 1, -1, "exact"),
+CRITERIA = (  # criterion, points if met, points if not, the cell that shows it, the least speedup
+    ("One fused kernel", 3, 0, "single_kernel", None),
+    ("Penalty: speedup at most 1.00", 0, -3, "puzzles_line", math.nextafter(1, 2)),
+    ("Speedup at least 1.05", 1, 0, "puzzles_line", 1.05),
+    ("Speedup at least 1.10", 2, 0, "puzzles_line", 1.10),
+    ("Speedup at least 1.15", 2, 0, "puzzles_line", 1.15),
+    ("Works under torch.compile", 1, -1, "torch_compile", None),
+    ("Custom assembly works", 3, 0, "custom_asm", None),
+    ("Uses cache eviction", 1, 0, "cache_eviction", None),
+    ("Tested in fp16 and bf16", 1, -1, "exact", None),
 )
 
 

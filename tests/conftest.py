@@ -2,7 +2,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import resource
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core
     for threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(threads, "1")
 machine.prepare()  # before anything imports triton
-# One cache for what all processes of all tests compile.
+# All processes of all tests share a cache of compiled code.
 for variable, name in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
     os.environ.setdefault(variable, str(machine.ROOT / "build" / "cache" / name))
 # Inductor imports setuptools, which refuses to come after the standard library's distutils.
@@ -23,7 +22,7 @@ with contextlib.suppress(ImportError):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Tests share the cores, but not a GPU, whose memory and launches some of them count."""
+    """Tests share the cores, but not a GPU: some tests count its memory and launches."""
     return 0 if machine.has_gpu() else min(4, os.cpu_count() or 1)
 
 
@@ -36,8 +35,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def kernel_module(tmp_path):
-    """kernel_module(name): the cells of kernel and launch path as one module of that name, as in a notebook,
-    with an operator of its own."""
+    """kernel_module(name): the cells of the kernel and the launch path as one module of that name, as in a
+    notebook, with its own operator."""
     from helpers.puzzle import notebook
 
     def load(name):
@@ -59,7 +58,8 @@ def kernel_module(tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """No file grows beyond 8 KiB."""
+    """No file grows beyond 8 KiB. Not on Windows."""
+    resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
     yield

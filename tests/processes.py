@@ -1,4 +1,4 @@
-"""Processes that tests start."""
+"""Start processes from tests."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from helpers import machine
 
 
 class Done(NamedTuple):
-    """What a process printed."""
+    """A process's output."""
 
     out: str
     err: str

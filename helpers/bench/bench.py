@@ -1,8 +1,8 @@
-"""python -m helpers bench [SECTION ...]: time the kernel against every library, section by section.
+"""python -m helpers bench [SECTION ...]: time the kernel and every library, section by section.
 
-All contenders take turns in one process, and none is timed before its result is bit-identical to the plain
-torch reference. A section is printed and stored under results/<card>/ as soon as it is done, so a run that is
-cut short keeps what it has.
+All contenders take turns in one process. Only those are timed whose results are bit-identical to the plain
+torch reference. Each section is printed and stored under results/<card>/ as soon as it is done, so an
+interrupted run keeps the earlier ones.
 """
 
 import functools
@@ -20,7 +20,7 @@ from helpers.puzzle.layers import ON_GPU
 from helpers.results import store
 from helpers.results.store import Row
 
-# problems -> (case, unit, {contender: values}) of each case; what goes wrong is added to the problems
+# problems -> (case, unit, {contender: values}) for each case; errors are added to the problems
 SECTIONS = {
     "gpu_time": gpu.time_sizes,
     "host_time": host.time_host,
@@ -31,7 +31,7 @@ INTERRUPTED = "interrupted"
 
 
 def run_section(name: str) -> tuple[list[Row], list[str]]:
-    """Return a section's rows, as far as it comes, and what went wrong in it."""
+    """Return a section's rows, as far as it got, and what went wrong."""
     rows, problems = [], []
     try:
         for case, unit, found in SECTIONS[name](problems):
@@ -49,9 +49,9 @@ def run_section(name: str) -> tuple[list[Row], list[str]]:
 
 
 def main(*sections: str) -> int:
-    """Run, print and store the sections, DEFAULT if none is named.
+    """Run, print, and store the sections, DEFAULT if none is named.
 
-    Returns 2 if there is no such section, 1 if a contender was wrong or a section failed, else 0.
+    Returns 2 if a section does not exist, 1 if a contender was wrong or a section failed, else 0.
     """
     if unknown := [name for name in sections if name not in SECTIONS]:
         print(f"no section {', '.join(unknown)}: expected any of {', '.join(SECTIONS)}", file=sys.stderr)

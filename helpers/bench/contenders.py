@@ -1,4 +1,4 @@
-"""The contenders, and the comparison of bits that comes before any clock."""
+"""The contenders, and the comparison of their bits before anything is timed."""
 
 import os
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from nf4_triton.core.reference import same_bits
 
 
 def installed(*names: str) -> dict[str, Callable]:
-    """Return {name: layer -> weight}: ours, ours by kernel[grid], every library that is installed here.
+    """Return {name: layer -> weight}: ours, ours with kernel[grid], and every library that is installed here.
 
-    names: only these of them.
+    names: return only these.
     """
     found = {"ours": launch.your_dequantize_nf4}
     if protocol.ON_GPU:
@@ -35,27 +35,20 @@ def exact_weight(layer) -> torch.Tensor:
         return dequantize(layer)
 
 
-def check(call: Callable, expected: torch.Tensor, out=None) -> None:
-    """Raise AssertionError unless call() returns `expected` bit for bit, or writes it into `out`.
+def check(call: Callable, expected: torch.Tensor) -> None:
+    """Raise AssertionError unless call() returns `expected` bit for bit.
 
-    NaN goes first into `out`, else into the memory that a new result is likely to get, so that elements left
-    unwritten show.
+    The memory that a new result is likely to get is filled with NaN first, so that unwritten elements show.
     """
-    poison = torch.empty_like(expected) if out is None else out
-    poison.view(torch.uint8).fill_(255)
-    del poison
-    result = call()
-    protocol.synchronize()
-    if out is not None:
-        result = out
-    if not same_bits(result, expected):
+    torch.full_like(expected, torch.nan)
+    if not same_bits(call(), expected):
         raise AssertionError("not bit-identical to the reference: not timed")
 
 
 def exact(calls: dict[str, Callable], expected, problems: list[str], where: str) -> dict[str, Callable]:
-    """Return those calls whose first and second result is `expected`; the others are in `problems`.
+    """Return the calls whose first and second results are `expected`; add the others to `problems`.
 
-    A function's second launch may go another way than its first.
+    A function may launch differently the second time.
     """
     kept = {}
     for name, call in calls.items():
@@ -63,6 +56,6 @@ def exact(calls: dict[str, Callable], expected, problems: list[str], where: str)
             check(call, expected)
             check(call, expected)
             kept[name] = call
-        except Exception as error:  # also of a result that is no tensor
+        except Exception as error:  # also from comparing a result that is not a tensor
             problems.append(f"{name} at {where}: {why(error)}")
     return kept

@@ -1,5 +1,5 @@
-"""The section host_time of `python -m helpers bench`: one call of every public path, on nested and flat
-weights, timed on the host."""
+"""The section host_time of `python -m helpers bench`: the time until a call returns, for every public path,
+on nested and flat weights."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,15 +11,15 @@ from helpers.puzzle.layers import DEVICE, quantized_layer
 from nf4_triton import dequantize, use_nf4_kernel
 
 LAYER = (4096, 1024)  # (in, out) of the puzzle's smallest weight
-KINDS = {  # of quantized_layer
-    "nested NF4": {},  # the puzzle's: all libraries take it
+KINDS = {  # arguments of quantized_layer
+    "nested NF4": {},  # the puzzle's: every library dequantizes it
     "flat NF4": {"nested": False},
     "nested FP4": {"quant_type": "fp4"},
 }
 
 
 def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Callable]:
-    """Return {name: call} of all that is exact on this kind of layer. switched: dequantize_4bit."""
+    """Return {name: call} of the calls that are exact on this kind of layer. switched: dequantize_4bit."""
     layer = quantized_layer(*LAYER, torch.bfloat16, **KINDS[kind])
     packed, state = layer.weight.data, layer.weight.quant_state
     weight = contenders.exact_weight(layer)
@@ -41,7 +41,7 @@ def calls_of(kind: str, switched: Callable, problems: list[str]) -> dict[str, Ca
 def time_host(problems: list[str]) -> Iterator[tuple]:
     """Yield the time until a call returns on each kind of layer. The calls of a case take turns.
 
-    bitsandbytes is switched only where the name says so.
+    The kernel is switched on only for the call whose name says so.
     """
     from bitsandbytes import functional
 
@@ -49,5 +49,5 @@ def time_host(problems: list[str]) -> Iterator[tuple]:
         switched = functional.dequantize_4bit
         for kind in KINDS:
             calls = calls_of(kind, switched, problems)
-            timers = {name: clocks.host_timer(call, clocks.INNER) for name, call in calls.items()}
+            timers = {name: partial(clocks.host_us, call) for name, call in calls.items()}
             yield kind, "us", clocks.in_turns(timers, clocks.ROUNDS)

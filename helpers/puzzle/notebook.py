@@ -6,7 +6,6 @@ tagged `module-only` stays in its module.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import nbformat
 
 from helpers import machine
 from helpers.results import executed
+from nf4_triton.core.supported import forced_card
 from nf4_triton.environment import describe
 
 LIMIT = 1800  # seconds for a cell
@@ -37,7 +37,7 @@ MODULES = [
 
 
 def cells_of_module(file: str, root: Path) -> list:
-    """Return the cells that a module makes, tagged with its name. A cell of the package names its file."""
+    """Return a module's cells, tagged with its name. A cell from the package names its file."""
     import jupytext
 
     cells = []
@@ -61,7 +61,7 @@ def cells_of_module(file: str, root: Path) -> list:
 def sync(notebook, root: Path = machine.ROOT) -> list[str]:
     """Write the modules' sections into a notebook; return the ids of the cells that changed.
 
-    Outputs stay. The cell of a new section becomes the last one: move it.
+    Outputs stay. A new section's cell is added at the end: move it.
     """
     made = {}
     for file in MODULES:
@@ -83,7 +83,7 @@ def sync(notebook, root: Path = machine.ROOT) -> list[str]:
 
 
 def without_folders(outputs: list) -> list:
-    """Return a cell's outputs with a name in place of each of this machine's folders."""
+    """Return a cell's outputs with names instead of this machine's folders."""
     text = json.dumps(outputs)
     for folder, name in ((sys.prefix, "python"), (str(machine.ROOT), "."), (str(Path.home()), "~")):
         if len(folder) > 4:  # not / and not /usr
@@ -92,10 +92,11 @@ def without_folders(outputs: list) -> list:
 
 
 def execute(notebook, folder: Path) -> str:
-    """Run every cell with this Python in `folder`; outputs go into `notebook`. Print when each cell ended.
+    """Run every cell with this Python in `folder`, and put the outputs into `notebook`. Print when each cell
+    ended.
 
-    Returns why it stopped before the last cell, "" if it did not. The outputs until then are kept. Processes
-    that a cell started end with it.
+    Returns why it stopped before the last cell, or "". The outputs until then are kept. Processes that a cell
+    started end with the notebook.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -106,7 +107,7 @@ def execute(notebook, folder: Path) -> str:
     for cell in code:
         cell.outputs, cell.execution_count = [], None
     first_lines = []
-    if os.environ.get("NF4_FORCE"):  # torch must report no native bf16, as on a T4
+    if forced_card():  # torch must report no native bf16, as on a T4
         first_lines = ["--IPKernelApp.exec_lines=from helpers import machine; machine.prepare()"]
     this_python = KernelSpecManager(kernel_dirs=[])  # ignores kernels registered on the machine
     client = NotebookClient(
@@ -137,20 +138,20 @@ def execute(notebook, folder: Path) -> str:
 
 
 def score_text(notebook) -> str:
-    """Return what the cell with the score printed."""
+    """Return the output of the score's cell."""
     outputs = [output for cell in notebook.cells if cell.id == "score" for output in cell.outputs]
     return "\n".join(output.get("text", "") for output in outputs).strip()
 
 
 def save(notebook, path: Path) -> None:
-    """Write a notebook whole, or leave the file as it was."""
+    """Write a whole notebook, or leave the file as it was."""
     machine.write_whole(path, nbformat.writes(notebook) + "\n")
 
 
 def run() -> int:
     """`python -m helpers run`: execute the notebook with this Python and print its score."""
     EXECUTED.parent.mkdir(exist_ok=True)
-    EXECUTED.unlink(missing_ok=True)  # of an earlier run
+    EXECUTED.unlink(missing_ok=True)  # from an earlier run
     card = describe()["card"] or "the CPU (Triton interpreter)"
     print(f"executing {machine.NOTEBOOK.name} on {card}", flush=True)
     notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
@@ -159,7 +160,7 @@ def run() -> int:
         if cell.cell_type == "code":
             cell.outputs = without_folders(cell.outputs)
     try:
-        print(f"\n{score_text(notebook)}\n", flush=True)  # first: it is there if the disk is full
+        print(f"\n{score_text(notebook)}\n", flush=True)  # before saving, which fails on a full disk
     finally:
         save(notebook, EXECUTED)
     if failure:

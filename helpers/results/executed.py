@@ -13,10 +13,11 @@ from itertools import zip_longest
 from pathlib import Path
 
 import nbformat
+import pandas
 
 from helpers import machine
 from helpers.names import CRITERIA, LABELS
-from helpers.results.store import CARDS, Record, Row, slug
+from helpers.results.store import Record, Row
 
 
 def code_cells(notebook) -> list:
@@ -36,37 +37,39 @@ def check_code(notebook) -> None:
             )
 
 
-def rows_of(points: dict, ratios: dict | None, times: dict | None) -> list[Row]:
+def rows_of(points: dict, ratios: dict | None, times: dict) -> list[Row]:
     """Return the rows of what the notebook's cells measured. Raises ValueError, which names what is missing.
 
     points: {criterion: points}. ratios: {Unsloth's name: speedups, one for each run of the puzzle's line}.
-    times: {contender: turns}; a turn is (us until return, us on the GPU, s of 100 rounds) of each CONFIG.
+    times: {column: values}, a value for each function, size, and turn.
     """
-    missing = [criterion for criterion, *_ in CRITERIA if points.get(criterion) is None]
-    missing += [name for name, values in {"turns": times, **(ratios or {})}.items() if not values]
+    missing = [criterion for criterion, *_ in CRITERIA if criterion not in points]
+    missing += [name for name, values in (ratios or {"ratios": ()}).items() if not values]
     if missing:
-        text = ", ".join(missing)
-        raise ValueError(f"not measured: {text}. Install what its cells say is missing; run all cells again")
-    rows, seconds = [], {}
-    for name, turns in times.items():
-        until_return = [turn[1][0] for turn in turns]  # of the smallest weight, 4096x1024 in bf16
-        seconds[name] = [sum(s for *_, s in turn) for turn in turns]
-        rows.append(Row("protocol", "until return", name, "us", until_return))
-        rows.append(Row("protocol", "100 rounds", name, "s", seconds[name]))
-    both = zip(seconds["bitsandbytes"], seconds["ours"], strict=True)
-    speedups = {**ratios, "bitsandbytes": [theirs / ours for theirs, ours in both]}
+        what = f"not measured: {', '.join(missing)}"
+        raise ValueError(f"{what}. Install what its cells say is missing; run all cells again")
+    frame = pandas.DataFrame(times).replace({"function": {label: name for name, label in LABELS.items()}})
+    wide = frame.pivot_table(index="function", columns=["size", "turn"], sort=False)
+    on_gpu = wide["us on the GPU"]
+    sizes = frame["size"].unique()  # the smallest first
+    rounds = sum(wide["ms for 100 rounds"][size] for size in sizes)
+    over = rounds / rounds.loc["ours"]
+    tables = [
+        ("protocol", "until return", "us", wide["us until a call returns"][sizes[0]]),
+        ("protocol", "100 rounds", "s", rounds / 1e3),
+        ("protocol", "over this kernel", "x", over),
+    ]
+    for size in sizes:
+        tables.append(("protocol_gpu", size, "us", on_gpu[size]))
+        over_ours = on_gpu[size].filter(["unsloth_today"], axis=0) / on_gpu.loc["ours", size]
+        tables.append(("on_gpu", size, "x", over_ours))
+    rows = []
+    for *fields, unit, table in tables:
+        rows += [Row(*fields, name, unit, values.tolist()) for name, values in table.iterrows()]
     rows.append(Row("claim", "score (of 14)", "ours", "points", [sum(points.values())]))
-    for name, values in speedups.items():
+    for name, values in {**ratios, "bitsandbytes": over.loc["bitsandbytes"].tolist()}.items():
         rows.append(Row("claim", f"vs {LABELS[name]}", "ours", "x", values))
     return rows
-
-
-def check_card(environment: dict) -> None:
-    """Raise ValueError for a card with the capability of another."""
-    card = CARDS.get(slug(environment))
-    if card and environment["capability"] != card.capability:
-        found = f"capability is {environment['capability']}"
-        raise ValueError(f"{found}, expected {card.capability} of {card.name}")
 
 
 def read(path: Path | str) -> tuple:
@@ -82,8 +85,6 @@ def read(path: Path | str) -> tuple:
             problem = f"it has {len(found)} outputs with rows, expected 1"
             raise ValueError(f"{problem}: run all its cells on a GPU, without NF4_QUICK")
         sent = json.loads(found[0])
-        environment = sent.pop("environment")
-        check_card(environment)
-        return notebook, Record(environment, rows_of(**sent))
+        return notebook, Record(sent.pop("environment"), rows_of(**sent))
     except Exception as error:  # it can be any file
         sys.exit(f"{path}: {type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from nf4_triton.core.supported import VERSION
 FIGURES = ROOT / "docs" / "figures"
 BLOCK = re.compile(r"<!-- (?P<name>[\w ]+) -->\n(?P<body>.*?)<!-- /(?P=name) -->", re.S)
 SIMULATED = "tesla-t4-simulated"
-TURNED = ("protocol", "host_time", "gpu_time")  # tables with a row for each contender, a column for each case
+TURNED = ("protocol", "on_gpu", "host_time", "gpu_time")  # a row for each contender, a column for each case
 TITLES = {  # how contenders and cases are shown; others by their own names
     **plots.NAMES,
     **SHAPES,
@@ -33,7 +33,7 @@ TITLES = {  # how contenders and cases are shown; others by their own names
 }
 
 
-def number(value: float, unit: str, median: float = 1) -> str:
+def number(value: float, unit: str, median: float) -> str:
     """Return a value with the decimals that three digits of `median` need; a ratio is rounded down."""
     if unit == "x":
         return shown(value)
@@ -44,15 +44,15 @@ def number(value: float, unit: str, median: float = 1) -> str:
 
 
 def cell(row: Row) -> str:
-    """Return a row's median with its range, or the ends of a prediction, which has just two values."""
-    if len(row.values) == 2 and row.low < row.high:
-        return f"{number(row.low, row.unit)} to {number(row.high, row.unit)}"
+    """Return a row's median with its range, or the range of two values: a prediction's, or two steps'."""
     low, median, high = (number(value, row.unit, row.median) for value in (row.low, row.median, row.high))
-    return median if low == high else f"{median} ({low} to {high})"
+    if low == high:
+        return median
+    return f"{low} to {high}" if len(row.values) == 2 else f"{median} ({low} to {high})"
 
 
 def markdown(cells: list[tuple], turned=False) -> str:
-    """Return cells, each (row, column, what the corner says of it, text), as a Markdown table.
+    """Return cells, each (row, column, text for the corner, text), as a Markdown table.
 
     turned: rows are columns.
     """
@@ -64,29 +64,17 @@ def markdown(cells: list[tuple], turned=False) -> str:
     return (wide.T if turned else wide).rename_axis(corner).to_markdown(disable_numparse=True)
 
 
-def pair(without: Row, with_kernel: Row) -> str:
-    """Return what training steps take without the kernel, then with it: medians, ranges of the wall clock."""
-    if without.unit == "wall ms":
-        return f"{cell(without)}, {cell(with_kernel)}"
-    text = ", ".join(number(row.median, row.unit, row.median) for row in (without, with_kernel))
-    if without.unit == "GPU ms":
-        text += f" ({with_kernel.median / without.median - 1:+.0%})"
-    return text
-
-
 def table(rows: list[Row], section: str) -> str:
     """Return a section's rows as a Markdown table."""
-    rows, cells = select(rows, section), []
-    if section.startswith("step_gpu_time"):
-        without = [row for row in rows if row.contender == "without"]
-        with_kernel = [row for row in rows if row.contender == "with"]
-        for both in zip(without, with_kernel, strict=True):
-            cells.append((both[0].case, both[0].unit, "without, with", pair(*both)))
-        return markdown(cells)
-    for row in rows:
-        if section != "gpu_time" or row.case in SHAPES:  # speed_by_size shows all sizes
-            case, contender = (TITLES.get(name, name) for name in (row.case, row.contender))
-            cells.append((case, contender, row.unit, cell(row)))
+    cells = []
+    for row in select(rows, section):
+        case, contender = (TITLES.get(name, name) for name in (row.case, row.contender))
+        if section.startswith("step_gpu_time"):
+            if row.unit != "launches":
+                cells.append((case, f"{row.unit}, {contender}", "", cell(row)))
+        elif section != "gpu_time" or row.case in SHAPES:  # speed_by_size shows all sizes
+            text = number(row.median, row.unit, row.median) if section == "for_unsloth" else cell(row)
+            cells.append((case, contender, row.unit, text))
     return markdown(cells, section in TURNED)
 
 
@@ -98,7 +86,7 @@ def claim() -> str:
         del found[SIMULATED]
     cells = []
     for folder, rows in found.items():
-        cells += [(CARDS[folder].name, row.case, "card", cell(row)) for row in rows]
+        cells += [(CARDS[folder], row.case, "card", cell(row)) for row in rows]
     return markdown(cells)
 
 

@@ -20,20 +20,11 @@ from helpers.machine import ROOT, write_whole
 from nf4_triton.core.supported import VERSION
 from nf4_triton.environment import describe
 
-
-class Card(NamedTuple):
-    """A card that the pages can show."""
-
-    name: str
-    capability: list[int]
-    bandwidth: float  # TB/s, as NVIDIA specifies its memory
-
-
-CARDS = {  # by their folders
-    "nvidia-h200": Card("NVIDIA H200", [9, 0], 4.8),
-    "nvidia-h100-80gb-hbm3": Card("NVIDIA H100", [9, 0], 3.35),
-    "tesla-t4": Card("Tesla T4", [7, 5], 0.32),
-    "tesla-t4-simulated": Card("Tesla T4, predicted", [7, 5], 0.32),
+CARDS = {  # that the pages can show, by their folders
+    "nvidia-h200": "NVIDIA H200",
+    "nvidia-h100-80gb-hbm3": "NVIDIA H100",
+    "tesla-t4": "Tesla T4",
+    "tesla-t4-simulated": "Tesla T4 with Triton 3.6, predicted",
 }
 
 
@@ -116,7 +107,7 @@ def commit() -> str | None:
 
 
 def write(section: str, new: Iterable[Row], note: str = "", environment=None) -> Path:
-    """Store a section in place of the one before; return its file. Raises OSError, and the old file stays.
+    """Store a section, replacing the one before; return its file. Raises OSError, and the old file stays.
 
     environment: what `describe()` returned on the machine that measured, with "version" and "commit" if they
     were not this checkout's.

@@ -1,11 +1,13 @@
-"""The sections at small sizes. Without a GPU times mean nothing; what is compared, timed and kept does."""
+"""The sections at small sizes. Without a GPU, times mean nothing, but comparisons and stored rows do."""
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 
 from helpers.bench import bench, clocks, contenders, gpu, host, training
+from helpers.puzzle import turns
 from helpers.results import store
 
 pytest.importorskip("bitsandbytes")
@@ -14,10 +16,11 @@ SMALL = (
     (gpu, "MOST_LAYERS", 2),
     (host, "LAYER", (64, 2)),  # each selected row is a program, which the interpreter runs for 15 ms
     (clocks, "ROUNDS", 1),
+    (clocks, "GPU_ROUNDS", 1),
     (clocks, "INNER", 1),
 )
 
-FOUND = {  # section: its cases, and who is timed in each of them, if not others too
+FOUND = {  # section: its cases, and contenders that are timed in each case, among others
     "gpu_time": (
         ["1024 fp16", "1024 bf16"],
         {"ours", "torch's copy", "dequantize, flat", "bitsandbytes, flat"},
@@ -28,14 +31,14 @@ FOUND = {  # section: its cases, and who is timed in each of them, if not others
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """Every section is small, and rows go to a folder of their own."""
+    """Every section is small, and rows go to a temporary folder."""
     monkeypatch.setenv("NF4_RESULTS", str(tmp_path))
     for module, name, value in SMALL:
         monkeypatch.setattr(module, name, value)
 
 
 def run(name):
-    """A section's {case: who is timed}, and its problems."""
+    """Return a section's {case: contenders that are timed}, and its problems."""
     problems = []
     return {case: found.keys() for case, _, found in bench.SECTIONS[name](problems)}, problems
 
@@ -64,6 +67,13 @@ def test_what_differs_from_the_reference_is_reported_and_not_timed(section, monk
     assert all(timed <= references for timed in found.values())
 
 
+def test_the_notebooks_clock_is_asked_as_it_wants_to_be(monkeypatch):
+    """It returns three times; the second is the GPU's. Tests on a GPU call the real clock."""
+    monkeypatch.setattr(gpu, "ON_GPU", True)
+    monkeypatch.setattr(turns, "times_of", mock.create_autospec(turns.times_of, return_value=(9.0, 2.5, 0.1)))
+    assert gpu.gpu_us(len, [None]) == 2.5
+
+
 def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):
     first = [("a", "ms", "without", 2), ("a", "ms", "with", 1)], []
     done = iter([first, ([("a", "ms", "with", 3)], ["slow"])])
@@ -71,6 +81,13 @@ def test_a_row_of_a_training_section_has_a_value_of_each_process(monkeypatch):
     rows, problems = bench.run_section("step_gpu_time")
     assert problems == ["slow"]
     assert [row[1:] for row in rows] == [("a", "without", "ms", [2]), ("a", "with", "ms", [1, 3])]
+
+
+def test_a_switched_off_unsloth_is_reported(monkeypatch):
+    monkeypatch.setattr(bench.protocol, "baselines", lambda: {"unsloth_today": None})
+    monkeypatch.setattr(bench.protocol, "needed", lambda name: "its launcher")
+    monkeypatch.setattr(bench, "SECTIONS", {"good": good})
+    assert bench.run_section("good")[1] == ["unsloth_today: needs its launcher"]
 
 
 # --- the command ---

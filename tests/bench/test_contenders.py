@@ -1,16 +1,15 @@
-import pytest
 import torch
 
 from helpers.bench import contenders
 
 
-def test_unwritten_elements_and_another_dtype_are_wrong(device):
-    expected = torch.ones(64, dtype=torch.float16, device=device)
-    unwritten, problems = expected.clone(), []
-    with pytest.raises(AssertionError, match="not bit-identical"):
-        contenders.check(lambda: unwritten, expected, unwritten)
-    results = iter([expected.clone(), expected + 1])
-    calls = {"exact": expected.clone, "dtype": expected.float, "second": results.__next__}
+def test_unwritten_elements_another_dtype_and_a_wrong_second_result_are_wrong(monkeypatch, device):
+    """An unwritten result gets the memory that was freed before the call."""
+    expected, problems = torch.ones(64, dtype=torch.float16, device=device), []
+    memory, results = expected.clone(), iter([expected.clone(), expected + 1])
+    monkeypatch.setattr(torch, "full_like", lambda like, value: memory.fill_(value))
+    calls = {"exact": expected.clone, "unwritten": lambda: memory}
+    calls |= {"dtype": expected.float, "second": results.__next__}
     assert list(contenders.exact(calls, expected, problems, "here")) == ["exact"]
-    for name, text in zip(("dtype", "second"), problems, strict=True):
+    for name, text in zip(("unwritten", "dtype", "second"), problems, strict=True):
         assert f"{name} at here: AssertionError: not bit-identical" in text

@@ -1,4 +1,4 @@
-"""Run the PTX that an older GPU gets, such as a T4's sm_75, on this one and compare every bit.
+"""Run the PTX for an older GPU, such as a T4's sm_75, on this GPU, and compare every bit.
 
 The driver of a newer GPU accepts the same PTX, so it computes what the older GPU would.
 """
@@ -15,11 +15,11 @@ from nf4_triton.core.state import read_state
 
 pytest.importorskip("bitsandbytes")
 SIZE = (4099, 1)  # (in, out): an odd tail, and a short last block
-GUARD = 256  # elements on either side of the output that must stay as they are
+GUARD = 256  # elements on either side of the output, which must not change
 
 
 def cases(dtype):
-    """Yield (name, layer) of what is compared."""
+    """Yield (name, layer) to compare."""
     layer = layers.quantized_layer(1024, 4096, dtype)
     for tensor in (layer.weight.data, layer.weight.quant_state.absmax):
         tensor.random_(256)

@@ -1,4 +1,4 @@
-"""The kernel's machine code on every card: no spill, wide loads and stores, packed conversions, hints."""
+"""The kernels' machine code for every card: no spills, wide loads and stores, packed conversions, hints."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from helpers.cross.machine_code import CARDS, Code
 
 @pytest.fixture(scope="module")
 def codes(tmp_path_factory):
-    """{str(code): code} of what the gate compiles."""
+    """{str(code): code}: what the gate compiles."""
     wanted = [(75, "fp16", False), (90, "fp16", False), *((arch, "bf16", False) for arch in CARDS)]
     wanted += [(75, "fp32", True), (90, "bf16", True)]
     ptxas = tmp_path_factory.mktemp("another") / "ptxas"
@@ -32,7 +32,7 @@ def test_no_card_has_a_fault(codes):
 def test_conversions_are_packed_where_the_card_has_them(codes):
     for code in codes.values():
         packed = f"cvt.rn.{code.dtype.replace('fp', 'f')}x2.f32"
-        if code.arch >= 80 and code.dtype != "fp32":  # two results an instruction, none alone
+        if code.arch >= 80 and code.dtype != "fp32":  # two results per instruction, never one
             assert code.ptx.count(packed) == code.elements // 2, code
             assert packed.replace("x2", "") not in code.ptx, code
     assert "cvt.rn.f16.f32" in codes["sm_75 fp16"].ptx and "f16x2" not in codes["sm_75 fp16"].ptx
@@ -51,7 +51,7 @@ def test_every_triton_compiles_it_well(version, tmp_path, monkeypatch):
     requirement = "triton" if version == "newest" else f"triton=={version}"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path, requirement]
     subprocess.run(pip, check=True)
-    monkeypatch.syspath_prepend(tmp_path)  # of the process that compiles, too
+    monkeypatch.syspath_prepend(tmp_path)  # for the process that compiles, too
     codes = machine_code.build([one for one in machine_code.WANTED if one[0] in (75, 80, 90)])
     assert all(version in (code.triton, "newest") for code in codes)
     assert not any(machine_code.faults(code) for code in codes)

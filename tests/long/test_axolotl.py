@@ -1,4 +1,4 @@
-"""Axolotl's dequantization with the kernel: the same bits, counted.
+"""Axolotl's dequantization with the kernel: bit-identical, and counted.
 
 By hand, where its wheel is installed or unpacked on PYTHONPATH (pip download --no-deps --python-version 3.12
 axolotl==0.21.0), on a GPU: pytest -m long tests/long/test_axolotl.py.
@@ -52,8 +52,8 @@ FORMS = [{}, {"compress_statistics": False}, {"blocksize": 128}, {"quant_storage
 @pytest.mark.parametrize("shape", [(320, 1000), (5, 24, 64), (83, 100)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_of_fsdp2(dtype, shape, options):
-    """New ones, filled ones, and those of the loader's parametrization. Then what the library keeps: (1, n),
-    chunks of another size, other outputs; its result or its error."""
+    """Weights that are new, filled, or from the loader's parametrization. Then calls that the library
+    keeps: (1, n), another chunk size, another output; its result or its error."""
     nf4 = pytest.importorskip("axolotl.utils.nf4", reason="pip install --no-deps axolotl==0.21")
     packed, state = quantized(shape, dtype, "cuda", **options)
     given = types.SimpleNamespace(quant_state=state, detach=lambda: packed)

@@ -20,7 +20,7 @@ from nf4_triton.core.reference import same_bits
 from states import WAYS, oracle, random_state
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Ends inside a byte, a word, a block, a tile (1024, 2048, or 8192 elements), and behind.
+# Sizes that end inside a byte, a word, a block, a tile (1024, 2048, or 8192 elements), and after each.
 SIZES = (1, 7, 8, 9, 63, 64, 65, 2047, 2048, 2055, 4095, 4097, 8191, 8193)
 LAYOUTS = (
     dict(dtype=torch.bfloat16),
@@ -30,12 +30,13 @@ LAYOUTS = (
 )
 CASES = [(n, dict(dtype=torch.float16, nested=nested)) for n in SIZES for nested in (True, False)]
 CASES += [(n, options) for n in (1, 2055, 2112, 8193) for options in LAYOUTS]  # 2112 is the puzzle's, too
-# Only the two kernels are watched: torch's own would take minutes. Both names hold "_dequantize_".
+# Only the two kernels are watched: torch's would take minutes. Both names contain "_dequantize_".
 WATCHED = ("--kernel-name", "kns=_dequantize_", "--error-exitcode", "9", "--print-limit", "5")
 
 
 def on_gpu(x):
-    """Return a copy in an allocation of exactly its size: one byte read or written beside it is an error."""
+    """Return a copy in an allocation of exactly its size: reading or writing one byte beside it is an
+    error."""
     return x.to(DEVICE, copy=True) if isinstance(x, torch.Tensor) else x
 
 
@@ -63,7 +64,7 @@ def test_no_errors(tool):
     sanitizer = shutil.which("compute-sanitizer")
     if not sanitizer:
         pytest.skip("needs compute-sanitizer on PATH: pip install nvidia-cuda-sanitizer-api")
-    # Without torch's cache each tensor has an allocation of its own.
+    # Without torch's cache, each tensor has its own allocation.
     variables = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sanitizer, "--tool", tool, *WATCHED, sys.executable, __file__]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Millions of launches over changing layers: memory does not grow, calls get no slower.
+"""Millions of launches with changing layers: memory does not grow, and calls do not slow down.
 
 The bits: test_fuzz.py. By hand on a GPU: pytest -m long tests/long/test_soak.py
 """
@@ -36,8 +36,8 @@ def resident_bytes():
 @pytest.mark.long
 @pytest.mark.timeout(0)
 def test_nothing_grows():
-    """Call 64 layers in rotation and replace one every 2000 launches. The lowest time and memory of the
-    first and of the last third are compared: other programs only raise them."""
+    """Call 64 layers in rotation and replace one every 2,000 launches. The test compares the lowest time
+    and memory of the first third with those of the last third: other programs can only raise them."""
     call = launch_general.dequantize_weight
     layers = [new_layer(seed) for seed in range(LAYERS)]
     made = 0

@@ -1,24 +1,15 @@
-"""The whole repository: formatting, order of imports, dead code, commands, what an import may do."""
+"""The whole repository: formatting, types, imports, dead code, the release, commands."""
 
 import re
-
-import nbformat
-import pytest
 
 import processes
 from helpers import __main__ as commands
 from helpers import machine
 
-IMPORTS = "import sys, importlinter.cli as cli; sys.exit(cli.lint_imports(no_cache=True))"
 
-
-@pytest.mark.parametrize(
-    "arguments",
-    [["-m", "ruff", "check", "."], ["-m", "ruff", "format", "--check", "."], ["-m", "mypy"], ["-c", IMPORTS]],
-    ids=["lint", "format", "types", "imports go down"],
-)
-def test_what_pyproject_asks_for(arguments):
-    processes.python(arguments)
+def test_what_is_checked_besides_tests():
+    """Formatting, types, imports, dead code."""
+    processes.python(["-m", "nox", "-s", "lint"])
 
 
 def test_a_release_has_one_version_and_date():
@@ -29,17 +20,6 @@ def test_a_release_has_one_version_and_date():
     citation = (machine.ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert __version__ == version
     assert f"\nversion: {version}\n" in citation and f"date-released: {date}\n" in citation
-
-
-def test_nothing_is_dead_or_used_by_tests_alone(tmp_path):
-    """Functions, classes and imports that neither helpers, examples nor the notebook use."""
-    notebook = nbformat.read(machine.NOTEBOOK, as_version=4)
-    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
-    file = tmp_path / "notebook.py"
-    file.write_text("\n".join(code), encoding="utf-8")
-    done = processes.python(["-m", "vulture", "helpers", "examples", file], check=False)
-    dead = [line for line in done.out.splitlines() if not re.search("unused (variable|attribute)", line)]
-    assert not dead and not done.err
 
 
 def test_commands_are_listed_and_checked(capsys):

@@ -16,30 +16,30 @@ from nf4_triton.core.checks import DTYPES, OFFSETS
 from nf4_triton.core.settings import settings
 
 TABLES = {quant_type: np.float32(values) for quant_type, values in reference.VALUES.items()}
-# Of the puzzle's kernel: what only the general one takes as arguments.
+# Values for the puzzle's kernel of arguments that only the general kernel takes.
 PUZZLES = dict(
     skip=0, SELECT=False, NESTED=True, QUANT_TYPE="nf4", BYTES=False, LOG2_ROW=6, UNIT=64, ALIGNED=True
 )
-OWN = -1  # what torch calls the device of a tensor on the CPU
+OWN = -1  # torch's index of the device of a tensor on the CPU
 
 
 def memory_of(x):
-    """Return (start, end) of a tensor's memory; end is start where it has none."""
+    """Return (start, end) of a tensor's memory; the same address twice if it has none."""
     if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
         return 0, 0
     return x.data_ptr(), x.data_ptr() + min(x.nbytes, x.untyped_storage().nbytes())
 
 
 class NumpyGPU(threading.local):
-    """As a thread sees it."""
+    """The state of one thread."""
 
     def __init__(self):
-        self.owned = None  # memory that a relaunch may touch, as (start, end); None: any
+        self.owned = None  # memory that a replay may touch, as [(start, end)]; None: any
         self.current = OWN  # device
-        self.launches = collections.Counter()  # of each kernel: the ordinary ones, and those that were kept
+        self.launches = collections.Counter()  # by kernel: through Triton (ordinary), and replays (kept)
 
     def install(self, room, monkeypatch):
-        """Give a launch room this GPU's kernels, allocator, and streams in place of those it has."""
+        """Replace a launch module's kernels, allocator, and streams by this GPU's."""
         replacements = {
             "launcher": lambda compiled, version: (compiled.run, ()),
             "empty_cuda": self.empty,
@@ -63,7 +63,7 @@ class NumpyGPU(threading.local):
             self.current = before
 
     def own(self, *tensors):
-        """Let relaunches touch the memory of these alone, and of what they allocate."""
+        """Let replays touch only the memory of these tensors and of those that they allocate."""
         self.owned = [memory_of(x) for x in tensors]
 
     def empty(self, size, stride, dtype):
@@ -100,7 +100,7 @@ class Compiled:
 
     def run(self, grid, y, z, stream, *arguments):
         assert (y, z, stream, self.gpu.current) == (1, 1, 100 + OWN, OWN), "another device or its stream"
-        assert self.constexprs["ROWS"] == settings().rows, "settings were forced since"
+        assert self.constexprs["TILE_ROWS"] == settings().tile_rows, "settings were forced since"
         assert self.constexprs.get("ALIGNED", True), "slow stores"
         assert triton.knobs.runtime.launch_enter_hook is not bool, "a profiler's hook sees nothing"
         self.launch("kept", grid, self.gpu.owned, arguments)
@@ -117,7 +117,7 @@ class Compiled:
 
 
 class Program:
-    """A launch. The kernel's arguments are attributes; of pointers they are the addresses."""
+    """A launch. The kernel's arguments are attributes; pointers are addresses."""
 
     def __init__(self, arguments, dtypes, owned):
         vars(self).update(PUZZLES | arguments)
@@ -125,7 +125,7 @@ class Program:
         self.dtypes, self.owned = dtypes, owned
 
     def at(self, name, first, number, *dtypes):
-        """Return elements of a pointer's memory, which has one of these dtypes."""
+        """Return elements of a pointer's memory, whose dtype must be one of these."""
         dtype = self.dtypes[name]
         assert dtype in dtypes, f"{name} is of {dtype}"
         size, address = number * dtype.itemsize, getattr(self, name) + first * dtype.itemsize
@@ -136,7 +136,7 @@ class Program:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
 
     def run(self, grid):
-        tiles = -(-self.n // (64 * self.ROWS))
+        tiles = -(-self.n // (64 * self.TILE_ROWS))
         assert grid > 0 and grid % tiles == 0 and self.n % self.UNIT == 0, "grid or unit"
         assert self.UNIT <= 1 << self.LOG2_ROW <= 1 << self.LOG2_BLOCK
         assert self.LOG2_BLOCK - self.LOG2_ROW < 32, "a shift that has no meaning for int32"
@@ -148,7 +148,7 @@ class Program:
             self.dequantize(id * self.n if exists else 0, i * self.n, exists)
 
     def dequantize(self, source, target, exists=True):
-        """Dequantize n elements from `source` on into those from `target` on."""
+        """Dequantize n elements, starting at `source`, into elements starting at `target`."""
         n, blocks = self.n, np.arange(source, source + self.n) >> self.LOG2_BLOCK
         out = self.at("out_ptr", target, n, *DTYPES)
         codes = 2 if self.BYTES else 8

@@ -16,29 +16,29 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SPECIAL = (math.inf, -math.inf, math.nan, 0.0, -0.0, -1.0, 6e4, 1e30, 3e38)
 SPECIAL += (1e-38, 3e-39, 1.2e-38, 2e-38, 1e-40, 5e-45, -3e-39)
 FP4 = [x / 192 for x in (0, 1, 128, 192, 64, 96, 32, 48)]
-TABLES = {  # the oracle's own
+TABLES = {  # typed again: the oracle must not share a mistake with the package
     "nf4": [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0]
     + [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1],
     "fp4": [*FP4, *(-x for x in FP4)],
 }
 WAYS = {  # arguments of settings.force
-    "own": {"rows": 32},
+    "own": {"tile_rows": 32},
     "t4": settings.T4,
     "portable": {"asm": False},
-    "integer bf16": {"asm": False, "int_bf16": True},
-    "large tile": {"rows": 128, "num_warps": 4},
-    "no hints, small tile": {"hints": False, "rows": 16, "num_warps": 1},
+    "integer bf16": {"asm": False, "sm75": True},
+    "large tile": {"tile_rows": 128, "num_warps": 4},
+    "no hints, small tile": {"hints": False, "tile_rows": 16, "num_warps": 1},
 }
 SECOND = ("absmax", "state2.code", "state2.absmax", "offset")
 
 
 def exact(result, weight, state):
-    """Return whether a result is the oracle's, bit for bit."""
+    """Return whether a result is bit-identical to the oracle's."""
     return reference.same_bits(result, oracle(weight, state))
 
 
 def oracle(weight, state, flush_subnormal=None):
-    """Return a weight dequantized in plain PyTorch, all of it at once, a scale for each element."""
+    """Return a weight dequantized in plain PyTorch, all at once, with a scale for each element."""
     (_, absmax, *second), layout = read_state(weight, state)
     shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     flush = weight.is_cuda if flush_subnormal is None else flush_subnormal
@@ -59,12 +59,12 @@ def oracle(weight, state, flush_subnormal=None):
 
 
 def right(result, layer):
-    """Return whether a result is a layer's weight, bit for bit."""
+    """Return whether a result is bit-identical to a layer's weight."""
     return exact(result, layer.weight, layer.weight.quant_state)
 
 
 def fast_dequantize(W, quant_state=None, out=None, use_global_buffer=False, dtype=None):
-    """Unsloth's function, where Unsloth is not installed."""
+    """Stand in for Unsloth's function where Unsloth is not installed."""
     if not hasattr(quant_state, "absmax"):
         return "another format"
     result = oracle(W, quant_state)
@@ -83,7 +83,7 @@ def moved(x, skip):
 
 
 def freed(x):
-    """Return a copy that lost its memory, as FSDP leaves it: its address is its offset in bytes."""
+    """Return a copy without memory, as FSDP leaves one: the address is the offset in bytes."""
     x = moved(x, 16)
     x.untyped_storage().resize_(0)
     return x
@@ -103,7 +103,7 @@ def get(layer, name):
 def replace(layer, name, change):
     """Replace the weight's data, or a field of the state, by change(it)."""
     new = change(get(layer, name))
-    if name == "weight":  # a plain tensor would be no parameter
+    if name == "weight":  # a Parameter takes no plain tensor
         layer.weight.data = new.data
     elif name.startswith("state2."):
         setattr(layer.weight.quant_state.state2, name.removeprefix("state2."), new)
@@ -111,7 +111,7 @@ def replace(layer, name, change):
         setattr(layer.weight.quant_state, name, new)
 
 
-# What changes between two calls, besides the contents.
+# Changes between two calls, besides those of contents.
 CHANGES = [
     ("absmax", lambda x: torch.cat([x, x])),
     ("state2.absmax", lambda x: torch.cat([x, x])),
@@ -184,7 +184,7 @@ def subnormal_scales(dtype):
 
 
 def part(weight, state, start, shape):
-    """Return (weight, state) of the elements from `start` on, within one group of 256 blocks."""
+    """Return (weight, state) of the elements that start at `start`, within one group of 256 blocks."""
     few = copy.copy(state)
     few.shape = shape
     few.absmax = state.absmax[start // 64 :]
@@ -194,7 +194,7 @@ def part(weight, state, start, shape):
 
 
 def odd_states(device=None):
-    """Return {name: (weight, state)} of each layout that bitsandbytes, checkpoints, and views produce."""
+    """Return {name: (weight, state)}: each layout that bitsandbytes, checkpoints, and views produce."""
     states = {}
 
     def add(name, shape=(320, 64), dtype=torch.bfloat16, **options):
@@ -210,7 +210,7 @@ def odd_states(device=None):
         add(f"blocksize 2**{k}", blocksize=1 << k)
     for k in (0, 6, 7, 9, 31, 40):
         add(f"blocksize2 2**{k}", blocksize2=1 << k)
-    for shape in ((0, 64), (1, 1), (3, 1), (83, 99), (20480,), (5, 64, 64)):
+    for shape in ((0, 64), (1, 1), (33, 70), (83, 99), (20480,), (5, 64, 64)):
         add(f"shape {shape}", shape)
 
     weight, state = add("usual")

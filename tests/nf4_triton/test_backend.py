@@ -173,10 +173,9 @@ def test_fake_tensors_beside_a_real_weight(monkeypatch, name, device):
         dequantize(weight, state)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("name", BOTH)
 def test_traced_ids_of_a_real_weight(monkeypatch, name):
-    """An exported module whose weight is no parameter; torch.jit.trace."""
+    """An exported module whose weight is no parameter."""
     monkeypatch.setenv("NF4_BACKEND", name)
     weight, state = random_state((16, 96), torch.bfloat16)
     whole, ids = oracle(weight, state), torch.arange(0, 16, 3, device=weight.device)
@@ -189,8 +188,6 @@ def test_traced_ids_of_a_real_weight(monkeypatch, name):
     exported = torch.export.export(Lookup(), (ids,), dynamic_shapes=few, strict=False).module()
     for count in (4, 2, 0):
         assert same_bits(exported(ids[:count]), whole[ids[:count]])
-    traced = torch.jit.trace(Lookup(), (ids,))
-    assert same_bits(traced(ids.flip(0)), whole[ids.flip(0)])
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), triton.TritonError("IR")], ids=repr)
@@ -216,7 +213,10 @@ def test_malformed_input_is_named_without_a_log_line(monkeypatch, make_layer, ca
         ),
         ((as_lightning_makes_it,), "Params4bit on meta.* with its values, moved to the GPU"),
         ((torch.nn.Sequential(layer),), "Sequential has no quant_state, expected one bitsandbytes layer"),
-        ((state, weight), "quant_state is a Tensor.*the order is dequantize.weight, quant_state, out"),
+        (
+            (state, weight),
+            "quant_state is a Tensor.*the order of arguments is dequantize.weight, quant_state, out",
+        ),
         ((weight, vars(state)), "quant_state is a dict, expected a QuantState"),
         (((layer, "weight", 1),), "tuple has no quant_state.*.module, 'name'. of"),
         ((array, state), "the weight is ndarray"),

@@ -12,10 +12,16 @@ from helpers.puzzle import notebook as book
 from helpers.results import pages, store
 
 RATIOS = {"unsloth_today": [1.17, 1.16, 1.18], "unsloth_classic": [1.3, 1.2, 1.4]}
-SECONDS = {"ours": 3.5, "bitsandbytes": 4}
-TIMES = {name: [[[20, 12, 0], [9.5, 4, 0], [50, 39, s]]] * 3 for name, s in SECONDS.items()}
-POINTS = {criterion: won for criterion, won, *_ in CRITERIA}
-MACHINE = {"card": "Tesla T4", "capability": [7, 5], "forced": None}
+TIMES = {
+    "function": ["this kernel", "bitsandbytes", "Unsloth today"] * 2,
+    "size": ["4.2M bf16"] * 3 + ["58.7M bf16"] * 3,
+    "turn": [1] * 6,
+    "us until a call returns": [9.5, 50, 27, 9, 51, 28],
+    "us on the GPU": [4, 11, 5, 39, 71, 40],
+    "ms for 100 rounds": [0.5, 1, 1, 3, 3, 4],
+}
+POINTS = {criterion: met for criterion, met, *_ in CRITERIA}
+MACHINE = {"card": "Tesla T4", "forced": None}
 
 
 def written(content):
@@ -48,7 +54,13 @@ def draw(folder, monkeypatch):
 
 def test_its_rows_are_stored_and_drawn(draw, folder):
     assert draw(LINE) == draw(LINE) == 0  # the second replaces the first
-    assert [row.median for row in store.rows("tesla-t4")] == [9.5, 3.5, 9.5, 4, 14, 1.17, 1.3, 4 / 3.5]
+    found = {row[:3]: row.median for row in store.rows("tesla-t4")}
+    assert found["protocol", "until return", "ours"] == 9.5
+    assert found["protocol", "100 rounds", "bitsandbytes"] == 0.004
+    assert found["protocol", "over this kernel", "unsloth_today"] == 5 / 3.5
+    assert found["protocol_gpu", "58.7M bf16", "bitsandbytes"] == 71
+    on_gpu = {row[1:]: value for row, value in found.items() if row[0] == "on_gpu"}
+    assert on_gpu == {("4.2M bf16", "unsloth_today"): 1.25, ("58.7M bf16", "unsloth_today"): 40 / 39}
     page = (folder / "page").read_text()
     assert re.search(r"Tesla T4 .* 14 .* 1.17x \(1.16x to 1.18x\) .* 1.30x \(.* 1.14x ", page)
 
@@ -73,7 +85,6 @@ def test_other_code_is_refused(draw):
 @pytest.mark.parametrize(
     "problem, right, wrong",
     [
-        ("capability is .9, 0., expected .7, 5. of Tesla T4", "[7,5]", "[9,0]"),
         ("not measured: unsloth_classic. Install", written(RATIOS["unsloth_classic"]), "[]"),  # not loaded
         ("not measured: One fused kernel, .*", written(POINTS), "{}"),  # a broken rule
         ("0 outputs with rows, expected 1: run all its cells", "environment", "other"),

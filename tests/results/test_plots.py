@@ -3,13 +3,20 @@
 import pytest
 
 from helpers.results import plots, store
-from helpers.results.store import CARDS, Row
+from helpers.results.store import Row
 
 NEW = [Row("protocol", "100 rounds", name, "s", [value]) for name, value in (("ours", 0.04), ("peft", 0.1))]
 LABELS = {  # from the bottom up
     "protocol": ["0.1000 s", "0.0400 s"],
-    "speed_by_size": [f"specified: {CARDS[plots.CARD].bandwidth} TB/s"],
+    "speed_by_size": ["specified: 4.8 TB/s"],
 }
+
+
+def test_the_traffic_is_what_the_format_reads_and_writes():
+    """16,384 elements in 1 us: 8,192 bytes of codes, 256 of absmax, 4 of absmax2, and 32,768 of bf16."""
+    figure = plots.speed_by_size([Row("gpu_time", "16384 bf16", "ours", "us", [1.0])])
+    [line] = [line for line in figure.axes[0].lines if line.get_label() == "this kernel"]
+    assert line.get_ydata() == pytest.approx([0.041220])
 
 
 @pytest.mark.parametrize("name", plots.PICTURES)

@@ -16,10 +16,10 @@ from helpers.bench import training
 
 SIZES = dict(
     model_type="llama", hidden_size=128, intermediate_size=320, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=32, vocab_size=320,  # what the tokenizer knows, and some
+    num_key_value_heads=2, head_dim=32, vocab_size=320,  # the tokenizer's, and a few more
 )  # fmt: skip
 SMALLEST = SIZES | dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, head_dim=16)
-KERNELS = {  # what the profiler calls the kernels that dequantize, by who launches them
+KERNELS = {  # names of dequantizing kernels in the profiler, by who launches them
     "ours": ("_your_dequantize_nf4_kernel", "_dequantize_general_kernel"),
     "bitsandbytes": ("kDequantizeBlockwise",),
     "unsloth": ("_nf4_dequant_kernel",),
@@ -36,7 +36,7 @@ def digest(tensors) -> str:
 
 
 def switch_on(way: str, library: str):
-    """Switch the kernel on, before the model is loaded. Returns a context manager.
+    """Switch the kernel on before the model is loaded. Return a context manager.
 
     way: "with", "without", or "NF4_TRITON=1", which stays on until the process ends.
     """
@@ -75,7 +75,7 @@ def train(
     from nf4_triton import Switch
 
     autocast = getattr(torch, autocast) if autocast else None
-    # Else Inductor picks among settings of a kernel by timing them, and sums depend on the pick.
+    # Otherwise Inductor picks a kernel's settings by timing them, and sums depend on the pick.
     picked = torch._inductor.config.patch("triton.autotune_pointwise", False)
     torch.use_deterministic_algorithms(True, warn_only=True)
     with switch_on(way, library), picked:
@@ -103,7 +103,7 @@ def train(
 
 
 def launches(trainer, ids) -> dict[str, int]:
-    """Return how many dequantizing kernels a step launches, by library."""
+    """Return the number of dequantizing kernels that a step launches, by library."""
     names = [event.name for event in training.gpu_events(functools.partial(trainer.backward, ids))]
     return {
         who: sum(kernel in name for name in names for kernel in kernels) for who, kernels in KERNELS.items()
@@ -113,7 +113,7 @@ def launches(trainer, ids) -> dict[str, int]:
 def train_all(setups: list[dict]) -> list[dict]:
     """Return `train` of each setup."""
     if any(setup["library"] == "unsloth" for setup in setups):
-        # Unsloth cuts its loss into as many chunks as free memory allows: one, so that runs compare.
+        # Unsloth splits its loss into chunks by free memory: always one, so that runs can be compared.
         os.environ |= {"UNSLOTH_CE_LOSS_N_CHUNKS": "1", "UNSLOTH_FUSED_CE_COMPILE_DISABLE": "1"}
         import unsloth  # noqa: F401  it asks to come before transformers and peft
     return [train(**setup) for setup in setups]

@@ -33,10 +33,10 @@ def compare(fsdp: int, steps=4) -> None:
 
 
 def train(accelerator, fsdp, steps) -> list[float]:
-    """Return the losses of this process, which has batches of its own."""
+    """Return the losses of this process, which trains on its own batches."""
     from peft.utils.other import fsdp_auto_wrap_policy
 
-    # FSDP shards floating point only: it keeps the packed bytes as bfloat16.
+    # FSDP shards only floating point: the packed bytes are stored as bfloat16.
     nf4 = training.NF4 | dict(bnb_4bit_quant_storage=torch.bfloat16 if fsdp else torch.uint8)
     model = training.peft_model(SMALLEST, nf4=nf4, device_map={"": accelerator.device})
     if fsdp:

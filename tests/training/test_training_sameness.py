@@ -1,4 +1,4 @@
-"""Training with the kernel and without, on real libraries: every bit of it must be the same."""
+"""Training with the kernel and without, on real libraries, must be bit-identical."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 
 patient = pytest.mark.timeout(900)  # some minutes on a GPU
 WAYS = ("with", "without")
-# What is tried on the GPU, by library: arguments of driver.train.
+# Runs on the GPU, by library: arguments of driver.train.
 RUNS = {
     "peft": {
         "llama": {},
@@ -36,7 +36,7 @@ RUNS = {
 
 @functools.cache
 def records(library):
-    """All runs of a library by name, made by one new process."""
+    """Return all runs of a library by name, from one new process."""
     if importlib.util.find_spec(library) is None:  # not imported here: Unsloth would change this process
         pytest.skip(f"{library} is not installed")
     setups = [dict(library=library, way=way) | run for run in RUNS[library].values() for way in WAYS]
@@ -58,7 +58,7 @@ def check(on, off):
 def test_every_bit_is_the_same(library, name):
     on, off = records(library)[name]
     check(on, off)
-    # As many dequantizations as the library had, all by the kernel. For a nested state bitsandbytes launches
+    # The kernel handles as many dequantizations as the library did. For a nested state, bitsandbytes launches
     # one kernel for the scales and one for the weight.
     each = 1 if name == "flat" else 2
     theirs = off["launches"]["bitsandbytes"] // each + off["launches"]["unsloth"]
@@ -70,7 +70,8 @@ def test_every_bit_is_the_same(library, name):
 
 @patient
 def test_switched_by_the_variable():
-    """NF4_TRITON=1 tests itself while the model is loaded. Two steps: 50 take minutes in the interpreter."""
+    """NF4_TRITON=1 runs the self-test while the model is loaded. Two steps: 50 take minutes in the
+    interpreter."""
     setup = dict(library="peft", rows=2, length=16, steps=2)
     setups = [setup | {"way": way} for way in ("without", "NF4_TRITON=1")]  # which stays on
     off, on = training.in_new_process(driver.train_all, setups)

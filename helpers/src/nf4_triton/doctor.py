@@ -75,10 +75,10 @@ def kernel():
     if problem := missing("bitsandbytes"):
         return True, f"its bits were not compared. {problem}"
     from .core import launch_general, reference
-    from .libraries import site
+    from .libraries import self_test
 
-    for layout in site.LAYOUTS[:2]:  # each compiles
-        *layer, expected = site.small_layer(site.self_test_device(), *layout)
+    for layout in self_test.LAYOUTS[:2]:  # each compiles
+        *layer, expected = self_test.small_layer(self_test.self_test_device(), *layout)
         if not reference.same_bits(launch_general.dequantize_weight(*layer), expected):
             return False, f"its bits differ from plain PyTorch's in {layout}."
     how = "in Triton's interpreter, slowly: use a GPU" if environment.interpreted() else "on the GPU"

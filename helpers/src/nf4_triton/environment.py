@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from .core.supported import interpreted
+from .core.supported import forced_card, interpreted
 
 PACKAGES = "torch triton bitsandbytes unsloth unsloth_zoo axolotl peft transformers accelerate trl".split()
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null"
@@ -26,7 +26,8 @@ WORDS = {  # that a variable takes; the first is the default
 
 
 def describe():
-    """Return what belongs beside a measurement, in JSON types; card and capability are None without a GPU."""
+    """Return facts to store with a measurement, in JSON types; without a GPU, card and capability are
+    None."""
     import torch
 
     gpu = torch.cuda.is_available()
@@ -39,12 +40,12 @@ def describe():
         "cuda": torch.version.cuda,
         "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
-        "forced": os.environ.get("NF4_FORCE", "").strip().lower() or None,
+        "forced": forced_card() or None,
     }
 
 
 def versions(packages):
-    """Return {package: its version, None if it is not installed}: of the imported copy, if there is one."""
+    """Return {package: its version, None if it is not installed}. An imported copy's version counts first."""
     found = {}
     for package in packages:
         installed = [one.version for one in importlib.metadata.distributions(name=package)]
@@ -54,7 +55,7 @@ def versions(packages):
 
 
 def cpu_name() -> str:
-    """Return the model name of the host's CPU, or its architecture where Linux does not tell the name."""
+    """Return the model name of the host's CPU, or its architecture if Linux gives no name."""
     text = CPU.read_text(errors="replace") if CPU.exists() else ""
     found = re.search(r"^model name\s*: (.*)", text, re.M)
     return found[1] if found else platform.machine()
@@ -70,13 +71,13 @@ def word(variable: str) -> str:
 
 
 def missing(*packages: str) -> str | None:
-    """Return which of these packages are not installed and what to do, None if all are."""
+    """Return which of these packages are not installed and what to do, or None if all are."""
     names = [name for name in packages if importlib.util.find_spec(name) is None]
     return f"Missing packages: pip install {' '.join(names)}." if names else None
 
 
 def no_gpu(device=None):
-    """Return why a GPU (default: the current) cannot run the kernel and what to do, None if it can."""
+    """Return why a GPU (default: the current one) cannot run the kernel and what to do, or None if it can."""
     import torch
 
     if torch.cuda.is_available():
@@ -95,7 +96,8 @@ def no_gpu(device=None):
 
 
 def cannot_run(device=None) -> str | None:
-    """Return why the kernel cannot run on a device (default: the current) and what to do, None if it can."""
+    """Return why the kernel cannot run on a device (default: the current one) and what to do, or None if
+    it can."""
     import torch
 
     if torch.version.hip is not None:

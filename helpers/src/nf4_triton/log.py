@@ -1,4 +1,4 @@
-"""What the package logs, and from which process: the logger "nf4_triton"."""
+"""The package's log lines, from one process per host: the logger "nf4_triton"."""
 
 import contextlib
 import logging
@@ -9,8 +9,8 @@ log = logging.getLogger("nf4_triton")
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """Log on one process per host (LOCAL_RANK 0), by the program's handlers; without any, to stderr with the
-    logger's name in front. Never raises."""
+    """Log on one process per host (LOCAL_RANK 0), through the program's handlers, or to stderr with the
+    logger's name in front if there are none. Never raises."""
     if local_rank() > 0:
         return
     with contextlib.suppress(Exception):  # stderr may be closed, or a broken pipe
@@ -21,7 +21,7 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 
 def local_rank() -> int:
-    """Return LOCAL_RANK, the number of this process on its host; 0 if it is missing or no such number."""
+    """Return LOCAL_RANK, the number of this process on its host, or 0 if it is missing or not a number."""
     with contextlib.suppress(ValueError):
         return int(os.environ.get("LOCAL_RANK", "0"))
     return 0

@@ -1,4 +1,4 @@
-"""What torch learns of the kernel and keeps of its calls. This file as a program prints the analysis."""
+"""torch's analysis of the kernels, and exported programs. Run as a program, this file prints the analysis."""
 
 import json
 from types import SimpleNamespace
@@ -13,20 +13,18 @@ from nf4_triton.core.reference import same_bits
 from nf4_triton.core.state import Selection, read_state
 from states import oracle, random_state
 
-# Options of random_state, and of settings.force.
+# Arguments of random_state, and of settings.force.
 VARIANTS = {
     "puzzle": ({}, {"asm": False}),
-    "puzzle, asm": ({}, {"asm": True}),
     "puzzle, T4": ({"dtype": torch.bfloat16}, {**settings.T4, "asm": True}),
-    "flat": ({"nested": False}, {"asm": False}),
-    "bytes": ({"shape": (65, 1)}, {"asm": True}),
+    "bytes": ({"shape": (65, 1), "nested": False}, {"asm": False}),
     "T4": ({"quant_type": "fp4"}, {**settings.T4, "asm": True}),
     "ids": ({}, {"asm": True}),
 }
 
 
 def written(name, layout, forced):
-    """Return the tensors that torch.compile takes the kernel to write."""
+    """Return the names of the tensors that, according to torch.compile, the kernel writes."""
     from torch._higher_order_ops import triton_kernel_wrap
 
     layout = {"shape": (64, 64), "dtype": torch.float16, "device": "cpu", **layout}
@@ -63,7 +61,7 @@ def main():
 
 
 def test_only_the_result_is_written():
-    """torch.compile would copy an input that it takes to be written."""
+    """torch.compile would copy an input that it treats as written."""
     done = processes.python([__file__], variables={"TRITON_INTERPRET": None})
     assert json.loads(done.out.splitlines()[-1]) == dict.fromkeys(VARIANTS, ["out_ptr"]), done.err
 
@@ -79,7 +77,7 @@ class Both(torch.nn.ModuleList):
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_export_saved_and_loaded(make_layer, device, tmp_path, strict):
-    """The graph holds an operator for each layer; neither layer gets the other's code."""
+    """The graph has an operator for each layer, each with its own code."""
     made = [make_layer(64, 96, torch.float16, quant_type=name) for name in ("nf4", "fp4")]
     for layer in made:  # as bitsandbytes does for a Linear4bit with its first weight
         layer.quant_state = layer.weight.quant_state

@@ -1,4 +1,4 @@
-"""The kernel bit for bit against the oracle, and on a GPU against bitsandbytes, PEFT and both Unsloths.
+"""The kernels bit for bit against the oracle. Libraries: test_reference.py, and on a GPU tests/bench.
 
 Outputs are filled with NaN first, between guards. Without a GPU the kernel runs in Triton's interpreter. On
 one, its settings are forced in turn: assembly, bf16 rounded in integers, cache hints, tiles, all of a T4's.
@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers.puzzle import protocol
 from nf4_triton import dequantize
 from nf4_triton.core import launch, launch_general, settings
 from nf4_triton.core.reference import same_bits
@@ -40,19 +39,19 @@ ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in WAYS if name != 
 
 @pytest.fixture(params=["own", *ON_GPU])
 def way(request):
-    """One way through the kernels; what is forced is released after the test."""
+    """One way through the kernels: settings that are forced during the test."""
     with settings.force(**WAYS[request.param]):
         yield
 
 
 def between_guards(weight, state, with_out):
-    """Return the result of a call, written into memory that held NaN, between guards that must stay NaN.
+    """Return the result of a call, written into memory that held NaN. The guards on both sides must stay NaN.
 
     With `out` it is the general kernel's, without it the puzzle's where that fits.
     """
     guards = []
 
-    def empty(shape, stride=None, dtype=None, device="cuda"):  # a kept launch names no device
+    def empty(shape, stride=None, dtype=None, device="cuda"):  # a cached launch passes no device
         n = math.prod(shape)
         memory = torch.full((n + 2 * GUARD,), math.nan, dtype=dtype, device=device)
         before, result, after = memory.split([GUARD, n, GUARD])
@@ -68,8 +67,8 @@ def between_guards(weight, state, with_out):
 
 
 def wrong(weight, state):
-    """Return whether a bit of the general kernel's result, or of the puzzle's where it fits, differs from the
-    oracle's."""
+    """Return whether any bit of the general kernel's result, or of the puzzle's kernel's if that fits,
+    differs from the oracle's."""
     expected = oracle(weight, state)
     results = [between_guards(weight, state, with_out=False)]
     if launch.fits(*read_state(weight, state)):
@@ -78,17 +77,9 @@ def wrong(weight, state):
     return not all(same_bits(result, expected) for result in results)
 
 
-def test_the_others_run_both_kernels():
-    noted = mock.patch.object(launch, "launch_by_triton", wraps=launch.launch_by_triton)
-    with settings.force(), noted as launched:  # nothing is kept
-        assert not wrong(*every_byte(torch.float16))
-    names = [call.args[0].fn.__name__ for call in launched.call_args_list]
-    assert names == ["_your_dequantize_nf4_kernel", "_dequantize_general_kernel"]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_byte_with_every_scale_code(device, way, dtype):
-    for _ in range(2 if device == "cuda" else 1):  # the second call is a kept launch
+    for _ in range(2 if device == "cuda" else 1):  # the second call replays a cached launch
         assert not wrong(*every_byte(dtype))
 
 
@@ -101,7 +92,7 @@ def test_all_sizes(device, way, dtype, nested, quant_type):
 
 
 def test_odd_states(device, way):
-    """Blocksizes, storages, shapes, and views, to 16 bit: what fits is the puzzle's kernel's."""
+    """Blocksizes, storages, shapes, and views, to 16 bit. Layouts that fit also take the puzzle's kernel."""
     for i, (name, (weight, state)) in enumerate(odd_states(device).items()):
         state.dtype = state.dtype if name.startswith("torch.") else DTYPES[i % 2]
         assert not wrong(weight, state), name
@@ -137,8 +128,8 @@ def test_what_is_forced_is_checked(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tail", [64, 24], ids=["puzzle", "general"])
 def test_more_than_2_to_the_31_elements(tail, way, dtype):
-    """Around 2^30 and 2^31 elements, at the start, and at the end; and such rows. The puzzle's kernel takes
-    whole blocks."""
+    """Around 2^30 and 2^31 elements, at the start, and at the end, with selected rows, too. The puzzle's
+    kernel takes whole blocks."""
     n = 2**31 + 8 * 2**14 + tail
     need = n * (dtype.itemsize + 1)
     if torch.cuda.mem_get_info()[0] < need:
@@ -155,15 +146,3 @@ def test_more_than_2_to_the_31_elements(tail, way, dtype):
                 assert same_bits(dequantize(weight, state, rows=rows), expected), start
         del result
     torch.cuda.empty_cache()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_against_every_library_on_the_gpu(make_layer, way, dtype):
-    """At the official protocol's sizes."""
-    sizes = (1024, 4096), (2048, 8192), (14336, 4096), (4096, 14336)
-    tested = [make_layer(*size, dtype) for size in sizes]
-    for (name, baseline), layer in itertools.product(protocol.baselines().items(), tested):
-        expected = baseline(layer).detach()
-        result = launch_general.dequantize_weight(layer.weight, layer.weight.quant_state)
-        assert same_bits(result, expected), name

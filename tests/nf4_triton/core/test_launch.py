@@ -1,6 +1,6 @@
-"""Kept launches: what changes between two calls is honored, and what does not fit is checked anew.
+"""Cached launches: replays see changed contents; tensors that no launch matches are checked again.
 
-In both rooms: the puzzle's alone, and the package's entry on top of it. Its own: test_launch_general.py.
+In both launch modules: the puzzle's, and the package's entry on top of it (more: test_launch_general.py).
 """
 
 import copy
@@ -14,50 +14,20 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from nf4_triton import dequantize
-from nf4_triton.core import launch, private
-from nf4_triton.core.supported import UnsupportedState
+from nf4_triton.core import launch, private, settings
 from states import SECOND, exact, get, noise, replace, right
 
 pytest.importorskip("bitsandbytes")
 
 
-class DTensor(torch.Tensor):
-    """Told by its name: torch.distributed.tensor may be missing. A size, a device, and no memory."""
-
-    @staticmethod
-    def __new__(cls, like):
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{function} of a wrapper")
-
-
-@pytest.mark.parametrize("name", ["absmax", "offset", "out", "rows"])
-def test_what_is_no_plain_tensor_is_named(make_layer, device, name):
-    layer = make_layer(64, 320, torch.bfloat16)
-    given = {
-        "out": layer.weight.new_empty(320, 64, dtype=torch.bfloat16),
-        "rows": torch.arange(4, device=device),
-    }
-    if name in given:
-        arguments = {name: DTensor(given[name])}
-    else:
-        arguments = {}
-        replace(layer, name, DTensor)
-    with pytest.raises(UnsupportedState, match=f"{name} is a DTensor, expected .* pass {name}.full_tensor"):
-        dequantize(layer, **arguments)
-
-
-# What wants to see a launch
+# Hooks and tracers
 HOOKS = triton.knobs.runtime
 
 
 @pytest.mark.parametrize("how", ["in a chain", "assigned"])
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how):
-    """By Triton's ordinary launch, which calls it."""
+    """Because Triton launches then, which calls the hook."""
     weight, state = watched.warm(layer)
     hook, chain = (lambda metadata: None), type(getattr(HOOKS, which))
     if how == "in a chain":
@@ -69,7 +39,7 @@ def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how
     with monkeypatch.context() as patched:
         patched.setattr(HOOKS, which, hook)
         assert not watched.check(weight, state) and kept == list(launch.launches.values())
-    assert watched.check(weight, state), "not launched again without the hook"
+    assert watched.check(weight, state), "not replayed without the hook"
 
 
 def test_fake_tensors_get_fake_results(case, layer):
@@ -92,7 +62,7 @@ def test_fake_tensors_get_fake_results(case, layer):
 @pytest.mark.parametrize("how", ["make_fx", "make_fx, early", "jit.trace", "compile", "vmap"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_traced_call_follows_its_weight(case, how):
-    """A kept launch, past the tracer, would leave the traced weight's values in the graph."""
+    """A replay, unseen by the tracer, would leave the traced weight's values in the graph."""
     watched, weight, state = case
 
     def call(w):
@@ -121,7 +91,7 @@ PRIVATE = [f"{module}.{name.split()[0]}" for module, names in IMPORTS for name i
 
 @pytest.mark.parametrize("path", PRIVATE)
 def test_without_a_private_name(kernel_module, make_layer, monkeypatch, path):
-    """Then every call is an ordinary launch, or an operator's."""
+    """Then Triton or an operator launches every call."""
     assert len(PRIVATE) >= 8
     with monkeypatch.context() as patched:
         patched.delattr(path, raising=False)
@@ -134,11 +104,9 @@ def test_without_a_private_name(kernel_module, make_layer, monkeypatch, path):
 
 
 # The cache
-def test_a_layout_keeps_32_launches_and_the_cache_1024_layouts(watched, layer):
+def test_a_layout_has_at_most_32_cached_launches(watched, layer):
     weight, state = layer.weight, layer.weight.quant_state
     scales = state.state2.absmax
-    if watched.module is not launch:  # a notebook has few layouts
-        launch.launches.update({(i,): () for i in range(1100)})
     for i in range(34):
         state.state2.absmax = torch.cat([scales, noise(scales.new_empty(i))])
         assert not watched.check(weight, state)
@@ -146,8 +114,15 @@ def test_a_layout_keeps_32_launches_and_the_cache_1024_layouts(watched, layer):
     assert [len(known) for known in launch.launches.values()] == [32]
 
 
+def test_forced_settings_use_no_launch_of_others(watched, layer):
+    weight, state = watched.warm(layer)
+    with settings.force(tile_rows=16):
+        assert not watched.check(weight, state)
+    assert not watched.check(weight, state) and watched.check(weight, state)
+
+
 def test_nothing_about_a_layer_is_kept(watched, make_layer):
-    """Its tensors are freed with it, at once; and a use leaves nothing on it."""
+    """Its tensors are freed with it, at once; a call leaves nothing on the layer."""
     layer = make_layer(64, 320, torch.bfloat16)
     weight, state = layer.weight, layer.weight.quant_state
     before = [sorted(vars(x)) for x in (layer, weight, state)]

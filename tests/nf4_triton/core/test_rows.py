@@ -1,4 +1,4 @@
-"""Selected slices: the bits of the whole weight's slices, in one launch, and nothing else written.
+"""Selected slices: bit-identical to the whole weight's slices, in one launch; nothing else is written.
 
 Beyond 2^31 elements: test_kernel_bits.py.
 """
@@ -27,12 +27,12 @@ def whole(packed):
 
 
 def select(packed, rows, out=None):
-    """Return rows of a weight as read_state returns it, by the kernel."""
+    """Return rows of a weight that read_state read, from the kernel."""
     return launch_general.dequantize_tensors(*packed, out, read_rows(rows, *packed))
 
 
 def test_ids_out_of_range(packed, whole, device):
-    """Known on the CPU: an IndexError. On a GPU: NaN, and nothing outside is read."""
+    """Known on the CPU, they raise IndexError. On a GPU they give NaN, and nothing outside is read."""
     for bad in ([0, -1], torch.tensor([2, 16]), [2**63], range(15, 17)):
         with pytest.raises(IndexError, match="rows has .*expected ids from 0 to 15"):
             select(packed, bad)
@@ -52,14 +52,19 @@ def test_ids_out_of_range(packed, whole, device):
     "count, start, number", [(None, 14, 3), (None, 1 << 40, 1), (None, -1, 2), (1, 0, 2)]
 )
 def test_the_operator_reads_nothing_outside(packed, device, count, start, number):
-    """Called by itself, or with other ids than torch.jit.trace saw."""
+    """Called directly, or with ids other than those that a tracer saw."""
     ids = None if count is None else torch.arange(8, device=device)[:count]
     with pytest.raises(UnsupportedState, match="rows (are|has) .*expected"):
         launch_general.general_operator(*to_fields(*packed, Selection(ids, start, number)), "")
 
 
+class DTensor(torch.Tensor):
+    """Told by its name: torch.distributed.tensor may be missing."""
+
+
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 BAD = [
+    (torch.arange(2).as_subclass(DTensor), "rows is a DTensor, expected .* pass rows.full_tensor"),
     (SPARSE, "rows is torch.sparse_coo, expected .*to_dense"),
     (SPARSE[0], "rows is torch.sparse_coo, expected .*to_dense"),
     (torch.tensor([True, False, True, True]), "mask.nonzero"),
@@ -97,13 +102,38 @@ def test_an_out_over_the_ids(device):
 
 @pytest.mark.parametrize("kind", [slice, torch.arange])
 def test_any_number_of_slices_has_one_launch(general, packed, whole, kind):
-    """Its guards do not depend on how many slices are selected, or on where a range begins. It is not that of
-    the whole weight."""
+    """Its guards do not depend on how many slices are selected, or on where a range begins. The whole
+    weight has another one."""
     assert same_bits(launch_general.dequantize_tensors(*packed), whole)
     for count in (3, 5, 0, 8, 1):
         rows = kind(count, 2 * count)
         assert same_bits(select(packed, rows), whole[rows])
         assert general.checked == 2
+
+
+def test_slices_of_24_elements(general):
+    """Each takes 12 bytes. The kernel loads bytes for ids and for a misaligned range, words for an aligned
+    range."""
+    packed = read_state(*random_state((16, 24), torch.bfloat16))
+    whole = reference.exact_weight(*packed)
+    calls = ([5, 1], 1), (slice(1, 3), 2), (slice(4, 6), 3), (slice(5, 7), 3), ([0, 3], 3)
+    for rows, checked in calls:
+        assert same_bits(select(packed, rows), whole[rows])
+        assert general.checked == checked
+
+
+def test_a_cached_launch_of_other_slices_does_not_fit(general, packed, whole, device):
+    """Guards compare neither the number of ids or of slices of `out`, nor the first stride."""
+    ids = torch.tensor([3, 1, 2, 0], device=device)
+    out = torch.full_like(whole[:2], torch.nan)
+    for _ in range(2):
+        assert same_bits(select(packed, ids[:2], out), whole[[3, 1]])
+    for given, given_out, text in (
+        (ids[::2], out, "rows has shape"),
+        (ids[:2], torch.full_like(whole[:3], torch.nan), "out has"),
+    ):
+        with pytest.raises(UnsupportedState, match=text):
+            launch_general.dequantize_tensors(*packed, given_out, Selection(given, 0, 2))
 
 
 def test_a_list_is_checked_when_it_is_compiled(device):
@@ -115,7 +145,7 @@ def test_a_list_is_checked_when_it_is_compiled(device):
 
 
 def test_a_stack_made_by_a_parametrization(device):
-    """As transformers and PEFT hold experts: (module, "name") names one, and the error says so."""
+    """As transformers and PEFT hold experts. (module, "name") selects one, and the error says so."""
     parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
     module = torch.nn.Module()
     module.experts = torch.nn.Parameter(torch.randn(4, 32, 64, dtype=torch.float16, device=device))

@@ -1,4 +1,4 @@
-"""A call of each launch room as the first of a process, inside each tracer."""
+"""A process's first call into each launch module, inside each tracer."""
 
 import re
 
@@ -58,7 +58,7 @@ with torch.inference_mode():
 }
 
 
-# Each tracer gets a process of its own, forked after the imports and before the first call.
+# Each tracer gets its own process, forked after the imports and before the first call.
 FORK = """
 import itertools, os, traceback
 for (room, (call, options)), (name, code) in itertools.product(ROOMS.items(), TRACERS.items()):
@@ -77,8 +77,8 @@ for (room, (call, options)), (name, code) in itertools.product(ROOMS.items(), TR
 
 @pytest.fixture(scope="module")
 def printed():
-    """What each process printed."""
-    without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # torch's other check starts CUDA: no fork then
+    """The output of all processes."""
+    without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # or a fork fails: CUDA is started
     return processes.python(["-c", f"TRACERS = {TRACERS!r}\n{START}\n{FORK}"], variables=without_cuda).out
 
 

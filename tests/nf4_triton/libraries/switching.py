@@ -1,4 +1,4 @@
-"""What the tests of the switch share: small weights, and a call compared with the kernel and without."""
+"""Shared by the tests of the switch: small weights, and calls compared with the kernel and without."""
 
 import functools
 
@@ -65,7 +65,7 @@ def same(a, b):
 
 
 def compare(call, *names):
-    """Check that a call returns the same with and without the kernel. Return what was counted."""
+    """Check that a call returns the same with and without the kernel. Return the switch's counts."""
     expected = outcome(call)
     with on(*names) as switched:
         found = outcome(call)
@@ -74,13 +74,13 @@ def compare(call, *names):
 
 
 def compared(call, name, *libraries):
-    """Return how many calls of a function the kernel and the library answered, after the same comparison."""
+    """Compare as above. Return how many calls of a function the kernel handled, and how many the library."""
     calls = compare(call, *libraries)[name]
     return calls[KERNEL], calls.total() - calls[KERNEL]
 
 
 def through(layer, x):
-    """Return result and input gradient of a layer."""
+    """Return the result and the input's gradient of a layer."""
     x = x.detach().clone().requires_grad_()
     y = layer(x)
     y.backward(y.detach() + 1)

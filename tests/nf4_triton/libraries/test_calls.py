@@ -1,4 +1,4 @@
-"""What switched libraries compute: the same bits as alone, eager and compiled, and counted."""
+"""Switched libraries return the same bits as on their own, eager and compiled, and calls are counted."""
 
 import types
 
@@ -11,7 +11,7 @@ from bitsandbytes.backends.default import ops as default_ops  # noqa: E402
 from nf4_triton.core import launch_general  # noqa: E402
 from nf4_triton.libraries import axolotl, site, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
-from nf4_triton.libraries.site import COMPILED, KERNEL  # noqa: E402
+from nf4_triton.libraries.site import COMPILED  # noqa: E402
 from states import fast_dequantize, oracle, strided  # noqa: E402
 from switching import (  # noqa: E402
     BF16,
@@ -32,7 +32,7 @@ from switching import (  # noqa: E402
 
 
 def test_a_launch_that_could_not_begin_is_the_librarys(monkeypatch, device, logged):
-    """A full disk on a compute node ends no training: from then on the library dequantizes."""
+    """A full disk on a compute node does not end training: from then on, the library dequantizes."""
     packed, state = quantized((48, 64), BF16, device)
     expected = bnb.functional.dequantize_4bit(packed, state)
     failures = iter([RuntimeError("CUDA error"), OSError("no space left\nat line 1")])
@@ -67,11 +67,11 @@ def test_dequantize_4bit(options, device):
     "field, change",
     [
         ("absmax", strided),
-        ("dtype", lambda _: torch.float64),  # which the library refuses, too
+        ("dtype", lambda _: torch.float64),  # the library refuses this, too
     ],
 )
 def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, change):
-    """The library's bits or its own error, also in a graph."""
+    """The caller gets the library's bits or its error, in a graph, too."""
     packed, state = quantized((64, 256), BF16, device)
     setattr(state, field, change(getattr(state, field)))
 
@@ -83,26 +83,13 @@ def test_a_state_that_the_kernel_refuses_goes_to_the_library(device, field, chan
     compare(compiled)
 
 
-# Training: the library forms the products, from weights that the kernel dequantizes
-
-
-def test_result_and_gradient_of_a_layer(make_layer, device):
-    """Stored for another dtype; also in autocast and in inference mode."""
-    layer = make_layer(128, 80, FP32)
-    layer.compute_dtype = BF16
-    x = inputs(device, 2, 5, 128)
-    assert compare(lambda: through(layer, x))[DEQUANTIZE][KERNEL] == 1
-    compare(torch.autocast(device, FP16)(lambda: through(layer, x)))
-    compare(torch.inference_mode()(lambda: layer(x).clone()))
-
-
 # Compiled
 
 
 @pytest.mark.parametrize("part", ["dequantize", "layer"])
 def test_compiled(make_layer, device, part):
-    """fullgraph, with the kernel as one operator; back to the library's code after; no recompile when it is
-    switched on again."""
+    """Compiled with fullgraph, the kernel is one operator; afterwards the library's code is back.
+    Switching on again recompiles nothing."""
     layer = make_layer(64, 32, BF16)
     weight, state = layer.weight.data, layer.weight.quant_state
     x = inputs(device, 200, 64)
@@ -141,13 +128,13 @@ def axolotl_calls(function, packed, state):
 
 
 def fsdp2(data, state, *, out=None, chunk_size=2**26):
-    """Axolotl's for FSDP2, with the real one in tests/long/test_axolotl.py."""
+    """Stand in for Axolotl's function for FSDP2. The real one: tests/long/test_axolotl.py."""
     result = oracle(data.reshape(-1, 1), state)
     return result if out is None else out.copy_(result)
 
 
 def fsdp2_calls(function, packed, state):
-    """Not counted: transposed ones, which give a result that is not, and other chunks."""
+    """Transposed weights, whose result is not transposed, and other chunk sizes are not counted."""
     yield function(packed.t(), state)
     yield function(packed, state, chunk_size=2**20)
     out = torch.full((192, 64), torch.nan, dtype=BF16, device=packed.device)
@@ -169,7 +156,7 @@ def expert_stack(packed, quant_state, out_shape=None, out=None):
 
 
 def expert_stack_calls(function, packed, state):
-    """bf16 alone: Unsloth rounds some fp16 experts differently, so those stay its own."""
+    """Only bf16: Unsloth rounds some fp16 experts differently, so it keeps those."""
     out = torch.full((6, 32, 64), torch.nan, dtype=BF16, device=packed.device)
     yield function(packed, state, (6, 32, 64), out=out)
     yield function(packed.view(4, -1), state)

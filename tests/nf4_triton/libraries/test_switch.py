@@ -1,4 +1,4 @@
-"""use_nf4_kernel: what it replaces and says, how it ends, and what may happen to the process meanwhile."""
+"""use_nf4_kernel: what it replaces and reports, how it ends, and what can happen to the process meanwhile."""
 
 import atexit
 import functools
@@ -23,7 +23,7 @@ from helpers.puzzle.layers import DEVICE  # noqa: E402
 from nf4_triton import autoload, log  # noqa: E402
 from nf4_triton.core import launch, launch_general  # noqa: E402
 from nf4_triton.core.supported import UnsupportedState  # noqa: E402
-from nf4_triton.libraries import site, switch, unsloth  # noqa: E402
+from nf4_triton.libraries import self_test, site, switch, unsloth  # noqa: E402
 from nf4_triton.libraries.bitsandbytes import DEQUANTIZE, FALLBACK  # noqa: E402
 from nf4_triton.libraries.site import KERNEL, UnknownInternals  # noqa: E402
 from nf4_triton.libraries.switch import restore, use_nf4_kernel  # noqa: E402
@@ -124,7 +124,7 @@ def test_references_in_other_modules(fake_module):
 
 
 class Strange(types.ModuleType):
-    """A read-only module; one that has not been imported yet, which a look at it would do."""
+    """A read-only module, and a lazy one: attribute access would import it."""
 
     def __setattr__(self, name, value):
         raise OSError("read only")
@@ -142,7 +142,7 @@ def test_strange_modules_stand_alone(fake_module, monkeypatch):
 
 
 def test_a_child_of_a_process_that_is_about_to_switch():
-    """Another thread tests the kernel at the moment of the fork."""
+    """Another thread runs the self-test during the fork."""
     began = threading.Event()
 
     def tests_itself():
@@ -207,7 +207,7 @@ REFUSED = [  # (module, name, what is there instead, error, its text)
 
 @pytest.mark.parametrize("module, name, instead, error, text", REFUSED)
 def test_refused(monkeypatch, logged, caplog, module, name, instead, error, text):
-    """strict raises. Otherwise nothing is replaced, and the report says why, also after."""
+    """With strict it raises. Otherwise nothing is replaced, and the report says why, even after the block."""
     forget_self_tests()
     monkeypatch.setattr(module, name, instead)
     before = library_function()
@@ -221,12 +221,12 @@ def test_refused(monkeypatch, logged, caplog, module, name, instead, error, text
         assert logged() == f"{report}\n"
     assert str(on) == report
     monkeypatch.undo()
-    with quietly("bitsandbytes", strict=True) as on:  # what failed was the moment's
+    with quietly("bitsandbytes", strict=True) as on:  # the failure is not remembered
         assert on.on
 
 
 def test_which_libraries(monkeypatch):
-    """Without names, bitsandbytes and those that are imported: strict is over these."""
+    """Without names, it switches bitsandbytes and the imported libraries; strict applies to these."""
     for name in ("bnb", torch.nn.Linear(2, 2)):
         with pytest.raises(ValueError, match=r" is an unknown library, expected unsloth, .* or no name$"):
             use_nf4_kernel(name)
@@ -242,7 +242,7 @@ def test_which_libraries(monkeypatch):
 
 
 def test_where_no_launch_is_kept_unsloth_keeps_its_function(monkeypatch, fake_unsloth):
-    """Which launches faster than Triton's ordinary path; bitsandbytes' does not."""
+    """Unsloth's launches faster than Triton's kernel[grid]; bitsandbytes' does not."""
     monkeypatch.setattr(launch, "CAN_RELAUNCH", False)
     monkeypatch.setattr(site, "INTERPRETED", False)
     with quietly() as on:
@@ -251,7 +251,7 @@ def test_where_no_launch_is_kept_unsloth_keeps_its_function(monkeypatch, fake_un
 
 
 def wrapper(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4", fast=False):
-    """Another library's, or a newer one: it has an argument more."""
+    """Another library's function, or a newer version: it has one more argument."""
     return "fast" if fast else wrapper.behind(A, quant_state, out=out)
 
 
@@ -265,8 +265,8 @@ def test_a_newer_argument_goes_to_the_library(monkeypatch):
 
 
 def test_a_wrapper_around_a_replacement(monkeypatch):
-    """As Axolotl makes one when it loads a model, and Unsloth on import. What is left of it after restore()
-    only passes calls on, and the self-test asks the library behind it."""
+    """As Axolotl makes one when it loads a model, and Unsloth on import. After restore() it only passes
+    calls on, and the self-test asks the library behind it."""
     on = quietly("bitsandbytes")
     wrapper.behind = library_function()
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", wrapper)
@@ -284,7 +284,7 @@ def test_a_wrapper_around_a_replacement(monkeypatch):
 
 @pytest.mark.parametrize("wrong", range(6))
 def test_a_function_with_other_bits_in_one_call_stays_the_librarys(monkeypatch, wrong):
-    """In each of two layouts: into a new tensor, into `out`, transposed."""
+    """In each of two layouts the calls are: into a new tensor, into `out`, transposed."""
     calls = itertools.count()
 
     def dequantize_4bit(A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
@@ -294,7 +294,7 @@ def test_a_function_with_other_bits_in_one_call_stays_the_librarys(monkeypatch, 
         return result if out is None else out.copy_(result)
 
     forget_self_tests()
-    monkeypatch.setattr(site, "LAYOUTS", [*site.LAYOUTS[:1], ("fp4", "flat", FP32, 4096)])
+    monkeypatch.setattr(self_test, "LAYOUTS", [*self_test.LAYOUTS[:1], ("fp4", "flat", FP32, 4096)])
     monkeypatch.setattr(bnb.functional, "dequantize_4bit", dequantize_4bit)
     with pytest.raises(RuntimeError, match=f"{DEQUANTIZE} failed its self-test: other bits in"):
         quietly("bitsandbytes", strict=True)
@@ -319,11 +319,11 @@ def test_unsloths_functions_for_experts_are_replaced():
 
 @pytest.mark.parametrize("rank, current, index", [("1", 0, 1), ("5", 0, 0), ("1", 3, 3), ("x", 0, 0)])
 def test_each_rank_tests_on_its_own_gpu(monkeypatch, rank, current, index):
-    """Before torch.cuda.set_device the current one is GPU 0 for every rank."""
+    """Before torch.cuda.set_device, the current device is GPU 0 for every rank."""
     for name, value in (("is_available", True), ("device_count", 2), ("current_device", current)):
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    assert site.self_test_device() == torch.device("cuda", index)
+    assert self_test.self_test_device() == torch.device("cuda", index)
 
 
 # What is logged

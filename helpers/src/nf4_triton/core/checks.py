@@ -1,6 +1,6 @@
-"""Check what a call was given: tensors and layout of state.py, `out`, a Selection. Needs no Triton.
+"""Check a call's arguments: tensors and layout from state.py, `out`, a Selection. Needs no Triton.
 
-Each check raises UnsupportedState, whose text says what is wrong, what was expected, and what to do.
+Each check raises UnsupportedState, which says what is wrong, what was expected, and what to do.
 """
 
 import math
@@ -21,7 +21,7 @@ NAMES = ("weight", "absmax", "code2", "absmax2", "offset")
 
 
 def check_call(tensors, layout, out=None, selection=None, device=None):
-    """Check all that a call was given. Return check_state's sizes."""
+    """Check all arguments of a call. Return check_state's sizes."""
     sizes = check_state(tensors, layout, device)
     (weight, *_), (shape, dtype, *_) = tensors, layout
     if selection is not None:
@@ -36,7 +36,7 @@ def check_call(tensors, layout, out=None, selection=None, device=None):
     ids = selection and selection.ids
     if is_compiling() or in_transform():
         return sizes
-    # Beside a real weight a fake tensor is an error, unless a mode makes every result fake.
+    # A fake tensor with a real weight is an error, unless a mode makes every result fake.
     if not (is_traced(weight) and any(map(is_fake, (*tensors, out, ids)))):
         check_memory(tensors, out, ids)
     return sizes
@@ -45,30 +45,14 @@ def check_call(tensors, layout, out=None, selection=None, device=None):
 def check_state(tensors, layout, device=None):
     """Return (elements, log2 blocksize, log2 blocksize2 or 0). Raises UnsupportedState.
 
-    Reads only metadata, which torch.compile can trace. device: the type of device where the weight
-    must be, None for any.
+    Reads only metadata, which torch.compile can trace. device: the type of device where the weight must be,
+    or None for any.
     """
-    shape, dtype, quant_type, blocksize, blocksize2, nested = layout
+    n, log2_block = check_layout(layout)
+    shape, _, _, blocksize, blocksize2, nested = layout
     weight, absmax, *second = tensors
-    if not isinstance(quant_type, str) or quant_type not in VALUES:
-        raise UnsupportedState(
-            f"quant_type is {quant_type!r}, expected one of {', '.join(VALUES)}: use the library's own "
-            "dequantization for other states"
-        )
-    if dtype not in DTYPES:
-        raise UnsupportedState(
-            f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set quant_state.dtype to one of them"
-        )
-    if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in shape):
-        raise UnsupportedState(f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
-    log2_block = log2_of("quant_state.blocksize", blocksize, 8, 34)
-    n = math.prod(shape)
-    blocks = -(-n // blocksize)
-    if n >= MAX_ELEMENTS:
-        raise UnsupportedState(
-            f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts"
-        )
     check_weight(weight, n, shape, device)
+    blocks = -(-n // blocksize)
     check_tensor("absmax", absmax, weight, blocks, torch.uint8 if nested else torch.float32)
     if not nested:
         return n, log2_block, 0
@@ -86,12 +70,35 @@ def check_state(tensors, layout, device=None):
     return n, log2_block, log2_block2
 
 
+def check_layout(layout):
+    """Return (elements, log2 blocksize). Raises UnsupportedState."""
+    shape, dtype, quant_type, blocksize, *_ = layout
+    if not isinstance(quant_type, str) or quant_type not in VALUES:
+        raise UnsupportedState(
+            f"quant_type is {quant_type!r}, expected one of {', '.join(VALUES)}: dequantize other states "
+            "with the library that made them"
+        )
+    if dtype not in DTYPES:
+        raise UnsupportedState(
+            f"quant_state.dtype is {dtype}, expected one of {DTYPES}: set quant_state.dtype to one of them"
+        )
+    if not all(isinstance(size, (int, torch.SymInt)) and size >= 0 for size in shape):
+        raise UnsupportedState(f"quant_state.shape is {shape}, expected the weight's shape: reload the layer")
+    log2_block = log2_of("quant_state.blocksize", blocksize, 8, 34)
+    n = math.prod(shape)
+    if n >= MAX_ELEMENTS:
+        raise UnsupportedState(
+            f"the weight has {n} elements, expected fewer than 2**34: dequantize it in parts"
+        )
+    return n, log2_block
+
+
 def log2_of(name, size, least, most):
-    """Return log2 of a power of two, capped at `most`, where one block already spans the tensor."""
+    """Return log2 of a power of two, capped at `most`, at which one block already spans the tensor."""
     if not isinstance(size, (int, torch.SymInt)) or not least <= size < 1 << 63 or size & (size - 1):
         raise UnsupportedState(
-            f"{name} is {size!r}, expected a power of two from {least} on (bitsandbytes uses 32 to "
-            "4096): quantize the layer again"
+            f"{name} is {size!r}, expected a power of two, {least} or more (bitsandbytes uses 32 to 4096): "
+            "quantize the layer again"
         )
     return min(int(size).bit_length() - 1, most)
 
@@ -105,8 +112,8 @@ def check_weight(weight, n, shape, device):
         )
     if weight.device.type == "meta":
         raise UnsupportedState(
-            "the weight is on meta, expected its values, which accelerate loses when it offloads a 4-bit "
-            "layer: reload it, and move it with layer.to(device) or accelerate.cpu_offload_with_hook"
+            "the weight is on meta, expected its values (accelerate loses them when it offloads a 4-bit "
+            "layer): reload it, and move it with layer.to(device) or accelerate.cpu_offload_with_hook"
         )
     if device and weight.device.type not in ("cuda", device):
         raise UnsupportedState(
@@ -115,8 +122,8 @@ def check_weight(weight, n, shape, device):
         )
     if weight.dtype not in STORAGES or not weight.dim():
         raise UnsupportedState(
-            f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, expected packed 4-bit "
-            f"codes, as (n / 2, 1) in one of {STORAGES}: quantize the layer again"
+            f"the weight is {weight.dtype} of shape {tuple(weight.shape)}, expected packed 4-bit codes "
+            f"of shape (n / 2, 1) in one of {STORAGES}: quantize the layer again"
         )
     check_tensor("weight", weight, weight, 0, *STORAGES)
     held = weight.numel() * weight.itemsize
@@ -126,7 +133,7 @@ def check_weight(weight, n, shape, device):
             "it belongs to another state, or .float() or .half() converted it; reload the layer"
             if held > needed
             else "gather it first if FSDP or DeepSpeed ZeRO-3 sharded it; for a part of a weight, pass "
-            "the whole with rows="
+            "the whole weight and rows="
         )
         raise UnsupportedState(
             f"the weight holds {held} bytes, expected {needed} for the shape {tuple(shape)}: {do}"
@@ -134,7 +141,7 @@ def check_weight(weight, n, shape, device):
 
 
 def check_tensor(name, tensor, weight, least, *dtypes):
-    """Check that a tensor of a state is a plain one on the weight's device, contiguous, of one of the dtypes,
+    """Check that a tensor of a state is plain and contiguous, on the weight's device, of one of the dtypes,
     and has at least `least` elements."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedState(
@@ -149,8 +156,8 @@ def check_tensor(name, tensor, weight, least, *dtypes):
         )
     if tensor.device != weight.device:
         raise UnsupportedState(
-            f"{name} is on {tensor.device}, expected {weight.device}, where the weight is: move "
-            "the whole layer with layer.to(device)"
+            f"{name} is on {tensor.device}, expected {weight.device} like the weight: move the whole layer "
+            "with layer.to(device)"
         )
     if not tensor.is_contiguous():
         raise UnsupportedState(
@@ -159,16 +166,16 @@ def check_tensor(name, tensor, weight, least, *dtypes):
 
 
 def check_plain(name, tensor):
-    """Check that a tensor's values are in memory of its own, one after the other."""
+    """Check that a tensor is strided and not a DTensor."""
     if type(tensor).__name__ == "DTensor":
         raise UnsupportedState(f"{name} is a DTensor, expected a plain tensor: pass {name}.full_tensor()")
-    if not is_compiling() and tensor.layout != torch.strided:  # which Dynamo cannot trace in a backward pass
+    if not is_compiling() and tensor.layout != torch.strided:  # Dynamo cannot trace this in a backward pass
         raise UnsupportedState(f"{name} is {tensor.layout}, expected a plain tensor: pass {name}.to_dense()")
 
 
 def check_memory(tensors, out=None, ids=None):
-    """Check that real tensors have memory, not freed by FSDP, that none is a negated view, and that
-    writing into `out` overwrites nothing that the kernel reads."""
+    """Check that real tensors have memory (FSDP frees it), that none is a negated view, and that writing into
+    `out` overwrites nothing that the kernel reads."""
     named = dict(zip(NAMES, tensors, strict=False)) | {"rows": ids, "out": out}
     named = {name: tensor for name, tensor in named.items() if tensor is not None}
     for name, tensor in named.items():
@@ -178,8 +185,8 @@ def check_memory(tensors, out=None, ids=None):
             )
         if not has_memory(tensor):
             raise UnsupportedState(
-                f"{name} has no memory, expected its values: gather it first if FSDP freed it, and pass no "
-                "fake tensor with a real weight"
+                f"{name} has no memory, expected its values: gather it first if FSDP freed it, and do not "
+                "mix fake tensors with a real weight"
             )
     if out is None:
         return
@@ -212,12 +219,12 @@ def check_out(out, shape, dtype, device):
 
 
 def has_derivative(out):
-    """Return whether autograd follows `out`, backward or forward: a launch would leave its old tangent."""
+    """Return whether autograd tracks `out`, backward or forward: a launch would not update its tangent."""
     return out.requires_grad or (not is_compiling() and unpack_dual(out).tangent is not None)
 
 
 def check_selection(selection, shape, device):
-    """Check that slices begin at rows and exist. Raises UnsupportedState."""
+    """Check that slices exist and that each begins at a row. Raises UnsupportedState."""
     slice_elements(shape)
     ids, start, number = selection
     if ids is None:
@@ -232,12 +239,12 @@ def check_selection(selection, shape, device):
     if not shape[0] and number:
         raise IndexError("rows has ids, expected none: the weight has no slices")
     if ids.device != device:
-        raise UnsupportedState(f"rows is on {ids.device}, expected {device}, where the weight is")
+        raise UnsupportedState(f"rows is on {ids.device}, expected {device} like the weight")
 
 
 def slice_elements(shape):
-    """Return the elements of one slice. Raises UnsupportedState for one that no row can begin at."""
-    n = math.prod(shape[1:]) if shape else 0
+    """Return the number of elements of a slice. Raises UnsupportedState if slices do not begin at rows."""
+    n = math.prod(shape[1:])
     if n % 8 or not n:
         raise UnsupportedState(
             f"a slice of {tuple(shape)} has {n} elements, expected a multiple of 8: "

@@ -32,17 +32,17 @@ def _your_dequantize_nf4_kernel(
     n: tl.int64,  # elements, a multiple of 64
     LOG2_BLOCK: tl.constexpr,  # blocksize 64 -> 6
     LOG2_BLOCK2: tl.constexpr,  # state2.blocksize 256 -> 8
-    ROWS: tl.constexpr,  # rows of 64 elements per program
+    TILE_ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no bf16
     LOAD_HINT: tl.constexpr,  # eviction policy of loads read once
     STORE_HINT: tl.constexpr,  # cache modifier of the stores
 ):
-    """Dequantize ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
-    TILE: tl.constexpr = ROWS * 64
+    """Dequantize TILE_ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
+    TILE: tl.constexpr = TILE_ROWS * 64
     start = tl.program_id(0).to(tl.int64) * TILE
     left = tl.multiple_of(tl.minimum(n - start, TILE).to(tl.int32), 64)  # elements of this tile
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, TILE_ROWS)
 
     # Load codes and scales. Rows past the end of the weight load the last row's scale and no codes.
     row = tl.minimum(rows, left // 64 - 1)
@@ -60,7 +60,7 @@ def _your_dequantize_nf4_kernel(
     # 16 different banks, so lookups never conflict.
     shift = (tl.arange(0, 8) ^ 1) * 4  # high nibble first
     code = (words[:, :, None] >> shift) & 15
-    value = tl.gather(_codebook(NF4), code.reshape(TILE), 0).reshape(ROWS, 64)
+    value = tl.gather(_codebook(NF4), code.reshape(TILE), 0).reshape(TILE_ROWS, 64)
     result = _product(value, scale[:, None], out_ptr, ASM, SM75)
     element = rows[:, None] * 64 + tl.arange(0, 64)
     tl.store(tl.multiple_of(out_ptr + start, 16) + element, result, element < left,
@@ -80,8 +80,8 @@ NF4 = tl.constexpr((
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0))
-# Two bf16 in one register, $0 = {$1 * $3, $2 * $4}, for sm_75, which has no bf16: to nearest even
-# by adding 0x7fff and the lowest bit kept.
+# Two bf16 in one register, $0 = {$1 * $3, $2 * $4}, for sm_75, which has no bf16. Adding 0x7fff and
+# the lowest kept bit rounds to nearest even.
 BF16_PAIR_SM75 = tl.constexpr(
     "{ .reg .f32 a, b; .reg .b32 bit, x, y; .reg .pred nan; "
     "mul.rn.ftz.f32 a, $1, $3; mul.rn.ftz.f32 b, $2, $4; "
@@ -110,7 +110,7 @@ def _codebook(VALUES: tl.constexpr):
 @triton.jit
 def _multiply(a, b):
     """Return a * b, rounded before any sum. mul_rn is mul.rn.ftz: subnormals become zeros, as in
-    bitsandbytes' CUDA build. The interpreter has no libdevice and keeps them, as its CPU build."""
+    bitsandbytes' CUDA build. The interpreter has no libdevice and keeps subnormals, as the CPU build does."""
     if LIBDEVICE:
         return libdevice.mul_rn(a, b)
     return a * b

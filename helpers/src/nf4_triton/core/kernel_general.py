@@ -1,12 +1,12 @@
 """Dequantize every layout that kernel.py does not: FP4, flat scales, fp32, odd sizes and addresses, small
-blocks, selected slices. It shares the codebook, the scale, and the rounding."""
+blocks, selected slices. Codebook, scale, and rounding are kernel.py's."""
 
 import triton
 import triton.language as tl
 
 from .kernel import NF4, _codebook, _product, _scale
 
-FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
+FP4 = tl.constexpr(2 * (  # codes 8 and above are negative; 8 is -0.0
     0.0, 0.005208333488553762, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
     0.1666666716337204, 0.25))  # fmt: skip
 
@@ -15,7 +15,7 @@ FP4 = tl.constexpr(2 * (  # codes from 8 on are negative, 8 itself is -0.0
 def _values(QUANT_TYPE: tl.constexpr):
     """Return the values of the 16 codes."""
     tl.static_assert(QUANT_TYPE == "nf4" or QUANT_TYPE == "fp4")
-    if QUANT_TYPE == "fp4":  # set the sign bit: tl.where would take -0.0 for 0.0
+    if QUANT_TYPE == "fp4":  # sets the sign bit: tl.where would turn -0.0 into 0.0
         sign = (tl.arange(0, 16) & 8) << 28
         values = (_codebook(FP4).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
@@ -36,7 +36,7 @@ def _slice_to_write(n, SELECT: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def _slice_to_read(ids_ptr, which, n, skip, slices, SELECT: tl.constexpr):
     """Return where a slice begins in the weight, and whether it exists: slice 0 stands in for an id out of
-    range. Apart from _slice_to_write: torch.compile takes what leads to a store for written."""
+    range. Separate from _slice_to_write: torch.compile treats whatever leads to a store as written."""
     if SELECT:
         id = tl.load(ids_ptr + which).to(tl.int64)
         exists = (id >= 0) & (id < slices)
@@ -74,27 +74,27 @@ def _dequantize_general_kernel(
     absmax2_ptr,  # fp32, one for every 2**LOG2_BLOCK2 blocks
     offset_ptr,  # () fp32; bf16, fp16 or fp64 where that was torch's default dtype on loading
     ids_ptr,  # with SELECT: the ids of the slices to dequantize
-    n: tl.int64,  # elements; with SELECT: of a slice
-    skip: tl.int64,  # elements before them in the weight
-    slices: tl.int64,  # with SELECT: how many the weight has
-    NESTED: tl.constexpr,  # absmax is quantized too
+    n: tl.int64,  # elements of the result; with SELECT, of a slice
+    skip: tl.int64,  # elements before these in the weight
+    slices: tl.int64,  # with SELECT: slices in the weight
+    NESTED: tl.constexpr,  # absmax is quantized, too
     QUANT_TYPE: tl.constexpr,  # "nf4" or "fp4"
     LOG2_BLOCK: tl.constexpr,  # blocksize 64 -> 6
     LOG2_BLOCK2: tl.constexpr,  # state2.blocksize 256 -> 8
     SELECT: tl.constexpr,  # dequantize slices by their ids
-    BYTES: tl.constexpr,  # load single bytes: an address is not 16-byte aligned, or n % 8 != 0
+    BYTES: tl.constexpr,  # load single bytes: the address is not 16-byte aligned, or n % 8 != 0
     LOG2_ROW: tl.constexpr,  # a row of 64 elements or fewer lies in one block
     UNIT: tl.constexpr,  # divides n: masks are constant over UNIT elements, a row or fewer
     ALIGNED: tl.constexpr,  # the result's address is a multiple of 16
-    ROWS: tl.constexpr,  # rows of 64 elements per program
+    TILE_ROWS: tl.constexpr,  # rows of 64 elements per program
     ASM: tl.constexpr,  # inline PTX; else the same bits in plain Triton
     SM75: tl.constexpr,  # no bf16
     LOAD_HINT: tl.constexpr,  # eviction policy of loads read once
     STORE_HINT: tl.constexpr,  # cache modifier of the stores
 ):
-    """Dequantize ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
+    """Dequantize TILE_ROWS rows of 64 elements. A row lies in one block, so it has one scale."""
     ROW: tl.constexpr = 1 << LOG2_ROW
-    TILE: tl.constexpr = ROWS * 64
+    TILE: tl.constexpr = TILE_ROWS * 64
     n = tl.cast(n, tl.int64)  # torch.compile may pass a Python int
     which, start = _slice_to_write(n, SELECT, TILE)
     source, exists = _slice_to_read(ids_ptr, which, n, skip, slices, SELECT)
@@ -132,5 +132,5 @@ def _dequantize_general_kernel(
     offsets = row[:, None] * ROW + tl.arange(0, ROW)[None, :]
     if SELECT:
         nan = tl.full((), float("nan"), tl.float32)  # Triton 3.6's interpreter has no bf16 constants
-        result = tl.where(exists, result, nan.to(result.dtype))  # an id out of range: no wait, no error
+        result = tl.where(exists, result, nan.to(result.dtype))  # an error would have to wait for the GPU
     _store(out_ptr, which * n + start, offsets, result, left, UNIT, ALIGNED, STORE_HINT)

@@ -1,7 +1,7 @@
-"""The puzzle's launch path: a kept launch that the tensors fit, else a check, Triton's ordinary launch, kept.
+"""Launch the puzzle's kernel: replay a cached launch, or check, launch through Triton, and cache that launch.
 
-It checks and launches double-quantized NF4 as the puzzle has it, and relaunches every whole weight;
-launch_general.py has the rest. No address of a layer's tensors is kept. `# %%`: notebook cells.
+A first launch takes double-quantized NF4 as in the puzzle; a replay takes every whole weight.
+launch_general.py has the rest. A cached launch holds no address of a layer's tensors. `# %%`: notebook cells.
 """
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -38,7 +38,7 @@ def _your_dequantize_nf4(weight, quant_state):
 
 
 def relaunch(tensors, layout):
-    """Launch again on tensors of a layout that was checked. Return the result, None if no kept launch fits."""
+    """Replay a cached launch on tensors of a checked layout. Return the result, or None if none matches."""
     if is_compiling():
         return None  # torch.compile must see the operator
     try:
@@ -46,7 +46,7 @@ def relaunch(tensors, layout):
     except TypeError:  # a list among the fields
         return None
     with plain_tensors():
-        for same_kind, device, run, before, output, grid, after, aligned, _, _ in known:
+        for same_kind, device, run, before, output, grid, after, was_aligned, _ in known:
             if not same_kind(*tensors) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -54,13 +54,13 @@ def relaunch(tensors, layout):
                     return relaunch(tensors, layout)
             weight = tensors[0]
             address = weight.data_ptr()
-            if (address % 16 == 0) is not aligned or address == weight.storage_offset() * weight.itemsize:
-                continue  # or freed by FSDP
-            if len(tensors) == 5:  # written out, 0.1 us less than map(data_ptr, ...)
+            if (address % 16 == 0) is not was_aligned or address == weight.storage_offset() * weight.itemsize:
+                continue  # its alignment differs, or FSDP freed it
+            if len(tensors) == 5:  # written out: 0.1 us less than map(data_ptr, ...)
                 _, absmax, code2, absmax2, offset = tensors
                 scales = absmax.data_ptr(), code2.data_ptr(), absmax2.data_ptr(), offset.data_ptr()
-            else:  # flat
-                scales = tensors[1].data_ptr(),
+            else:  # flat: absmax alone
+                scales = (tensors[1].data_ptr(),)
             result = empty_cuda(*output)
             run(grid, 1, 1, current_stream(device), *before, address, result.data_ptr(), *scales, *after)
             return result
@@ -70,7 +70,7 @@ def relaunch(tensors, layout):
 import math
 
 BLOCKSIZES = (64, 128, 256, 512, 1024, 2048, 4096)
-# A kept launch calls what Triton compiled, past Triton's own launch code: checked for these versions.
+# A replay calls the compiled kernel without Triton's own launch code: checked for these versions.
 CAN_RELAUNCH = GUARDED and current_device is not None and not INTERPRETED and TRITON <= NEWEST_TRITON
 hooks = triton.knobs.runtime  # public: profilers add launch hooks here
 
@@ -88,21 +88,28 @@ def read_nested(weight, quant_state):
 
 
 def not_the_puzzles(problem="this weight or its state has another layout"):
-    """Return the error for a weight that this kernel does not take."""
+    """Return the error for a weight that this kernel does not dequantize."""
     return UnsupportedState(
         f"{problem}, expected a Linear4bit on a GPU in double-quantized NF4: its codes as (n / 2, 1) in "
         "uint8, n a multiple of 64, to fp16 or bf16. nf4_triton.dequantize takes other layouts")
 
 
-def fits(tensors, layout):
-    """Return whether the puzzle's kernel can dequantize these, at an address that is a multiple of 16."""
+def is_puzzles(layout):
+    """Return whether a layout is the puzzle's: double-quantized NF4 in whole rows of 64, to 16 bit."""
     shape, dtype, quant_type, blocksize, blocksize2, nested = layout
     if not (nested and quant_type == "nf4" and dtype in (torch.float16, torch.bfloat16)
             and blocksize in BLOCKSIZES and blocksize2 in BLOCKSIZES and isinstance(shape, tuple)):
         return False
     n = math.prod(shape)
-    if not isinstance(n, (int, torch.SymInt)) or n % 64 or min(shape) < 1 or n >= 1 << 34:
+    return isinstance(n, (int, torch.SymInt)) and n % 64 == 0 and min(shape) > 0 and n < 1 << 34
+
+
+def fits(tensors, layout):
+    """Return whether the puzzle's kernel can dequantize these, at an address that is a multiple of 16."""
+    if not is_puzzles(layout):
         return False
+    shape, _, _, blocksize, blocksize2, _ = layout
+    n = math.prod(shape)
     blocks = -(-n // blocksize)
     needed = (n // 2, blocks, 256, -(-blocks // blocksize2), 1)
     kinds = (torch.uint8, torch.uint8, torch.float32, torch.float32, torch.float32)
@@ -122,7 +129,7 @@ def prepare(tensors, layout, result):
     log2_block, log2_block2 = int(blocksize).bit_length() - 1, int(blocksize2).bit_length() - 1
     constexprs, options = of_card(s)
     pointers, after = (weight, result, *scales), (n, log2_block, log2_block2, *constexprs)
-    return -(-n // (64 * s.rows)), pointers, after, options
+    return -(-n // (64 * s.tile_rows)), pointers, after, options
 
 
 def launch_by_triton(kernel, grid, pointers, after, options):
@@ -135,7 +142,7 @@ def launch_by_triton(kernel, grid, pointers, after, options):
 
 
 def launch_first(tensors, layout):
-    """Check everything, launch by Triton, and keep the launch for later calls."""
+    """Check everything, launch through Triton, and cache the launch for later calls."""
     weight, (shape, dtype, *_) = tensors[0], layout
     if is_traced(weight):
         return call_operator(tensors, layout)
@@ -150,7 +157,7 @@ def launch_first(tensors, layout):
 
 
 def call_operator(tensors, layout):
-    """Dequantize by the operator, which tracers record as one call."""
+    """Dequantize through the operator, which tracers record as one call."""
     weight, *scales = tensors
     shape, dtype, _, blocksize, blocksize2, _ = layout
     if not fits(tensors, layout):
@@ -163,29 +170,28 @@ def call_operator(tensors, layout):
 
 @torch.compiler.disable
 def run_eagerly(function, *arguments):
-    """Call between two graphs: on a T4 torch 2.11 raises an error for a graph with bf16."""
+    """Call a function between two graphs: on a T4, torch 2.11 raises an error for a graph with bf16."""
     return function(*arguments)
 
 
-def keep(key, tensors, compiled, result, grid, after, aligned, tiling=None, sizes=None, strides=None):
-    """Keep a launch for later calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
+def keep(key, tensors, compiled, result, grid, after, aligned, sizes=None, strides=None):
+    """Cache a launch for calls on such tensors, as a plain tuple: unpacking a NamedTuple takes 50 ns more.
 
-    result: as callers get it. aligned: whether the weight's address is a multiple of 16. tiling: what the
-    grid is counted from, where calls differ. sizes, strides: of the tensors, None stands for any."""
+    result: as callers get it. grid: the number of programs, or what launch_general.relaunch() counts it from.
+    aligned: whether the weight's address is a multiple of 16. sizes, strides: None stands for any."""
     if not CAN_RELAUNCH or compiled is None or has_hooks():
         return
     kept = (
         # Compares type, dtype, device, sizes, and strides in one call into torch.
         TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check,
         result.get_device(),
-        *launcher(compiled, TRITON),  # Triton's launcher, and what it takes before the kernel's own arguments
+        *launcher(compiled, TRITON),  # Triton's launcher, and its arguments before the kernel's own
         (tuple(result.shape), result.stride(), result.dtype),  # what to allocate
-        grid,  # programs
+        grid,
         after,  # the kernel's arguments after its pointers
         aligned,
-        tiling,
-        compiled)  # owns what the launcher's arguments point to
-    # Guards also depend on autocast and inference mode: a layout may need several.
+        compiled)  # owns the memory that the launcher's arguments point to
+    # Guards also depend on autocast and inference mode: a layout may need several launches.
     launches[key] = [kept, *launches.get(key, ())][:32]
 
 

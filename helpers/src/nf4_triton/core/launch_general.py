@@ -1,8 +1,8 @@
-"""Dequantize any layout: what backend and libraries call. It stands on top of launch.py.
+"""Dequantize any layout, for backend.py and the libraries, on top of launch.py.
 
-Whole weights try launch.py's kept launches first. The first launch of a weight that `fits` is the puzzle's.
-All else is checked by checks.py and takes the general kernel; launches with `out=` or selected rows are kept
-here. Traced calls become one of two operators.
+launch.py replays whole weights, and launches those that fit the puzzle's kernel. Everything else is checked
+by checks.py and takes the general kernel. This file replays launches with `out=` or selected rows. A traced
+call becomes one of two operators.
 """
 
 import math
@@ -42,7 +42,7 @@ from .settings import (
 )
 from .state import from_fields, read_state, to_fields, transposed
 
-# Raised before a launch: full disk, killed ptxas, damaged cache. CUDA errors are RuntimeErrors.
+# Raised before a launch: a full disk, a killed ptxas, a damaged cache. CUDA errors are RuntimeErrors.
 CANNOT_LAUNCH = (OSError, ImportError, subprocess.SubprocessError, triton.TritonError)
 
 
@@ -56,10 +56,10 @@ def dequantize_weight(weight, quant_state, out=None):
 
 
 def dequantize_tensors(tensors, layout, out=None, selection=None):
-    """Return the weight of read_state's tensors and layout by a kept launch or by a new one.
+    """Return the weight of read_state's tensors and layout, by a cached launch or a new one.
 
-    selection: of read_rows: only these slices along the first dimension, never transposed. An id on a GPU
-    that is out of range gives a slice of NaN. Raises UnsupportedState.
+    selection: what read_rows returned: only these slices along the first dimension, never transposed. An id
+    on a GPU that is out of range gives a slice of NaN. Raises UnsupportedState.
     """
     if out is None and selection is None:
         result = launch.relaunch(tensors, layout)
@@ -72,11 +72,11 @@ def dequantize_tensors(tensors, layout, out=None, selection=None):
     return launch_first(tensors, layout, out, selection)
 
 
-# --- kept launches with `out=` or selected rows ---
+# --- cached launches with `out=` or selected rows ---
 
 
 def relaunch(tensors, layout, out, selection):
-    """Launch again, into `out` or of selected slices. Return the result, None if no kept launch fits."""
+    """Replay a cached launch into `out` or of selected slices. Return the result, or None if none matches."""
     if is_compiling():
         return None  # torch.compile must see the operator
     key, more = key_and_more(layout, out, selection)
@@ -85,9 +85,9 @@ def relaunch(tensors, layout, out, selection):
     except TypeError:  # a list among the fields
         return None
     compared, weight = (*tensors, *more), tensors[0]
-    unread = (0,) * (5 - len(tensors))  # pointers that a flat layout does not have
+    unread = (0,) * (5 - len(tensors))  # pointers that a flat layout lacks
     with plain_tensors():
-        for same_kind, device, run, before, output, _, after, aligned, tiling, _ in known:
+        for same_kind, device, run, before, output, tiling, after, aligned, _ in known:
             if not same_kind(*compared) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -112,7 +112,7 @@ def relaunch(tensors, layout, out, selection):
 
 
 def key_and_more(layout, out, selection):
-    """Return the key of a call's kept launches, and what they compare after the tensors: ids and `out`."""
+    """Return the key of a call's cached launches, and what guards compare, too: ids and `out`."""
     ids = selection and selection.ids
     more = () if ids is None else (ids,)
     if out is not None:
@@ -123,7 +123,7 @@ def key_and_more(layout, out, selection):
 def extent(elements, tile, selection):
     """Return the kernel's n and skip, and how many programs of `tile` elements it needs.
 
-    elements: of a slice; without a selection of the whole weight.
+    elements: the size of a slice; without a selection, of the whole weight.
     """
     if selection is None:
         return elements, 0, -(-elements // tile)
@@ -134,7 +134,7 @@ def extent(elements, tile, selection):
 
 
 def memory_for(output, compared, more, out, selection):
-    """Return the memory that a kept launch writes: `out`, or a new tensor. None: the launch does not fit."""
+    """Return the memory that a cached launch writes: `out` or a new tensor; None if it does not fit."""
     if selection is not None and not are_whole(selection.number, more):
         return None
     if out is None:
@@ -144,8 +144,8 @@ def memory_for(output, compared, more, out, selection):
 
 
 def are_whole(number, tensors):
-    """Return whether ids and `out` have so many slices, one after the other: guards leave the first size and
-    its stride open."""
+    """Return whether ids and `out` are contiguous with `number` slices. Guards do not compare the first size
+    and its stride."""
     for tensor in tensors:
         if tensor.shape[0] != number or not tensor.is_contiguous():
             return False
@@ -153,8 +153,8 @@ def are_whole(number, tensors):
 
 
 def can_write(compared):
-    """Return whether `out`, the last, is aligned and has memory of its own. If so, tell autograd that it
-    changes."""
+    """Return whether `out`, the last of these, is aligned and shares no memory with the others. If so, tell
+    autograd that it changes."""
     *tensors, out = compared
     start = out.data_ptr()
     if start % 16 or start == out.storage_offset() * out.itemsize or has_derivative(out):
@@ -170,10 +170,8 @@ def can_write(compared):
 
 
 def launch_first(tensors, layout, out=None, selection=None):
-    """Check everything, launch by Triton, and keep the launch for later calls."""
+    """Check everything, launch through Triton, and cache the launch for later calls."""
     with plain_tensors():
-        if len(launch.launches) >= 1024:  # a model has few layouts, a test may have many
-            launch.launches.clear()
         sizes = check_call(tensors, layout, out, selection, KERNEL_DEVICE)
         weight, (shape, dtype, *_), result = tensors[0], layout, out
         whole = out is None and selection is None
@@ -189,13 +187,18 @@ def launch_first(tensors, layout, out=None, selection=None):
             compiled = launch.launch_by_triton(_dequantize_general_kernel, grid, pointers, after, options)
         if selection is None:
             result = transposed(result, weight)
-        keep(tensors, layout, out, selection, compiled, result, grid, after)
+        if whole:
+            unread = (0,) * (6 - len(tensors))  # pointers that a flat layout lacks, and that of the ids
+            aligned = weight.data_ptr() % 16 == 0
+            launch.keep(layout, tensors, compiled, result, grid, (*unread, *after), aligned)
+        elif result.data_ptr() % 16 == 0:  # launches into other memory are not cached
+            keep(tensors, layout, out, selection, compiled, result, after)
         return result
 
 
 def prepare(tensors, layout, sizes, result, selection=None):
-    """Return the grid, the kernel's pointers, its arguments after them, and Triton's options. sizes: of
-    check_state()."""
+    """Return the grid, the kernel's pointers, its arguments after them, and Triton's options. sizes: what
+    check_state() returned."""
     (weight, absmax, *second), (shape, _, quant_type, _, _, nested) = tensors, layout
     n, log2_block, log2_block2 = sizes
     s, log2_row, slices = settings(weight.device), min(6, log2_block), 1
@@ -205,11 +208,11 @@ def prepare(tensors, layout, sizes, result, selection=None):
             log2_row -= 1
     select = selection is not None and selection.ids is not None
     unit = math.gcd(n, 1 << log2_row)
-    count, skip, grid = extent(n, 64 * s.rows, selection)
+    count, skip, grid = extent(n, 64 * s.tile_rows, selection)
     by_bytes = (address_of(weight) + skip // 2) % 16 != 0 or n % (32 if select else 8) != 0
     if weight.dtype != torch.uint8:  # quant_storage
         weight = weight.view(-1).view(torch.uint8)
-    # What a launch does not read is absmax.
+    # absmax stands in for pointers that a launch does not read.
     pointers = weight, result, absmax, *(second or (absmax,) * 3), selection.ids if select else absmax
     constexprs = nested, quant_type, log2_block, log2_block2, select, by_bytes, log2_row, unit
     aligned = address_of(result) % 16 == 0
@@ -217,30 +220,26 @@ def prepare(tensors, layout, sizes, result, selection=None):
     return grid, pointers, (count, skip, slices, *constexprs, aligned, *last), options
 
 
-def keep(tensors, layout, out, selection, compiled, result, grid, after):
-    """Keep a launch: of a whole weight for launch.relaunch(), with `out` or slices for relaunch()."""
-    weight, (n, skip, *rest) = tensors[0], after
+def keep(tensors, layout, out, selection, compiled, result, after):
+    """Cache a launch into `out` or of selected slices, for any number of slices."""
+    weight, (elements, skip, *rest) = tensors[0], after
     aligned = (weight.data_ptr() + skip // 2) % 16 == 0
-    if out is None and selection is None:
-        unread = (0,) * (6 - len(tensors))  # pointers that a flat layout does not have, and that of the ids
-        launch.keep(layout, tensors, compiled, result, grid, (*unread, *after), aligned)
-    elif result.data_ptr() % 16 == 0:  # launches into other memory are not kept
-        key, more = key_and_more(layout, out, selection)
-        compared, elements = (*tensors, *more), n
-        sizes, strides = [list(x.shape) for x in compared], [list(x.stride()) for x in compared]
-        if selection is not None:  # any number of slices fits
-            elements = slice_elements(layout[0])
-            for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
-                numbers[0] = None
-        tiling = elements, 64 * settings(weight.device).rows
-        launch.keep(key, compared, compiled, result, grid, rest, aligned, tiling, sizes, strides)
+    key, more = key_and_more(layout, out, selection)
+    compared = *tensors, *more
+    sizes, strides = [list(x.shape) for x in compared], [list(x.stride()) for x in compared]
+    if selection is not None:
+        elements = slice_elements(layout[0])
+        for numbers in (*sizes[len(tensors) :], *strides[len(tensors) :]):
+            numbers[0] = None
+    tiling = elements, 64 * settings(weight.device).tile_rows
+    launch.keep(key, compared, compiled, result, tiling, rest, aligned, sizes, strides)
 
 
 # --- torch.compile, export, and torch.func ---
 
 
 def call_operator(tensors, layout, out=None, selection=None):
-    """Dequantize by an operator, which tracers record as one call."""
+    """Dequantize through an operator, which tracers record as one call."""
     check_call(tensors, layout, out, selection, KERNEL_DEVICE)
     weight, dtype = tensors[0], layout[1]
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
@@ -273,9 +272,9 @@ def _dequantize_general(
     number: int | None,
     cache_key: str,
 ) -> torch.Tensor:
-    """Dequantize read_state's tensors of a layout, or a Selection if `number` is given. Real tensors take the
-    ordinary launch. cache_key is not read: compiled code is cached by it, and an exported program chooses
-    its settings where it loads."""
+    """Dequantize read_state's tensors of a layout, or a Selection if `number` is given. Real tensors are
+    launched through Triton. cache_key is not read: torch caches compiled code by it. An exported program
+    picks its settings on the machine that loads it."""
     tensors, layout, selection = from_fields(
         weight, absmax, code2, absmax2, offset, shape, dtype, quant_type, blocksize, blocksize2, nested,
         ids, start, number,
@@ -287,7 +286,7 @@ def _dequantize_general(
         if grid:
             launch.launch_by_triton(_dequantize_general_kernel, grid, pointers, after, options)
     elif not INTERPRETED and (not isinstance(grid, int) or grid > 0):  # a dynamic grid may be empty
-        # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
+        # wrap_triton takes no enable_fp_fusion. The bits are the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_dequantize_general_kernel)
         kernel[(grid,)](*pointers, *after, num_warps=options["num_warps"])
     return result

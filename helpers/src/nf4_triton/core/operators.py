@@ -1,5 +1,7 @@
-"""The puzzle's operator: what torch.compile, torch.export, and torch.func see of a call. `# %%`: a notebook
-cell."""
+"""The puzzle's operator, which torch.compile, torch.export, and torch.func see instead of a launch.
+
+`# %%`: a notebook cell.
+"""
 
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
@@ -26,8 +28,8 @@ def _dequantize(
     blocksize2: int,
     cache_key: str,
 ) -> torch.Tensor:
-    """Dequantize double-quantized NF4. Real tensors take the ordinary launch. cache_key is not read:
-    compiled code is cached by it, and an exported program chooses its settings where it loads."""
+    """Dequantize double-quantized NF4. Real tensors are launched through Triton. cache_key is not read: torch
+    caches compiled code by it. An exported program picks its settings on the machine that loads it."""
     if address_of(weight) % 16:
         weight = weight.clone()
     tensors = weight, absmax, code2, absmax2, offset
@@ -39,7 +41,7 @@ def _dequantize(
     if not is_fake(weight):
         launch_by_triton(_your_dequantize_nf4_kernel, grid, pointers, after, options)
     elif not INTERPRETED:
-        # It takes no enable_fp_fusion. Bits stay the same: no product feeds a sum directly.
+        # wrap_triton takes no enable_fp_fusion. The bits are the same: no product feeds a sum directly.
         kernel = torch.library.wrap_triton(_your_dequantize_nf4_kernel)
         kernel[(grid,)](*pointers, *after, num_warps=options["num_warps"])
     return result
@@ -47,7 +49,7 @@ def _dequantize(
 
 def register(name, function):
     """Register an operator. Inductor inlines the kernel of a triton_op. Triton's interpreter cannot be
-    traced, so there the operator is opaque."""
+    traced, so with it the operator is opaque."""
     register_as = torch.library.custom_op if INTERPRETED else torch.library.triton_op
     registered = register_as(name, function, mutates_args=())
     if INTERPRETED:

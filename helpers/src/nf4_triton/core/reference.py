@@ -1,6 +1,7 @@
-"""Exact 4-bit dequantization in plain PyTorch: the oracle of all tests and the fallback without Triton.
+"""Exact 4-bit dequantization in plain PyTorch: the fallback without Triton, and the reference for benchmarks,
+self-tests, and the export. It begins with the format, one step per line.
 
-It begins with the format, one step a line. `# %%`: notebook cells.
+The tests' oracle is their own (tests/nf4_triton/states.py). `# %%`: notebook cells.
 """
 
 # ruff: noqa: E402, I001
@@ -14,7 +15,7 @@ from .private import is_traced
 
 # %% id="format"
 def dequantize_in_pytorch(layer):
-    """Return the weight of a double-quantized NF4 layer, one step of the format a line."""
+    """Return the weight of a double-quantized NF4 layer, one step of the format per line."""
     state = layer.weight.quant_state
     code2, absmax2 = state.state2.code, state.state2.absmax
     byte = layer.weight.data.view(-1)  # two 4-bit codes each, the high nibble first
@@ -40,7 +41,7 @@ VALUES = {
         -0.0, -0.0625 / 12, -8 / 12, -1.0, -4 / 12, -0.5, -2 / 12, -0.25,
     ),
 }  # fmt: skip
-CHUNK = 1 << 18  # elements that a CPU computes at once, in its caches
+CHUNK = 1 << 18  # elements that a CPU dequantizes at once: they fit its caches
 
 
 def exact_weight(tensors, layout, selection=None):
@@ -62,7 +63,7 @@ def exact_weight(tensors, layout, selection=None):
     scale = scales_of(tensors, layout, torch.arange(-(-n // block), device=codes.device))
     table = torch.tensor(VALUES[quant_type], dtype=torch.float32, device=codes.device)
     pairs = torch.cartesian_prod(table, table)  # the values of each byte's two codes, the high nibble first
-    if is_traced(codes):  # not in place: under vmap the codes or the scales alone may be batched
+    if is_traced(codes):  # not in place: vmap may batch only the codes or only the scales
         return products(pairs, codes, scale, block)[:n].to(dtype).view(shape)
     result = codes.new_empty(shape, dtype=dtype)
     size = max(block, CHUNK * 64 if codes.is_cuda else CHUNK)
@@ -73,20 +74,20 @@ def exact_weight(tensors, layout, selection=None):
 
 
 def products(pairs, codes, scale, block):
-    """Return the value of each code times the scale of its block."""
+    """Return each code's value times the scale of its block."""
     values, scale = pairs.index_select(0, codes.int()).view(-1), scale.repeat_interleave(block)
     n = min(len(values), len(scale))
     return multiply(values[:n], scale[:n])
 
 
 def select(tensors, layout, selection):
-    """Return slices as the tensors and the layout of a flat weight, and which of their ids do not exist."""
+    """Return slices as the tensors and the layout of a flat weight, and a mask of ids that do not exist."""
     shape, dtype, quant_type, blocksize, *_ = layout
     ids, codes = selection.ids, codes_of(tensors[0])
     if ids is None:
         ids = torch.arange(selection.number, device=codes.device) + selection.start
     n = math.prod(shape[1:])
-    unit = math.gcd(n, blocksize)  # lies in one block
+    unit = math.gcd(n, blocksize)  # elements that lie in one block
     known = ids.long().clamp(0, shape[0] - 1)
     units = known[:, None] * (n // unit) + torch.arange(n // unit, device=ids.device)
     units = units.view(-1)
@@ -112,13 +113,14 @@ def scales_of(tensors, layout, blocks):
 
 
 def multiply(a, b):
-    """Return a * b as bitsandbytes' build for the device rounds it: on a GPU with subnormals as zeros."""
+    """Return a * b as bitsandbytes' build for the device rounds it. On a GPU, subnormals become zeros."""
     return multiply_flushing(a, b) if a.is_cuda else a * b
 
 
 def multiply_flushing(a, b):
     """Return a * b for |a| <= 1 as the GPU's `mul.rn.ftz.f32` does: subnormal factors and products become
-    zeros of their sign. The GPU looks after rounding to 24 bits, which fp32 keeps 2**64 times as large."""
+    zeros of their sign. The GPU tests for subnormals after rounding to 24 bits; scaled by 2**64, fp32 keeps
+    all 24."""
     smallest = torch.finfo(torch.float32).tiny  # normal number: 2**-126
     a = a * (a.abs() >= smallest)  # times False is a zero of its sign; NaN stays NaN
     b = b * (b.abs() >= smallest)

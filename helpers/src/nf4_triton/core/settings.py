@@ -1,11 +1,9 @@
-"""What depends on the GPU: tile, inline assembly, cache hints. The section is a notebook cell."""
+"""Settings that depend on the GPU: tile, inline assembly, cache hints. The section is a notebook cell."""
 # ruff: noqa: E402, I001
 # %% tags=["module-only"]
-import os
-
 import torch
 
-from .supported import TILES, VERSION, UnsupportedState as UnsupportedState, interpreted
+from .supported import TILES, VERSION, UnsupportedState as UnsupportedState, forced_card, interpreted
 
 INTERPRETED = interpreted()
 
@@ -19,17 +17,17 @@ KERNEL_DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What depends on the GPU."""
+    """Settings that depend on the GPU."""
 
-    asm: bool  # inline PTX; False: the same bits in plain Triton
+    asm: bool  # inline PTX; False: plain Triton, bit-identical
     hints: bool  # cache eviction hints on data read or written once
-    int_bf16: bool  # sm_75: bf16 is rounded in integers
-    rows: int  # of 64 elements, per program
+    sm75: bool  # no bf16 arithmetic: bf16 is rounded in integers
+    tile_rows: int  # rows of 64 elements per program
     num_warps: int
 
 
-T4 = dict(int_bf16=True, rows=TILES[7, 5][0], num_warps=TILES[7, 5][1])
-launches: dict = {}  # {layout: what keep() made for it}, under the settings of now
+T4 = dict(sm75=True, tile_rows=TILES[7, 5][0], num_warps=TILES[7, 5][1])
+launches: dict = {}  # {layout: its cached launches}, for the current settings
 _forced: dict = {}
 _cache_key = ""
 
@@ -38,8 +36,8 @@ _cache_key = ""
 def settings(device=0):
     """Return the Settings of a GPU, or of Triton's interpreter, with what force() overrides."""
     if INTERPRETED or not torch.cuda.is_available():
-        # Few large programs: the interpreter's time depends on their number, not on their size.
-        own = Settings(asm=False, hints=True, int_bf16=True, rows=512, num_warps=4)
+        # Few large programs: the interpreter's time depends on the number of programs, not on their size.
+        own = Settings(asm=False, hints=True, sm75=True, tile_rows=512, num_warps=4)
     else:
         card = torch.cuda.get_device_properties(getattr(device, "index", device))
         own = of_capability(card.major, card.minor)
@@ -48,13 +46,13 @@ def settings(device=0):
 
 def of_capability(major, minor):
     """Return the Settings of a GPU of this compute capability."""
-    rows, num_warps = TILES.get((major, minor), TILES[9, 0] if major >= 8 else TILES[7, 5])
-    return Settings(asm=True, hints=True, int_bf16=major < 8, rows=rows, num_warps=num_warps)
+    tile_rows, num_warps = TILES.get((major, minor), TILES[9, 0] if major >= 8 else TILES[7, 5])
+    return Settings(asm=True, hints=True, sm75=major < 8, tile_rows=tile_rows, num_warps=num_warps)
 
 
 def cache_key():
-    """Return the version, the tiles, and what force() set, as text. The operators take it as an argument, so
-    that torch.compile reuses no code from its cache on disk that it compiled for other settings."""
+    """Return the version, the tiles, and the forced settings as text. The operators take it as an argument,
+    so that torch.compile reuses no code from its cache on disk that was compiled for other settings."""
     return _cache_key
 
 
@@ -68,8 +66,8 @@ def has_no_bf16(device):
 
 
 def force(**fields):
-    """Override fields of Settings from now on, or inside `with force(...)`, and forget the kept launches.
-    force(**T4) takes the settings of a T4, force() returns to the GPU's own."""
+    """Override fields of Settings from now on, or inside `with force(...)`, and clear the cached launches.
+    force(**T4) sets the settings of a T4, force() the GPU's own."""
     global _forced, _cache_key
     restore = contextlib.ExitStack()
     restore.callback(force, **_forced)
@@ -79,16 +77,16 @@ def force(**fields):
     return restore
 
 
-force(**(T4 if os.environ.get("NF4_FORCE", "").strip().lower() == "t4" else {}))
+force(**(T4 if forced_card() == "t4" else {}))
 
 
 def of_card(s):
-    """Return the kernels' last constexprs under Settings s (ROWS, ASM, SM75, LOAD_HINT, STORE_HINT), and
+    """Return the kernels' last constexprs under Settings s (TILE_ROWS, ASM, SM75, LOAD_HINT, STORE_HINT), and
     Triton's launch options. No fp fusion: an FMA changes bits."""
     hints = ("evict_first", ".cs") if s.hints else ("", "")
-    return (s.rows, s.asm, s.int_bf16, *hints), dict(num_warps=s.num_warps, enable_fp_fusion=False)
+    return (s.tile_rows, s.asm, s.sm75, *hints), dict(num_warps=s.num_warps, enable_fp_fusion=False)
 
 
 # %% tags=["module-only"]
-if os.environ.get("NF4_FORCE", "").strip().lower() not in ("", "t4"):
-    raise ValueError(f"NF4_FORCE is {os.environ['NF4_FORCE']!r}, expected t4, or nothing")
+if forced_card() not in ("", "t4"):
+    raise ValueError(f"NF4_FORCE is {forced_card()!r}, expected t4, or nothing")

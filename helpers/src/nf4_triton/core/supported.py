@@ -1,4 +1,4 @@
-"""What is supported: versions, cards, tiles, and the error for what is not. Imports neither torch nor Triton.
+"""Supported versions, tiles, and the error for everything else. Imports neither torch nor Triton.
 
 `# %%`: a notebook cell.
 """
@@ -9,7 +9,7 @@ import os
 
 # %% Versions, cards, and tiles id="supported" folded=true
 VERSION = "2.1.0"  # of the package
-NEWEST_TRITON = (3, 9)  # the newest that the tests ran with; newer ones launch the ordinary way
+NEWEST_TRITON = (3, 9)  # the newest that was tested; with newer ones, every launch goes through Triton
 TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
     (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)
     (9, 0): (32, 2),  # 16 or 64 rows: 6 to 7% slower; 1 or 4 warps: 1 to 2% (H200, 16.8M elements)
@@ -21,16 +21,12 @@ class UnsupportedState(ValueError):
     expected, and what to do."""
 
 
+def forced_card():
+    """Return what NF4_FORCE asks for: "t4", the settings of a T4, or "", the GPU's own."""
+    return os.environ.get("NF4_FORCE", "").strip().lower()
+
+
 # %% tags=["module-only"]
-CARDS = {  # by compute capability: those whose machine code is checked
-    (7, 5): "Tesla T4",
-    (8, 0): "A100",
-    (8, 6): "RTX 30, A10",
-    (8, 9): "RTX 40, L4",
-    (9, 0): "H100, H200",
-    (10, 0): "B200",
-    (12, 0): "RTX 50",
-}
 
 
 def interpreted() -> bool:

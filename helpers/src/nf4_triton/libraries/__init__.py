@@ -1,1 +1,1 @@
-"""The switch: which functions of other libraries dequantize, what answers their calls, on and off."""
+"""The switch: which library functions dequantize, what replaces them, switching on and off."""

@@ -1,36 +1,37 @@
-"""Axolotl: its LoRA kernels' dequantization, FSDP2's, and the experts that ScatterMoE selects."""
+"""Axolotl: dequantization for its LoRA kernels, for FSDP2, and for the experts that ScatterMoE selects."""
 
 import math
 
 import torch
 
 from ..core.supported import UnsupportedState
-from .site import Site, dequantize_stack, dequantized, launch_general, small_stack
+from .self_test import dequantized, small_stack
+from .site import Site, dequantize_stack, launch_general
 
 DEQUANT = "axolotl.kernels.quantize._ctypes_nf4_dequant"
-FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # from 0.21 on
+FSDP2 = "axolotl.utils.nf4.dequantize_bnb_4bit"  # since 0.21
 EXPERTS = "axolotl.integrations.kernels.libs.scattermoe_lora.selective_dequant._selective_dequant_bnb4"
 
-CHUNK = 2**26  # elements of its launches; other sizes bound the caller's memory
+CHUNK = 2**26  # Axolotl's default chunk, in elements; other sizes are there to limit memory
 
 
 def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
-    """Answer for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
+    """Replace it for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
     tensors = W, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
     return site.by_kernel(launch_general.dequantize_tensors, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
-    """Answer for weights of the sharded loader and merges. The original fills `out` by chunks, on any device,
-    and never transposes."""
+    """Replace it for weights of the sharded loader and of merges. The original fills `out` in chunks, on any
+    device, and never transposes."""
     if data.shape[0] == 1 or chunk_size != CHUNK:
         return None
     return site.by_kernel(launch_general.dequantize_weight, data, state, out)
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
-    """Answer for the experts that a batch is routed to."""
+    """Replace it for the experts that a batch is routed to."""
     return site.by_kernel(selected_experts, raw_param, quant_state, active_experts, expert_shape)
 
 
@@ -42,7 +43,7 @@ def selected_experts(raw_param, quant_state, active_experts, expert_shape):
 
 
 def dequantized_from_parts(packed, quant_state, weight):
-    """Return the self-test's calls: of nested NF4 alone."""
+    """Return the self-test's calls: only nested NF4."""
     q, second = quant_state, quant_state.state2
     if not second or q.quant_type != "nf4":
         return []

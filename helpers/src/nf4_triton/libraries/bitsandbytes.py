@@ -1,4 +1,4 @@
-"""bitsandbytes, also for PEFT and transformers: dequantize_4bit, and the operator that dequantizes and
+"""bitsandbytes, for PEFT and transformers, too: dequantize_4bit, and the operator that dequantizes and
 multiplies."""
 
 import torch
@@ -7,11 +7,11 @@ from torch.nn.functional import linear
 from .site import Site, launch_general
 
 DEQUANTIZE = "bitsandbytes.functional.dequantize_4bit"
-FALLBACK = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"  # imported only where there is a GPU
+FALLBACK = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"  # imported only with a GPU
 
 
 def dequantize_4bit(site, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
-    """Answer for a weight. The other arguments are read only if there is no quant_state."""
+    """Replace it for a weight with a quant_state. The original reads the other arguments only without one."""
     if quant_state is None:
         return None
     return site.by_kernel(launch_general.dequantize_weight, A, quant_state, out)
@@ -21,8 +21,8 @@ def dequant_linear_fallback(
     site, A, B, shapeB, absmax, blocksize, quant_type, bias=None,
     absmax_8bit=None, absmax_code=None, absmax_offset=None,
 ):  # fmt: skip
-    """Answer for the branch of the CUDA operator gemm_4bit that dequantizes and multiplies."""
-    nested = absmax_8bit is not None  # then `absmax` scales the scales
+    """Replace the branch of the CUDA operator gemm_4bit that dequantizes and multiplies."""
+    nested = absmax_8bit is not None  # then `absmax` is absmax2
     tensors = (B, absmax_8bit, absmax_code, absmax, absmax_offset) if nested else (B, absmax)
     layout = tuple(shapeB), A.dtype, quant_type, blocksize, 256 if nested else None, nested
     weight = site.by_kernel(launch_general.dequantize_tensors, tensors, layout)
@@ -32,7 +32,7 @@ def dequant_linear_fallback(
 
 
 def multiplied_from_parts(packed, quant_state, weight):
-    """Return the self-test's call: a product with zeros and ones, which shows every bit of the weight."""
+    """Return the self-test's call: a product with the identity, which shows every bit of the weight."""
     weight = weight.view(512, 64)
     x = torch.eye(64, dtype=weight.dtype, device=packed.device)
     bias = x.view(8, 512)[0]

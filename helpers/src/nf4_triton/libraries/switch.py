@@ -1,8 +1,8 @@
-"""Switch the kernel on and off in the libraries people fine-tune with: one call, the same bits, reversible.
+"""Switch the kernel on and off in fine-tuning libraries: one call, bit-identical, reversible.
 
 It is on or off for the whole process. `use_nf4_kernel` replaces the functions of LIBRARIES in every imported
 module of PACKAGES that refers to them, if they take the expected parameters and pass their self-test. A state
-that the kernel does not accept goes to the library's own function, counted.
+that the kernel does not accept goes to the library's own function, and is counted.
 """
 
 import contextlib
@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from ..environment import cannot_run
 from ..log import say
 from . import axolotl, bitsandbytes, unsloth
-from .site import COMPILED, KERNEL, OFF, ORIGINALS, Site, contents, current, self_test_device
+from .self_test import self_test_device
+from .site import COMPILED, KERNEL, OFF, ORIGINALS, Site, contents, current
 
-# The first function of a library is the one that counts: without it the library is left as it is.
+# Without its first function, a library is not switched.
 LIBRARIES = {"unsloth": unsloth.SITES, "bitsandbytes": bitsandbytes.SITES, "axolotl": axolotl.SITES}
-THROUGH = {"peft": "bitsandbytes", "transformers": "bitsandbytes"}  # who dequantizes for them
-# Packages whose modules are searched; Unsloth writes and imports modules of its own ("unsloth_compiled...").
+THROUGH = {"peft": "bitsandbytes", "transformers": "bitsandbytes"}  # which library dequantizes for them
+# Packages whose modules are searched, by the beginning of their names: Unsloth also imports modules that it
+# wrote ("unsloth_compiled...").
 PACKAGES = (
     "bitsandbytes",
     "unsloth",
@@ -35,7 +37,7 @@ PACKAGES = (
     "vllm",
     "moe_utils",
 )
-# Experts are selected or multiplied here in kernels of their own, which nothing replaces.
+# These select or multiply experts in kernels of their own, which nothing replaces.
 OWN_KERNELS = (
     "unsloth_zoo.temporary_patches.moe_routed.nf4_select_dequant",
     "unsloth_zoo.temporary_patches.gpt_oss_grouped_qlora.nf4_dequant_expert_stack",
@@ -43,22 +45,21 @@ OWN_KERNELS = (
     "nf4_route.dequant_groups",  # of the package grouped-nf4-gemm
 )
 _lock = threading.RLock()
-# A child forked in another thread's self-test would wait for it forever.
+# A child that is forked while another thread holds the lock would wait for it forever.
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-was_called = False  # use_nf4_kernel() or restore(): NF4_TRITON=1 then switches nothing on
-# Of this time that the kernel is on, or the last. A new time has new dicts, so that older reports stay true.
-_sites: list[Site] = []  # also those left to the library; empty after restore()
+was_called = False  # whether use_nf4_kernel() or restore() was: then NF4_TRITON=1 switches nothing on
+# State since the kernel was last switched on. Each switch-on makes new dicts: older reports stay true.
+_sites: list[Site] = []  # with those left to the library; empty after restore()
 _calls: dict[str, Counter] = {}
 _left: dict[str, str] = {}
 
 
 class Switch:
     """The switch, as use_nf4_kernel() returns it. print(switch) says how much the kernel dequantized, where,
-    and what was left to the libraries and why; also after the kernel was switched off.
+    and what was left to the libraries and why, even after the kernel was switched off.
 
     The end of a `with` block switches the kernel off, unless it was on before.
-    calls: {function: Counter of {"by the kernel", or "by the library: " and why: eager calls}}, of those that
-    were replaced.
+    calls: {replaced function: Counter of {"by the kernel", or "by the library: " and why: eager calls}}.
     """
 
     def __init__(self, was_on: bool = True):
@@ -67,12 +68,12 @@ class Switch:
 
     @property
     def on(self) -> bool:
-        """Whether the kernel is on, and was since this switch."""
+        """Whether the kernel is on, and has been since this switch was made."""
         return self.calls is _calls and any(not site.why_not for site in _sites)
 
     @property
     def left(self) -> dict[str, str]:
-        """{name: why} of what dequantizes without the kernel, or did until restore()."""
+        """{name: why}: functions that dequantize without the kernel, or did until restore()."""
         if self.calls is _calls:
             _find_left()
         return self._left
@@ -109,18 +110,18 @@ class Switch:
 
 
 def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Switch:
-    """Let the kernel dequantize in Unsloth, bitsandbytes, Axolotl, PEFT and transformers, or in those named.
+    """Let the kernel dequantize in Unsloth, bitsandbytes, Axolotl, PEFT, and transformers, or in those named.
 
-    names: of "unsloth", "bitsandbytes", "axolotl", "peft", "transformers"; without names, bitsandbytes and
-    those that are imported.
+    names: any of "unsloth", "bitsandbytes", "axolotl", "peft", "transformers"; without names, bitsandbytes
+    and those that are imported.
     quiet: log nothing. Otherwise the logger "nf4_triton" says what was replaced and what was not, on one
     process per host (LOCAL_RANK 0).
-    strict: raise if one of these libraries cannot be switched, and change nothing. Otherwise it is left as it
-    is, and the switch says why: training goes on without the kernel.
+    strict: raise if one of these libraries cannot be switched, and change nothing. Otherwise that library
+    stays as it is, and the switch says why: training goes on without the kernel.
 
-    Call it again after other imports: it adds what was imported since. restore() ends it. Raises ValueError
-    for an unknown name; with strict, ImportError (not installed), UnknownInternals (other functions than
-    expected) or RuntimeError (no usable GPU, or other bits).
+    Call it again after other imports, to add what was imported since. restore() ends it. Raises ValueError
+    for an unknown name; with strict, ImportError (not installed), UnknownInternals (unexpected functions), or
+    RuntimeError (no usable GPU, or other bits).
     """
     global was_called
     for name in names:
@@ -140,13 +141,13 @@ def use_nf4_kernel(*names: str, quiet: bool = False, strict: bool = False) -> Sw
 
 
 def restore() -> None:
-    """Put every library's own functions back, whoever switched them."""
+    """Put every library's own functions back, no matter who switched them."""
     global was_called
     was_called = True
     with _lock:
         _find_left()
         for site in _sites:
-            site.why_not = OFF  # first: a replacement that is not found below then just calls the original
+            site.why_not = OFF  # first: then a replacement that is not found below just calls the original
         _sites.clear()
         _replace(ORIGINALS, ("",))
 
@@ -154,7 +155,7 @@ def restore() -> None:
 def _prepare(names, strict: bool) -> dict[Site, str]:
     """Test the functions of these libraries. Return {function: why it is left to the library, or ""}.
 
-    Nothing is replaced yet. With strict, raise what is wrong with a library's first function.
+    Nothing is replaced yet. With strict, raise the error of a library's first function.
     """
     prepared = {}
     for name in names:
@@ -184,7 +185,7 @@ def _prepare(names, strict: bool) -> dict[Site, str]:
 
 
 def _switch_on(prepared: dict[Site, str]) -> None:
-    """Let these functions answer, and then replace them everywhere."""
+    """Let the kernel answer for these functions, then replace them everywhere."""
     global _calls, _left
     if not Switch().on:
         _sites.clear()
@@ -203,7 +204,7 @@ def _switch_on(prepared: dict[Site, str]) -> None:
 def _replace(others: dict, packages: tuple[str, ...]) -> None:
     for name, attribute, value in _references(packages):
         if value in others:
-            with contextlib.suppress(Exception):  # a module that cannot be written keeps what it has
+            with contextlib.suppress(Exception):  # a read-only module keeps its function
                 setattr(sys.modules[name], attribute, others[value])
 
 
@@ -222,13 +223,18 @@ def _find_left() -> None:
         return
     _left.clear()
     _left.update((site.name, site.why_not) for site in _sites if site.why_not)
-    originals = {site.original: site for site in _sites if not site.why_not}
+    if on := {site.original: site for site in _sites if not site.why_not}:
+        _left.update(_others(on))
+
+
+def _others(on: dict) -> Iterator[tuple[str, str]]:
+    """Yield (name, why) of what dequantizes beside the functions that are on: {original: site}."""
     for name in OWN_KERNELS:
-        if originals and current(name):
-            _left[name] = "it has a kernel of its own"
+        if current(name):
+            yield name, "it has a kernel of its own"
     for name, attribute, value in _references():
-        if value in originals:
-            _left[f"{name}.{attribute}"] = "imported before use_nf4_kernel() was called, or read-only"
-    for site in originals.values():
+        if value in on:
+            yield f"{name}.{attribute}", "imported before use_nf4_kernel() was called, or read-only"
+    for site in on.values():
         if not site.calls and current(site.name) is not site.replacement:
-            _left[site.name] = "another library wrapped or replaced it since, and no call came through"
+            yield site.name, "another library wrapped or replaced it since, and no call came through"

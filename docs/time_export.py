@@ -1,9 +1,9 @@
-"""Time the export of a random model of Llama-3-8B's shapes with an adapter beside `cp` of its result.
+"""Time the export of a random model of Llama-3-8B's shapes with an adapter, and `cp` of the result.
 
-    python -m helpers.bench.real_export FOLDER
+    python docs/time_export.py FOLDER
 
-The base is in 4 bit, then in 16 bit, which the export quantizes as training did: both results must have the
-same bytes. A time is that of the call and of sync. FOLDER gets 22 GB, and 48 more while it runs.
+The base is stored in 4 bit, then in 16 bit, which the export quantizes as training did: both results must
+have the same bytes. A time covers the call and a sync. FOLDER takes 22 GB, and 48 GB more during the run.
 """
 
 import filecmp
@@ -14,14 +14,16 @@ import sys
 import time
 from pathlib import Path
 
-from helpers.bench import training
-from nf4_triton import export_checkpoint
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from helpers.bench import training  # noqa: E402
+from nf4_triton import export_checkpoint  # noqa: E402
 
 BASES = {"model": None, "full": "nf4+double"}  # folder: trained_in
 
 
 def make(folder):
-    """Write the model in 16 bit and in 4, and its adapter."""
+    """Write the model in 16 bit and in 4 bit, and its adapter."""
     training.random_model(training.WHOLE_LLAMA3_8B).save_pretrained(folder / "full")
     model = training.peft_model(training.WHOLE_LLAMA3_8B, lora=training.LORA | {"init_lora_weights": False})
     model.save_pretrained(folder / "adapter")
@@ -29,7 +31,7 @@ def make(folder):
 
 
 def seconds(call, *arguments):
-    """Return the seconds until all that a call writes is on the disk."""
+    """Return the seconds until everything that a call writes is on the disk."""
     subprocess.run(["sync"], check=True)
     start = time.perf_counter()
     call(*arguments)
