@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -12,6 +13,7 @@ import warnings
 from . import __version__
 from .doctor import NEEDED, doctor
 from .environment import missing
+from .export import problems
 
 DOCTOR = "say what works here, and what is missing; exit status 1 if the kernel does not work, else 0"
 EXPORT = "write a quantized checkpoint in 16 bit, or merge a LoRA adapter into its base"
@@ -38,6 +40,7 @@ OPTIONS = {  # option: help
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit status. Ctrl-C ends the process with 130."""
     run, options = parse(sys.argv[1:] if arguments is None else arguments)
+    token = problems.command.set(True)
     try:
         status = run(**options)
         print(end="", flush=True)  # nothing where stdout was closed
@@ -48,6 +51,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # of `doctor | head -1`; Python flushes once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        problems.command.reset(token)
 
 
 def parse(arguments) -> tuple:
@@ -84,13 +89,15 @@ def parse(arguments) -> tuple:
         command.add_argument("source", help=source)
         command.add_argument("out", help=out)
         for option, text in OPTIONS.items():
-            command.add_argument(option, action=Once, help=text)
+            kind = str if option in ("--base", "--skip-modules") else str.lower
+            command.add_argument(option, action=Once, type=kind, help=text)
         command.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
     commands.choices["export"].set_defaults(typed=arguments)
     commands.choices["verify"].add_argument(
         "--text", action=Once, help="a file to compare with (default: a short text)"
     )
-    known, unknown = parser.parse_known_args(arguments)
+    spelled = [re.sub("^--[^=]+", lambda x: x[0].lower().replace("_", "-"), text) for text in arguments]
+    known, unknown = parser.parse_known_args(spelled)
     options = vars(known)
     command = commands.choices[options.pop("command")]
     if unknown:
@@ -107,22 +114,29 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def export(source, out, skip_modules, shard_size, typed, **options) -> int:
+def export(source, out, shard_size, typed, **options) -> int:
     """Write a model in 16 bit. Return the exit status."""
     out = os.path.expanduser(out)
+
+    def end(*_):
+        if not (os.path.isdir(out) and os.listdir(out)):  # else it is complete
+            sys.exit(143)  # so that what was written so far is deleted
+
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
-        signal.signal(number, lambda *_: sys.exit(143))  # so that what was written so far is deleted
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, end)
     try:
         prepare()
         from .export.export import export_checkpoint
         from .export.verify import next_tokens
 
-        skipped, size = names(skip_modules), shard_size or "5GB"
-        counts = export_checkpoint(source, out, skip_modules=skipped, shard_size=size, **options)
+        counts = export_checkpoint(source, out, shard_size=shard_size or "5GB", **options)
     except (ImportError, OSError, ValueError) as error:
-        print(*f"Nothing was written: {error}".split(), file=sys.stderr)  # one line
+        print(f"Nothing was written: {error}", file=sys.stderr)
         return 1
-    line = f"{out}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
+    line = (
+        f"{problems.spoken(out)}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
+    )
     line += f" {counts.dequantized} dequantized, {counts.merged} merged"
     if "float32" in counts.dtypes:
         line += "; in float32: --dtype bfloat16 for 16 bit"
@@ -136,16 +150,16 @@ def export(source, out, skip_modules, shard_size, typed, **options) -> int:
     return 0
 
 
-def verify(source, out, skip_modules, unchecked, dtype, shard_size, **options) -> int:
+def verify(source, out, unchecked, dtype, shard_size, **options) -> int:
     """Compare what the export wrote with what was trained. Return the exit status."""
     out = os.path.expanduser(out)
     try:
         prepare(bars=True)
         from .export.verify import verify
 
-        found = verify(source, out, skip_modules=names(skip_modules), **options)
+        found = verify(source, out, **options)
     except (ImportError, OSError, ValueError) as error:
-        print(*f"Nothing was compared: {error}".split(), file=sys.stderr)
+        print(f"Nothing was compared: {error}", file=sys.stderr)
         return 2
     for name, (divergence, same) in found.items():
         print(f"{name}: KL divergence from what was trained {divergence:.2g}, same next token {same:.1%}")
@@ -158,11 +172,6 @@ def verify(source, out, skip_modules, unchecked, dtype, shard_size, **options) -
         return 0
     print(f"{out} does not answer as what was trained: export it with the options that fit its training.")
     return 1
-
-
-def names(text):
-    """Return the names in a list with commas."""
-    return text and text.replace(",", " ").split()
 
 
 def prepare(bars=False):

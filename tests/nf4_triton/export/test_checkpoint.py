@@ -80,6 +80,8 @@ def twice(x):
 
 DAMAGED = {
     "JSONDecodeError": lambda x: x | {f"{STATE}nf4": x[f"{STATE}nf4"][:-9]},
+    "200,000 bytes, expected about 200": lambda x: x | {f"{STATE}nf4": torch.full((200_000,), 32)},
+    r"AttributeError.*\\x1b\[2J": lambda x: with_facts(x, dtype="\x1b[2J"),
     "range\\(0, 256\\)": lambda x: x | {f"{STATE}nf4": torch.tensor(10**18)},  # not so many bytes
     "RecursionError": lambda x: x | {f"{STATE}nf4": torch.tensor(list(b"[" * 100_000))},
     "OverflowError": lambda x: with_facts(x, nested_offset=10**400),
@@ -96,6 +98,11 @@ DAMAGED = {
     "state2.blocksize is 1237": lambda x: with_facts(x, nested_blocksize=2**90),
     "0 states.*load_file": lambda x: "model.safetensors",
 }
+
+
+def test_swapped_arguments():
+    with pytest.raises(UnsupportedState, match="^name is a dict, expected a text: pass tensors, then name$"):
+        read_checkpoint(NAME, saved()[0])
 
 
 @pytest.mark.parametrize("text", DAMAGED)

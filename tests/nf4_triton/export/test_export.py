@@ -1,5 +1,7 @@
 """The command and its folders: what is refused in one line, what is copied, whole or nothing."""
 
+import contextlib
+import itertools
 import json
 import logging
 import os
@@ -31,7 +33,7 @@ transformers = pytest.importorskip("transformers", "5.15", "export needs transfo
 hub = pytest.importorskip("huggingface_hub")
 
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
-from nf4_triton.export import model, plan, sources  # noqa: E402
+from nf4_triton.export import bounds, model, plan, problems, sources  # noqa: E402
 
 HOW = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -44,12 +46,18 @@ FIELDS = {  # a copy of a folder: in which JSON file of it fields are others
     "code": 'full/config.json {"architectures": ["Mine"], "auto_map": {"AutoModel": "mine.Mine"}}',
     "unknown": 'full/config.json {"architectures": ["Mine"]}',
     "dtypeless": 'full/config.json {"dtype": null}',
-    "endless": 'full/config.json {"num_hidden_layers": 200000}',
+    "endless": 'full/config.json {"num_hidden_layers": 1099511627776}',
+    "depths": 'full/config.json {"text_config": {"depths": [2, 200000]}}',
+    "labeled": 'full/config.json {"num_labels": 100001}',
+    "backbone": 'four/config.json {"architectures": ["DetrForObjectDetection"], "model_type": "detr",'
+    ' "backbone": "evil/repo", "use_timm_backbone": false}',
     "kernels": 'four/config.json {"attn_implementation": "kernels-community/flash-attn"}',
     "elsewhere": 'adapter/adapter_config.json {"base_model_name_or_path": "/content/drive/base"}',
     "nameless": 'adapter/adapter_config.json {"base_model_name_or_path": null}',
     "hub": 'adapter/adapter_config.json {"base_model_name_or_path": "a/b", "revision": "abc"}',
     "local": 'adapter/adapter_config.json {"base_model_name_or_path": "~/four", "revision": "abc"}',
+    "control": 'adapter/adapter_config.json {"base_model_name_or_path": "/\\u001b[2J\\u202eb\\nc"}',
+    "longest": f'adapter/adapter_config.json {{"base_model_name_or_path": "{"x" * 6000}"}}',
     "loha": 'adapter/adapter_config.json {"peft_type": "LOHA"}',
     "nowhere": 'adapter/adapter_config.json {"target_modules": "nothing"}',
     "backtracking": 'adapter/adapter_config.json {"target_modules": "(.+)+(.+)+(.+)+(.+)+!"}',
@@ -67,6 +75,8 @@ TENSORS = {  # a copy of a folder: which tensors of its file are others; None: n
     "twice": ("full", {HEAD: EMBEDDING}),
     "apart": ("full", {HEAD: torch.ones(64, 64)}),
     "cut": ("adapter", {Q: None}),
+    "default": ("adapter", {Q.replace(".weight", ".default.weight"): Q}),
+    "mlx": ("adapter", {Q.replace("A.weight", "a"): Q}),
     "surplus": ("adapter", {Q.replace("q_proj", "k_proj"): Q}),
     "infinite": ("adapter", {Q: torch.full((2, 64), torch.inf)}),
     "int8": ("adapter", {Q: torch.ones(2, 64).char()}),
@@ -76,12 +86,20 @@ TENSORS = {  # a copy of a folder: which tensors of its file are others; None: n
 WRITTEN = {  # a folder: a file in it, and what it holds
     "adapter": (f"second/{LORA_CONFIG}", "{}"),
     "gguf": ("a.gguf", ""),
-    "runs": (f"checkpoint-500/{LORA_CONFIG}", "{}"),
+    "runs/checkpoint-9": (LORA, ""),
+    "runs/checkpoint-10": (LORA, ""),
+    "adapters/a": (LORA, ""),
+    "adapters/b": (LORA, ""),
+    "older runs": ("pytorch_model-00001-of-00002.bin", ""),
+    "diffusers": ("pytorch_lora_weights.safetensors", ""),
     "bare": (LORA, ""),
     "pointer": (WEIGHTS, "version https://git-lfs.github.com/spec/v1"),
     "deep": (INDEX, "[" * 100_000),
     "listed": (INDEX, '{"weight_map": ["a"]}'),
     "lost": (INDEX, '{"weight_map": {"a": "other.safetensors"}}'),
+    "zero": (INDEX, json.dumps({"weight_map": {"a": "a\0b"}})),
+    "long": (INDEX, json.dumps({"weight_map": {"a": "x" * 5000}})),
+    "values": (INDEX, "{" + 5_000_001 * ","),
     "leads": (INDEX, '{"weight_map": {"a": "/etc/passwd"}}'),
     "damaged": (WEIGHTS, "x" * 99),
     "killed.partial": (CONFIG, "{}"),
@@ -123,7 +141,7 @@ def home(tmp_path_factory):
     (home / "lacks" / WEIGHTS).rename(home / "lacks" / "a.safetensors")
     (home / "lacks" / INDEX).write_text('{"weight_map": {"more": "a.safetensors"}}')
     (home / "link").symlink_to("nowhere")
-    (home / "taken").mkdir()
+    (home / "taken").mkdir(0o700)
     return home
 
 
@@ -131,7 +149,9 @@ def home(tmp_path_factory):
 def here(home, tmp_path, monkeypatch, caplog):
     """The current folder, and the user's: a copy of home. The command changes nothing of this process."""
     caplog.set_level(logging.INFO, "nf4_triton")
-    monkeypatch.setattr(command_line.signal, "signal", lambda *_: None)
+    for module in (command_line, bounds):
+        monkeypatch.setattr(module, "signal", mock.Mock())
+    monkeypatch.setattr(bounds.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(command_line, "prepare", lambda **_: None)
     monkeypatch.setattr(command_line.os, "_exit", sys.exit)
     monkeypatch.setenv("HOME", str(tmp_path / "here"))
@@ -146,7 +166,7 @@ def refused(here, capsys):
     def refused(arguments, text):
         before = sorted(here.rglob("*"))
         with pytest.raises(SystemExit) as end:
-            sys.exit(command_line.main(["export", *arguments.split()]))
+            sys.exit(command_line.main(["export", *shlex.split(arguments)]))
         starts = {1: "Nothing was written: ", 2: "nf4_triton export: error: ", 130: "interrupted"}
         *_, said = capsys.readouterr().err.splitlines()
         assert said.startswith(starts[end.value.code]) and text in f"{said}\n"
@@ -164,19 +184,20 @@ COMMANDS = {  # arguments: what the error says
     "four no/where": "no does not exist",
     "four ~nobody_here/out": "~nobody_here does not exist",
     "~nobody_here/a out": "~nobody_here/a is no folder or file here: check its name",
-    "lora out": "lora is no folder or file here: check its name",
-    "four out --shard-size abc": "shard_size is abc, expected a size such as 5GB, at least 1MB",
+    "lora out": "lora is no folder or file here: check its name\n",
+    "lora out --base full": "lora is no folder or file here: check its name\n",
+    "adapter out --base x/y/z": "x/y/z is no folder or file here: pass --base MODEL",
+    "four out --shard-size abc": "--shard-size is abc, expected a size such as 5GB, at least 1MB",
     "four out --shard-size 0": "at least 1MB",
     "four out --shard-size 5": "at least 1MB",
-    "four out --dtype int8": "dtype is int8, expected float16",
+    "four out --dtype int8": "int8 is no dtype for a model, expected float16",
     "four out --device cuda:99": "device is cuda:99",
-    "four out --base adapter": "type: nf4_triton export adapter OUT --base four",
+    "four out --base adapter": "omit --base, or if adapter is the adapter, swap the two",
     "full out": "full is in 16 bit and has no adapter: there is nothing to do",
-    "four out --trained-in fp4": "four is stored in nf4 and used as it is: omit trained_in",
+    "four out --trained-in fp4": "four is stored in nf4 and used as it is: omit --trained-in",
     "four out --trained-in nf4 --load-dtype fp16": "used as it is",
-    "full out --trained-in int4": "trained_in is int4, expected one of nf4, nf4+double",
-    "four out --load-dtype fp16": "load_dtype and skip_modules need it",
-    "adapter out --base adapter": "adapter has no model.safetensors",
+    "full out --trained-in int4": "--trained-in is int4, expected one of nf4, nf4+double",
+    "four out --load-dtype fp16": "--load-dtype and --skip-modules need --trained-in, expected one of nf4",
     "adapter out --base dtypeless --trained-in nf4": "names no dtype",
     "gptq out": "expected bitsandbytes, fp8, mxfp4, compressed-tensors, or 16 bit: pass the 16-bit model",
     "text out": "quantization_config of text/config.json is 'nf4', expected an object",
@@ -184,12 +205,28 @@ COMMANDS = {  # arguments: what the error says
     "unknown out": "is not run: update transformers (",
     "elsewhere out": "/content/drive/base is no folder or file here",
     "nameless out": "does not say what it was trained on: pass --base",
-    "gguf out": "it holds a.gguf",
-    "gguf/a.gguf out": "pass gguf, or what a GGUF was made from",
-    "four/config.json out": "pass four",
-    "adapter/adapter_config.json out": "pass adapter",
-    "runs out": "it holds checkpoint-500",
-    "bare out": "bare lacks adapter_config.json",
+    "gguf out": "gguf has no model.safetensors: pass what the GGUF was made from\n",
+    "gguf/a.gguf out": "a.gguf is no model.safetensors: pass what the GGUF was made from\n",
+    "four/config.json out": "pass four\n",
+    "adapter/adapter_config.json out": "pass adapter\n",
+    "runs out --base full": "pass runs/checkpoint-10\n",
+    "adapters out": "pass adapters/a or adapters/b\n",
+    "'older runs' out": "load it with from_pretrained(), write it with save_pretrained()",
+    "diffusers out --base full": "merge it with diffusers: load_lora_weights()",
+    "diffusers/pytorch_lora_weights.safetensors out --trained-in nf4": "merge it with diffusers",
+    "taken out": "taken has no model.safetensors: pass a folder as save_pretrained() writes it",
+    "bare out": "pass an adapter as SOURCE, with adapter_config.json beside it",
+    "adapter out --base adapter": "adapter has no model.safetensors: pass an adapter as SOURCE",
+    "default out": "holds tensors that PEFT's save_pretrained() names otherwise (1): base_model",
+    "mlx out": "if MLX trained it, fuse it there, with mlx_lm.fuse",
+    "endless out": "num_hidden_layers of config.json is 1099511627776, expected at most 1,000",
+    "depths out": "depths of config.json is 200000",
+    "labeled out": "num_labels of config.json is 100001, expected at most 100,000",
+    "control out": r"/\x1b[2J\u202eb c is no folder or file here",
+    "longest out": f": {300 * 'x'} is not here, and the hub did not send it",
+    "zero out": r"zero/a\x00b cannot be read: download it again",
+    "long out": f"long/{200 * 'x'} cannot be read: download it again",
+    "values out": "it is above 100 MB or 5 million values",
     "pointer out": "download it again (a git-lfs pointer: git lfs pull)",
     "deep out": "expected a JSON object",
     "listed out": f"weight_map of listed/{INDEX} is ['a'], expected an object",
@@ -231,7 +268,8 @@ def test_numbers_from_python(option):
 
 
 FAILURES = {  # what the error says: what writing calls, and what it does
-    "9 are free: choose another disk": ("shutil.disk_usage", lambda _: types.SimpleNamespace(free=9)),
+    # Its tensors take 65,920 bytes, and the small files more.
+    "65,920 are free: choose": ("shutil.disk_usage", lambda _: types.SimpleNamespace(free=65_920)),
     "four changed during the export": ("save_file", lambda *_: os.utime("four/model.safetensors", (1, 1))),
     "interrupted": ("save_file", mock.Mock(side_effect=KeyboardInterrupt)),
     "has too little memory": ("save_file", mock.Mock(side_effect=torch.OutOfMemoryError)),
@@ -244,6 +282,100 @@ def test_a_failure_leaves_nothing(refused, monkeypatch, text, out):
     name, function = FAILURES[text]
     monkeypatch.setattr(f"nf4_triton.export.write.{name}", function)
     refused(f"four {out}", text)
+
+
+@pytest.mark.parametrize("name", [CONFIG, INDEX])
+def test_a_large_json_is_not_read(refused, here, monkeypatch, name):
+    with open(here / "four" / name, "ab") as file:
+        file.truncate(101_000_000)
+    monkeypatch.setattr(sources, "WEIGHTS", (INDEX, WEIGHTS))
+    refused("four out", "it is above 100 MB")
+
+
+@pytest.mark.parametrize("module, name", [("time", "monotonic"), ("sys", "getallocatedblocks")])
+@pytest.mark.timeout(60, method="thread")  # the other method's alarm is what is tested
+def test_what_takes_long_is_refused(refused, monkeypatch, module, name):
+    """A pattern that backtracks, where a minute, or 2 GB of objects, pass between two looks."""
+    monkeypatch.setattr(bounds, "signal", signal)
+    looks = mock.Mock(**{f"{name}.side_effect": itertools.count(0, 21_000_000)})
+    monkeypatch.setattr(bounds, module, looks)
+    refused("backtracking out --base full", "takes too long or too much memory to build")
+
+
+def test_no_hub_is_asked_while_a_model_is_built(refused, monkeypatch):
+    asked = mock.Mock(side_effect=OSError)
+    monkeypatch.setattr("socket.getaddrinfo", asked)
+    refused("backbone out", "offline mode is enabled")
+    assert not asked.mock_calls
+
+
+def test_nothing_of_this_process_is_bounded_from_python(here):
+    """Counts are, also in other threads."""
+    export_checkpoint("adapter", "out")
+    assert not bounds.signal.mock_calls and not bounds.constants.HF_HUB_OFFLINE
+    with futures.ThreadPoolExecutor() as pool:
+        error = pool.submit(export_checkpoint, "endless", "other").exception()
+    assert "num_hidden_layers" in str(error)
+
+
+def stored(count, rows):
+    """Return tensors as sources.py opens them."""
+    slices = types.SimpleNamespace(get_shape=lambda: [rows, 64])
+    return dict.fromkeys(range(count), types.SimpleNamespace(get_slice=lambda _: slices))
+
+
+LEGITIMATE = {  # a config, how many tensors its files have, and the rows of one
+    "128 fused experts": (transformers.GptOssConfig(num_hidden_layers=1).to_dict(), 20, 128),
+    "16,384 experts": (transformers.DogeConfig().to_dict(), 483, 16_384),
+    "1,000 labels, no head": (transformers.ViTConfig(num_labels=1000).to_dict(), 198, 768),
+    "many labels": ({"num_labels": 3_000_000}, 12, 3_000_000),
+    "widths": ({"embed_dim_per_stage": [1152]}, 12, 64),
+    "many layers": ({"num_hidden_layers": 1_001}, 1_001, 64),
+}
+
+
+@pytest.mark.parametrize("name", LEGITIMATE)
+def test_counts_that_the_files_hold(name):
+    config, count, rows = LEGITIMATE[name]
+    bounds.check_counts(config, stored(count, rows))
+
+
+@pytest.mark.parametrize("dense, experts, count", [(3, 256, 270_436), (1, 384, 417_892)])
+def test_the_largest_models_are_not_refused(tmp_path, monkeypatch, dense, experts, count):
+    """DeepSeek V3 and Kimi K2 in 4 bits: the names in their indexes, and the model in the command's time."""
+    # Attention, MLPs, and experts, of which each has six tensors, and norms.
+    number = 6 * (61 * 5 + 3 * dense + 3 * (61 - dense) * (experts + 1)) + 61 * 4
+    names = [f"model.layers.60.mlp.experts.{n}.gate_proj.weight.nested_quant_map" for n in range(number)]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00163")}))
+    found = sources.read_json(tmp_path, INDEX, "weight_map")
+    config = transformers.DeepseekV3Config(n_routed_experts=experts, first_k_dense_replace=dense).to_dict()
+    bounds.check_counts(config, stored(len(found), 64))
+    monkeypatch.setattr(bounds, "command", mock.Mock())
+    with bounds.bounded(len(found)):
+        model.build(config | {"architectures": ["DeepseekV3ForCausalLM"]})
+    assert len(found) == count
+
+
+def test_a_head_of_another_width_does_not_say_how_many_labels():
+    with torch.device("meta"):
+        built = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**HOW))
+    head = mock.Mock(**{"get_tensor.return_value": torch.ones(99, 0)})
+    assert model.with_sizes({}, built, mock.Mock(tensors={"score.weight": head})) == {}
+
+
+def test_a_log_and_an_error_have_no_control_characters(here, caplog):
+    text, shown = "a\x1b[2J\u202eb\nc é --load-dtype", r"a\x1b[2J\u202eb c é load_dtype"
+    problems.say(text)
+    assert caplog.messages == [shown] and str(problems.UnsupportedState(text)) == shown
+    with pytest.raises(UnsupportedState) as error:
+        export_checkpoint("nowhere", "out")  # PEFT's own text is not shown
+    assert error.value.__suppress_context__
+
+
+def test_what_is_no_path_is_refused(here):
+    for name in ("source", "out", "base"):
+        with pytest.raises(UnsupportedState, match="source, out, or base is no path: write a model"):
+            export_checkpoint(**{"source": "four", "out": "out", name: torch.nn.Linear(1, 1)})
 
 
 def test_a_full_disk_leaves_nothing(refused, full_disk):
@@ -264,11 +396,12 @@ EXPORTS = {  # arguments: what is said
     "adapter out --base full": "trained on four/with your bnb_4bit_quant_type, and +double if/; 0 deq",
     "adapter out --base full --trained-in nf4+double": "loaded in torch.bfloat16/layers to nf4+double on c",
     "adapter out --base twice": "12 tensors/2 merged",
-    "full out --trained-in fp4 --load-dtype fp16 --skip-modules 'q_proj, lm_head,'": "6 layers/6 deq",
+    "full out --Trained_In FP4 --load_dtype=FP16 --skip-modules 'q_proj, lm_head,'": "6 layers/6 deq",
     "full out --trained-in nf4 --skip-modules q_prj": "has q_prj, which/the closest: q_proj",
     "kernels out --dtype bf16": "7 dequantized",
     "older older/out": "LlamaForCausalLM has none: position_ids, rotary_emb.inv_freq./11 tensors",
-    "four/model.safetensors out --device cpu": "7 dequantized",
+    "four/model.safetensors out --device CPU": "7 dequantized",
+    "four '\x1b[2J'": r"\x1b[2J needs/\x1b[2J: 11 tensors",
     "empty out --unchecked --dtype fp16": "12 tensors in torch.float16",
 }
 
@@ -278,6 +411,7 @@ def test_what_is_used_is_said(here, capsys, caplog, arguments):
     assert command_line.main(["export", *shlex.split(arguments)]) == 0
     said = caplog.text + capsys.readouterr().out
     assert all(text in said for text in EXPORTS[arguments].split("/"))
+    assert Path("taken").stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_config(refused, here, capsys):
@@ -505,31 +639,58 @@ print(peak[0] - before)
     assert 8 < float(said) < 50
 
 
+@contextlib.contextmanager
 def start(arguments, folder):
-    """Start the command in a process of its own."""
+    """Start the command in a process of its own, which ends in any case."""
     path = os.environ | {"PYTHONPATH": os.pathsep.join([str(machine.SRC), *sys.path]), "NF4_BACKEND": "torch"}
     command = [sys.executable, "-m", "nf4_triton", "export", *arguments.split()]
-    return subprocess.Popen(command, cwd=folder, env=path, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # Tests that run in the background inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_sigterm_leaves_nothing(large, tmp_path):
-    process = start(f"{large} out --unchecked --shard-size=9MB", tmp_path)
-    while not list(tmp_path.glob("out.partial/*")) and process.poll() is None:
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=60)
-    assert process.returncode == 143 and not list(tmp_path.iterdir())
+    with start(f"{large} out --unchecked --shard-size=9MB", tmp_path) as process:
+        while not list(tmp_path.glob("out.partial/*")) and process.poll() is None:
+            time.sleep(0.01)
+        process.terminate()
+        assert process.wait(60) == 143 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("arguments", ["adapter out --base endless", "backtracking out"])
-def test_ctrl_c_ends_what_takes_long(home, arguments):
-    """A model of 200,000 layers, and a pattern of layers that backtracks for minutes."""
+def test_sigterm_after_out_is_complete(here):
+    assert command_line.main("export four out".split()) == 0
+    (_, end), _ = command_line.signal.signal.call_args
+    end()
+    shutil.rmtree("out")
+    with pytest.raises(SystemExit, match="143"):
+        end()
+
+
+def test_a_signal_that_is_ignored_stays_ignored(here):
+    command_line.signal.getsignal.return_value = command_line.signal.SIG_IGN
+    assert command_line.main("export four out".split()) == 0
+    assert not command_line.signal.signal.mock_calls
+
+
+def test_ctrl_c_ends_what_takes_long(home):
+    """A pattern of layers that backtracks for minutes."""
     before = sorted(home.rglob("*"))
-    process = start(arguments, home)
-    while "trained on" not in process.stderr.readline():
-        assert process.poll() is None
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=2)
-    assert process.returncode == 130 and said.endswith("interrupted\n")
+    with start("backtracking out", home) as process:
+        while "trained on" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=2)
+        assert process.returncode == 130 and said.endswith("interrupted\n")
     assert sorted(home.rglob("*")) == before

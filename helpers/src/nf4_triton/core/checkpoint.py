@@ -29,18 +29,21 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor] | Any, name: str) -> tup
     Raises UnsupportedState if bitsandbytes did not save it in 4 bits, if a part is missing or has another
     size, or if it was quantized with other values than those of its type.
     """
+    if not isinstance(name, str):
+        raise UnsupportedState(f"name is a {type(name).__name__}, expected a text: pass tensors, then name")
     try:
         if read := getattr(tensors, "get_tensor", None):
             tensors = {key: read(key) for key in tensors.keys() if f"{key}.".startswith(f"{name}.")}
         return read_state_of(tensors, name)
     except UnsupportedState as error:
-        raise UnsupportedState(f"{name}: {error}") from error
+        raise UnsupportedState(f"{ascii(name)[1:-1]}: {error}") from error
     except Exception as error:  # of damaged JSON, sizes, and whatever is passed
-        raise UnsupportedState(
-            f"{name} cannot be read ({type(error).__name__}: {error}), expected a weight that bitsandbytes"
-            " saved in 4 bits: pass the tensors of all shards, as safetensors.torch.load_file returns them"
-            " (or an open safetensors.safe_open), and use a 16-bit weight as it is"
-        ) from error
+        raise UnsupportedState(  # in ASCII, because what a file says can control a terminal
+            f"{ascii(name)[1:-1]} cannot be read ({type(error).__name__}: {ascii(str(error))[1:-1]:.300}),"
+            " expected a weight that bitsandbytes saved in 4 bits: pass the tensors of all shards, as"
+            " safetensors.torch.load_file returns them (or an open safetensors.safe_open), and use a 16-bit"
+            " weight as it is"
+        ) from None
 
 
 def read_state_of(tensors, name) -> tuple:
@@ -89,4 +92,7 @@ def read_facts(tensors, name) -> dict:
         raise ValueError(
             f"it has {len(states)} states, expected one, such as '{name}{STATE}nf4': pass the full name"
         )
-    return json.loads(bytes(tensors[states[0]].flatten().tolist()))
+    state = tensors[states[0]]
+    if state.numel() > 100_000:
+        raise ValueError(f"its state has {state.numel():,} bytes, expected about 200")
+    return json.loads(bytes(state.flatten().tolist()))

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..log import say
 from .adapter import Adapter
+from .bounds import bounded, check_counts
 from .card import new_card
 from .formats import weight_of
 from .model import build, compare, edited, quantized_layers, untied
 from .plan import Plan, Training
-from .problems import UnsupportedState, library
+from .problems import UnsupportedState, library, say
 from .sources import find, small_files
 from .write import write
 
@@ -39,7 +39,7 @@ def export_checkpoint(
     base: Location | None = None,
     trained_in: str | None = None,
     load_dtype: str | torch.dtype | None = None,
-    skip_modules: list[str] | None = None,
+    skip_modules: str | list[str] | None = None,
     dtype: str | torch.dtype | None = None,
     shard_size: str | int = "5GB",
     device: str | torch.device | None = None,
@@ -56,7 +56,7 @@ def export_checkpoint(
     a 16-bit base on loading. The result then has the weights that training saw.
     load_dtype: the dtype in which training loaded that base. Default: its config's. After float32, weights
     are merged in float32, and rounded once to the dtype in which the base stores them.
-    skip_modules: the llm_int8_skip_modules of that training. Default: transformers' own.
+    skip_modules: that training's llm_int8_skip_modules: a list, or with commas. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: as it is stored; what is dequantized, in its
     quant_state.dtype or the dtype of config.json.
     shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
@@ -67,16 +67,24 @@ def export_checkpoint(
     Returns the counts of tensors written, dequantized, and merged, their dtypes, and their bytes.
     Raises UnsupportedState (a ValueError) for what is refused, OSError if OUT cannot be written.
     """
-    out = Path(os.path.expanduser(out))
+    with library(
+        "source, out, or base is no path: write a model with save_pretrained(), and pass its folder"
+    ):
+        _, _, out = Path(source), Path(base or ""), Path(os.path.expanduser(out))
     check_out(out)
     most, device = to_bytes(shard_size), to_device(device)
     dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     checkpoint, lora = find(source, base)
     model, config = None, checkpoint.config
-    if lora or trained_in or not unchecked:
-        model, config = build(config, lora)
-    training = how_trained(trained_in, load_dtype, skip_modules, checkpoint, model, device)
-    adapter = Adapter(lora, model) if lora else None
+    if lora:  # before the clock of bounded() starts
+        with library("an adapter needs PEFT, which cannot be imported: pip install peft"):
+            import peft  # noqa: F401
+    check_counts(config, checkpoint.tensors | (lora.tensors if lora else {}))
+    with bounded(len(checkpoint.tensors)):
+        if lora or trained_in or not unchecked:
+            model, config = build(config, lora)
+        training = how_trained(trained_in, load_dtype, skip_modules, checkpoint, model, device)
+        adapter = Adapter(lora, model) if lora else None
     pruned = config is not checkpoint.config
     plan = Plan(checkpoint, model, adapter, dtype, training, device, pruned)
     if model:
@@ -120,7 +128,8 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
         return None
     if kind not in KINDS:
         raise UnsupportedState(
-            f"trained_in is {kind}, expected one of {', '.join(KINDS)}; load_dtype and skip_modules need it"
+            f"{f'--trained-in is {kind}' if kind else '--load-dtype and --skip-modules need --trained-in'},"
+            f" expected one of {', '.join(KINDS)}: pass how training quantized the base"
         )
     stored = checkpoint.kind
     if any(weight_of(stored, key) != key for key in checkpoint.tensors):
@@ -129,7 +138,7 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
             stored = f"{checkpoint.how.get('bnb_4bit_quant_type', 'fp4')}{double}"
         if kind != stored or load_dtype or skip_modules:
             raise UnsupportedState(
-                f"{checkpoint.name} is stored in {stored} and used as it is: omit trained_in"
+                f"{checkpoint.name} is stored in {stored} and used as it is: omit --trained-in"
             )
         return None
     with library(f"transformers cannot quantize {type(model).__name__}"):
@@ -150,6 +159,8 @@ def in_4_bits(kind, skip_modules):
     """Return how transformers quantizes to a kind, such as nf4+double: a BitsAndBytesConfig."""
     from transformers import BitsAndBytesConfig
 
+    if isinstance(skip_modules, str):
+        skip_modules = skip_modules.replace(",", " ").split()
     quant_type, _, double = kind.partition("+")
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -172,7 +183,9 @@ def to_dtype(dtype):
     text = str(dtype).removeprefix("torch.")
     text = SHORT.get(text, text)
     if dtype and text not in SHORT.values():
-        raise UnsupportedState(f"dtype is {dtype}, expected float16, bfloat16, or float32")
+        raise UnsupportedState(
+            f"{dtype!s:.40} is no dtype for a model, expected float16, bfloat16, or float32"
+        )
     return getattr(torch, text) if dtype else None
 
 
@@ -181,13 +194,13 @@ def to_bytes(size):
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
     number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
     if number < 1e6:
-        raise UnsupportedState(f"shard_size is {size}, expected a size such as 5GB, at least 1MB")
+        raise UnsupportedState(f"--shard-size is {size!s:.40}, expected a size such as 5GB, at least 1MB")
     return number
 
 
 def to_device(device) -> torch.device:
     """Return a device that is here."""
-    with library(f"device is {device}, expected one that is here, such as cpu"):
+    with library(f"--device is {device!s:.40}, expected one that is here, such as cpu"):
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if device is None else device)
         torch.empty(1, device=device)

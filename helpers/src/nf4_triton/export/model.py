@@ -10,9 +10,8 @@ import tempfile
 import torch
 import transformers
 
-from ..log import say
 from .private import class_for, is_transformers, should_convert_module
-from .problems import UnsupportedState, library, refuse
+from .problems import UnsupportedState, library, refuse, say
 
 TASKS = {  # PEFT's task_type: the class that loads the base for it
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -87,7 +86,7 @@ def with_sizes(config, model, lora) -> dict:
     for key, file in lora.tensors.items():
         new = file.get_tensor(key)
         old = own.get(plain(key), new)
-        if old.dim() < 2 or len(old) == len(new):
+        if old.dim() < 2 or len(old) == len(new) or old.shape[1:] != new.shape[1:]:
             continue
         if len(old) == labels:
             model.config.num_labels = len(new)

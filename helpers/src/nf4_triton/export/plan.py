@@ -5,11 +5,10 @@ from typing import NamedTuple
 import torch
 
 from ..backend import dequantize
-from ..log import say
 from .formats import Stored, read, weight_of
 from .model import tied_names
 from .private import fuse, kept_in_float32, names_in, revert_weight_conversion
-from .problems import UnsupportedState, library, refuse
+from .problems import UnsupportedState, library, refuse, say
 
 BIAS = "final_logits_bias"  # of BART: it has as many columns as there are tokens
 

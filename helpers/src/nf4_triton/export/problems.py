@@ -1,11 +1,37 @@
-"""How this room refuses: what is wrong, what was expected, and what to do."""
+"""The export's errors: what is wrong, what was expected, and what to do."""
 
 import contextlib
+import contextvars
+import re
 import threading
 
-from ..core.supported import UnsupportedState
+from .. import log
+from ..core import supported
 
 LOCK = threading.RLock()  # around what transformers and PEFT do: their lazy imports race
+command = contextvars.ContextVar("command", default=False)  # whether this process is the command's own
+
+
+class UnsupportedState(supported.UnsupportedState):
+    """What is refused, in words that a terminal may show."""
+
+    def __str__(self):
+        return spoken(super().__str__())
+
+
+def spoken(text) -> str:
+    """Return a text in one line, with escapes for what controls a terminal, which names in files can hold.
+
+    Texts name options of the command; elsewhere their names become those of parameters.
+    """
+    if not command.get():
+        text = re.sub(r"(?<!\S)--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)
+    return repr(" ".join(text.split())[:2000])[1:-1].replace("\\'", "'")
+
+
+def say(text):
+    """Log a text."""
+    log.say(spoken(text))
 
 
 @contextlib.contextmanager
@@ -14,10 +40,10 @@ def library(problem):
     with LOCK:
         try:
             yield
-        except UnsupportedState:
+        except supported.UnsupportedState:
             raise
-        except Exception as error:
-            raise UnsupportedState(f"{problem} ({type(error).__name__}: {error})") from error
+        except Exception as error:  # a traceback would show its own text, which is not escaped
+            raise UnsupportedState(f"{problem} ({type(error).__name__}: {error!s:.300})") from None
 
 
 def refuse(what, problems, do):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fnmatch
 import json
 import os
 import re
@@ -10,9 +11,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
 
-from ..log import say
 from .formats import FORMATS, kind_of
-from .problems import UnsupportedState, library, refuse
+from .problems import UnsupportedState, library, refuse, say
 
 WEIGHTS = (  # in the order in which transformers, or diffusers, looks for them
     "model.safetensors",
@@ -25,6 +25,15 @@ TOKENIZER = """additional_chat_templates/* added_tokens.json chat_template* merg
 tokenizer* vocab* *.model *.tiktoken""".split()
 # [0-9]_*: a folder of sentence-transformers, such as 1_Pooling.
 SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_POLICY* [0-9]_*/*".split()]
+LARGE = 100e6  # bytes: tokenizers have up to 33 MB, the index of 400,000 tensors 43 MB
+INSTEAD = {  # files that are not read: what to do
+    "*.gguf": "pass what the GGUF was made from",
+    "*model*.bin": "load it with from_pretrained(), write it with save_pretrained(), and pass that",
+    "adapter_model.safetensors": "pass an adapter as SOURCE, with adapter_config.json beside it",
+    "adapters.safetensors": "fuse it where it was trained, with mlx_lm.fuse",
+    "pytorch_lora_weights.safetensors": "merge it with diffusers: load_lora_weights(), fuse_lora(),"
+    " unload_lora_weights(), save_pretrained()",
+}
 # Written anew, or of a training run.
 NOT_COPIED = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
 
@@ -52,17 +61,19 @@ def find(source, base=None):
     path = fetch(source, r"\w[\w.-]*/\w[\w.-]*")
     folder = path if path.is_dir() else path.parent
     if not (folder / "adapter_config.json").exists():
-        if (folder / ADAPTER[0]).exists():
-            raise UnsupportedState(
-                f"{folder} lacks adapter_config.json, expected beside {ADAPTER[0]}: copy it"
-            )
+        checkpoint = read_source(source, path, WEIGHTS, "config.json")
         if base:
             raise UnsupportedState(
                 f"{source} is not an adapter, expected one beside --base: omit --base, or if {base} is the"
-                f" adapter, type: nf4_triton export {base} OUT --base {source}"
+                " adapter, swap the two"
             )
-        return read_source(source, path, WEIGHTS, "config.json"), None
+        return checkpoint, None
     lora = read_source(source, path, ADAPTER, "adapter_config.json")
+    refuse(
+        f"{source} holds tensors that PEFT's save_pretrained() names otherwise",
+        [name for name in lora.tensors if re.search(r"\.default\.|lora_[ab]$", name)],
+        "write the adapter with that; if MLX trained it, fuse it there, with mlx_lm.fuse",
+    )
     if lora.kind == "unsloth":
         raise UnsupportedState(
             f"{source} changes single experts (experts.gate_up_projs), expected LoRA on other layers, or on"
@@ -72,7 +83,8 @@ def find(source, base=None):
     name = str(base or trained_on or "")
     if not name:
         raise UnsupportedState(f"{source} does not say what it was trained on: pass --base MODEL")
-    path = fetch(name, revision=None if base else lora.config.get("revision"))
+    revision = None if base else lora.config.get("revision")
+    path = fetch(name, revision=revision, do="pass --base MODEL, as it is called here")
     checkpoint = read_source(name, path, WEIGHTS, "config.json")
     trained_on = trained_on or "an unnamed model"
     say(f"Base: {name}, in {checkpoint.folder}. The adapter was trained on {trained_on}.")
@@ -81,43 +93,43 @@ def find(source, base=None):
     return checkpoint, lora
 
 
-def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None) -> Path:
+def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None, do="check its name") -> Path:
     """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for.
 
-    form: of a name on the hub. Adapters name their base gpt2, too.
+    form: of a name on the hub. Adapters name their base gpt2, too. do: where there is none.
     """
     path = Path(os.path.expanduser(name))
-    if path.exists():
+    if os.path.exists(path):  # Path.exists() raises for what is too long
         return path
     repository, _, named = str(name).partition("@")
-    do = "check its name, or pass --base MODEL if training had it elsewhere"
     if not re.fullmatch(form, repository):
-        raise UnsupportedState(f"{name} is no folder or file here: {do}")
+        raise UnsupportedState(f"{name!s:.300} is no folder or file here: {do}")
     try:
         shards = "model-*.safetensors", "diffusion_pytorch_model-*.safetensors"
         files = ["README.md", *SMALL, *WEIGHTS, *ADAPTER, *shards]
         return Path(snapshot_download(repository, revision=named or revision, allow_patterns=files))
     except (OSError, TypeError, ValueError) as error:
-        raise UnsupportedState(f"{name} is not here, and not on the hub ({error}): {do}") from error
+        raise UnsupportedState(
+            f"{name!s:.300} is not here, and the hub did not send it ({error!s:.300}): {do}"
+        ) from None
 
 
 def read_source(name, path, candidates, config) -> Source:
     """Open the first of the candidates in a folder, or a file itself."""
-    folder, found = (path, None) if path.is_dir() else (path.parent, path.name)
-    found = found or next((file for file in candidates if (folder / file).exists()), None)
-    if not found:
-        raise UnsupportedState(
-            f"{name} has no {candidates[0]}, expected a folder as save_pretrained() writes it: it holds"
-            f" {', '.join(sorted(os.listdir(folder))[:100])}"
-        )
-    if not found.endswith((".safetensors", ".index.json")):
-        raise UnsupportedState(f"{name} is no .safetensors file: pass {folder}, or what a GGUF was made from")
+    folder, found = path.parent, path.name
+    if path.is_dir():
+        folder, found = path, next((file for file in candidates if (path / file).exists()), "")
+    elsewhere = found in INSTEAD and found not in candidates
+    if elsewhere or not found.endswith((".safetensors", ".index.json")):
+        raise UnsupportedState(f"{name} {'is' if found else 'has'} no {candidates[0]}: {instead(path)}")
     weight_map = read_json(folder, found, "weight_map") if found.endswith(".json") else {}
     tensors: dict = {}
     stats: dict = {}
     for file in sorted({*map(str, weight_map.values())}) or [found]:
-        path = inside(folder, file)
-        with library(f"{path} cannot be read: download it again (a git-lfs pointer: git lfs pull)"):
+        with library(
+            f"{folder / file[:200]} cannot be read: download it again (a git-lfs pointer: git lfs pull)"
+        ):
+            path = inside(folder, file)
             stats[path] = path.stat().st_mtime_ns
             opened = safe_open(path, "pt")
         tensors |= dict.fromkeys(opened.keys(), opened)
@@ -152,6 +164,21 @@ def read_card(folder):
     return ModelCard("---\n{}\n---\n")
 
 
+def instead(path) -> str:
+    """Return what to do with a file that is not read, or with a folder without one that is."""
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    for pattern, do in INSTEAD.items():
+        if fnmatch.filter(names, pattern):
+            return do
+    if path.is_file():
+        return f"pass {path.parent}"
+    found = {file.parent for file in path.glob("*/*model*.safetensors*")}
+    if not found:
+        return "pass a folder as save_pretrained() writes it"
+    *others, last = sorted(map(str, found), key=lambda name: (len(name), name))  # checkpoint-9, checkpoint-10
+    return f"pass {last if '/checkpoint-' in last else ' or '.join([*others, last])}"
+
+
 def inside(folder, file) -> Path:
     """Return the path of a file. A link may lead to the blobs of the same repository in the hub's cache."""
     path, folder = folder / file, folder.resolve()
@@ -171,7 +198,9 @@ def read_json(folder, file, key=None) -> dict:
     with library(
         f"{path} cannot be read, expected a JSON object: download it again (a git-lfs pointer: git lfs pull)"
     ):
-        content = dict(json.loads(path.read_text(encoding="utf-8")))
+        if path.stat().st_size > LARGE or (text := path.read_text(encoding="utf-8")).count(",") > 5e6:
+            raise ValueError("it is above 100 MB or 5 million values")  # tokenizers have up to 1.5 million
+        content = dict(json.loads(text))
     if key:
         content = content.get(key) or {}
     if not isinstance(content, dict):
@@ -219,7 +248,7 @@ def listed(folder, patterns) -> dict:
     found: dict = {}
     for path in {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}:
         name = str(path.relative_to(folder))
-        if path.stat().st_size > 100e6:
+        if path.stat().st_size > LARGE:
             say(f"Not copied: {path} is above 100 MB.")
         elif not NOT_COPIED.fullmatch(name):
             found[name] = inside(folder, name)

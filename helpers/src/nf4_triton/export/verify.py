@@ -6,10 +6,9 @@ from pathlib import Path
 import torch
 import transformers
 
-from ..log import say
 from .export import in_4_bits, to_device, to_dtype
 from .formats import loading
-from .problems import UnsupportedState, library
+from .problems import UnsupportedState, library, say
 from .sources import find
 
 TEXT = """The lighthouse keeper's daughter counted ships: 3 on Monday, 7 on Tuesday. "Why so few?" she asked.

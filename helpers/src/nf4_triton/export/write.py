@@ -1,5 +1,6 @@
 """What is written: the new tensors, a file at a time, and the small files. OUT appears when all is there."""
 
+import contextlib
 import json
 import shutil
 
@@ -9,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from ..core.supported import UnsupportedState
+from .problems import UnsupportedState, say, spoken
 
 
 def write(out, config, card, plan, shard_size, small, sources):
@@ -21,17 +22,11 @@ def write(out, config, card, plan, shard_size, small, sources):
     likes = plan.likes()
     shards = split(likes, filename_pattern=stem + "{suffix}.safetensors", max_shard_size=shard_size)
     size = shards.metadata["total_size"]
-    if size > (free := shutil.disk_usage(out.parent).free):
-        raise UnsupportedState(f"{out} needs {size:,} bytes, and {free:,} are free: choose another disk")
-    part = out.with_name(f"{out.name}.partial")
-    try:
-        part.mkdir()
-    except FileExistsError:
-        raise UnsupportedState(
-            f"{part} is of an export that runs or was killed: wait, or delete it"
-        ) from None
-    empty = out.exists()
-    try:
+    needed = size + sum(path.stat().st_size for path in small.values())
+    if needed > (free := shutil.disk_usage(out.parent).free):
+        raise UnsupportedState(f"{out} needs {needed:,} bytes, and {free:,} are free: choose another disk")
+    say(f"{out} needs {needed / 1e6:,.1f} MB; {free / 1e6:,.0f} MB are free.")
+    with appears(out) as part:
         for name, path in small.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, part / name)
@@ -42,7 +37,7 @@ def write(out, config, card, plan, shard_size, small, sources):
             facts = shards.metadata | {"total_parameters": sum(like.numel() for like in likes.values())}
             index = {"metadata": facts, "weight_map": shards.tensor_to_filename}
             (part / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
-        with tqdm(total=size, unit="B", unit_scale=True, desc=out.name) as bar:
+        with tqdm(total=size, unit="B", unit_scale=True, desc=spoken(out.name)) as bar:
             for file, names in shards.filename_to_tensors.items():
                 tensors = {}
                 for name in names:
@@ -51,15 +46,31 @@ def write(out, config, card, plan, shard_size, small, sources):
                 save_file(tensors, part / file, {"format": "pt"})
         for source in sources:
             source.check()
+    return size
+
+
+@contextlib.contextmanager
+def appears(out):
+    """Yield a folder that becomes OUT, new or empty, when all is written; else it is deleted."""
+    part, empty = out.with_name(f"{out.name}.partial"), out.exists()
+    try:
+        part.mkdir()
+    except FileExistsError:
+        raise UnsupportedState(
+            f"{part} is of an export that runs or was killed: wait, or delete it"
+        ) from None
+    try:
+        if empty:
+            shutil.copymode(out, part)
+        yield part
         if empty:
             out.rmdir()
         part.rename(out)
     except torch.OutOfMemoryError as error:
-        raise UnsupportedState(f"{plan.device} has too little memory ({error}): pass --device cpu") from error
+        raise UnsupportedState(f"the GPU has too little memory ({error!s:.300}): pass --device cpu") from None
     except SafetensorError as error:
         raise OSError(f"{part} cannot be written ({error}): check the disk") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
         if empty:
             out.mkdir(exist_ok=True)
-    return size
