@@ -49,12 +49,7 @@ def main(argv: list[str]) -> int:
     try:
         machine.prepare()  # before anything imports triton
         return pkgutil.resolve_name(function)(*arguments)
-    except ModuleNotFoundError as error:
-        if (error.name or "helpers").split(".")[0] == "helpers":
-            raise
-        print(f"{error.name} is not installed: {sys.executable} -m pip install {error.name}", file=sys.stderr)
-        return 1
-    except OSError as error:  # of a full disk
+    except (ModuleNotFoundError, OSError) as error:  # a package that is missing, or a full disk
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

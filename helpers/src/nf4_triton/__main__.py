@@ -16,10 +16,10 @@ from .environment import missing
 from .export import problems
 
 DOCTOR = "say what works here, and what is missing; exit status 1 if the kernel does not work, else 0"
-EXPORT = "write a quantized checkpoint in 16 bit, or merge a LoRA adapter into its base"
-VERIFY = (
-    "compare what the export wrote with what was trained: load each, and predict the next tokens of a text"
-)
+EXPORT = """write a quantized checkpoint in 16 bit, or merge a LoRA adapter into its base;
+exit status 0 if OUT was written, 1 if not"""
+VERIFY = """compare OUT with what was trained, in the next tokens of a text; takes the export's arguments;
+exit status 0 if they agree, 1 if not, 2 if nothing was compared"""
 EXAMPLES = """examples:
   nf4_triton doctor
   nf4_triton export outputs/checkpoint-500 merged
@@ -68,34 +68,19 @@ def parse(arguments) -> tuple:
     checking.set_defaults(run=doctor)
     what = "check the export alone; exit status 1 if it does not work, else 0"
     checking.add_argument("what", nargs="?", choices=["export"], help=what)
-    for run, what, status, out in (
-        (export, EXPORT, "exit status 0 if OUT was written, 1 if not", "a new or an empty folder"),
-        (
-            verify,
-            VERIFY,
-            "exit status 0 if they agree, 1 if not, 2 if nothing was compared",
-            "what the export wrote",
-        ),
-    ):
-        command = commands.add_parser(
-            run.__name__,
-            help=what,
-            description=f"{what}; {status}",
-            epilog=EXAMPLES,
-            formatter_class=argparse.RawTextHelpFormatter,
-        )
+    for run, what in (export, EXPORT), (verify, VERIFY):
+        form = {"epilog": EXAMPLES, "formatter_class": argparse.RawTextHelpFormatter}
+        command = commands.add_parser(run.__name__, help=what.partition(";")[0], description=what, **form)
         command.set_defaults(run=run)
         source = "a quantized checkpoint or an adapter: a folder, a file, or a name on the hub"
         command.add_argument("source", help=source)
-        command.add_argument("out", help=out)
+        command.add_argument("out", help="what the export writes: a new or an empty folder")
         for option, text in OPTIONS.items():
             kind = str if option in ("--base", "--skip-modules") else str.lower
-            command.add_argument(option, action=Once, type=kind, help=text)
+            command.add_argument(option, type=kind, help=text)
         command.add_argument("--unchecked", action="store_true", help="for models unknown to transformers")
     commands.choices["export"].set_defaults(typed=arguments)
-    commands.choices["verify"].add_argument(
-        "--text", action=Once, help="a file to compare with (default: a short text)"
-    )
+    commands.choices["verify"].add_argument("--text", help="a file to compare with (default: a short text)")
     spelled = [re.sub("^--[^=]+", lambda x: x[0].lower().replace("_", "-"), text) for text in arguments]
     known, unknown = parser.parse_known_args(spelled)
     options = vars(known)
@@ -103,15 +88,6 @@ def parse(arguments) -> tuple:
     if unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
     return options.pop("run"), options
-
-
-class Once(argparse.Action):
-    """An option that takes a value and may be given once."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"{option_string} is given twice")
-        setattr(namespace, self.dest, values)
 
 
 def export(source, out, shard_size, typed, **options) -> int:
@@ -134,10 +110,8 @@ def export(source, out, shard_size, typed, **options) -> int:
     except (ImportError, OSError, ValueError) as error:
         print(f"Nothing was written: {error}", file=sys.stderr)
         return 1
-    line = (
-        f"{problems.spoken(out)}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB;"
-    )
-    line += f" {counts.dequantized} dequantized, {counts.merged} merged"
+    line = f"{problems.spoken(out)}: {counts.written} tensors in {counts.dtypes}, {counts.size / 1e6:,.1f} MB"
+    line += f"; {counts.dequantized} dequantized, {counts.merged} merged"
     if "float32" in counts.dtypes:
         line += "; in float32: --dtype bfloat16 for 16 bit"
     if not os.path.exists(os.path.join(out, "config.json")):

@@ -31,6 +31,7 @@ files = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 hub = pytest.importorskip("huggingface_hub")
+tokenizers = pytest.importorskip("tokenizers")
 
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.export import bounds, model, plan, problems, sources  # noqa: E402
@@ -176,7 +177,6 @@ def refused(here, capsys):
 
 
 COMMANDS = {  # arguments: what the error says
-    "adapter out --base four --base full": "--base is given twice",
     "four out --adapter adapter": "unrecognized arguments: --adapter adapter",
     "four link": "link exists, expected a new or an empty folder",
     "four adapter": "adapter exists",
@@ -427,10 +427,11 @@ def test_without_a_config(refused, here, capsys):
 def test_a_tokenizer_with_more_ids_than_rows(refused, here, caplog):
     """Of the base it is said, of the adapter's special tokens it is refused."""
     text = "the tokenizer has ids up to 64, and the model 64 rows"
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<new>": 64}))
     for folder in ("four", "adapter"):
-        token = {"added_tokens": [{"id": 64, "content": "<new>"}], "model": {"vocab": {}}}
-        (here / folder / "tokenizer.json").write_text(json.dumps(token))
-        (here / folder / "tokenizer_config.json").write_text('{"pad_token": "<new>"}')
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<new>").save_pretrained(
+            folder
+        )
         if folder == "four":
             export_checkpoint("four", "out")
             assert text in caplog.text

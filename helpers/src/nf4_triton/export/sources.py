@@ -10,6 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, snapshot_download
 from safetensors import safe_open
+from transformers import AutoTokenizer
 
 from .formats import FORMATS, kind_of
 from .problems import UnsupportedState, library, refuse, say
@@ -224,23 +225,16 @@ def small_files(folder, adapter=None, model=None) -> dict:
 
 def check_tokens(folder, model, adapter):
     """Say that a tokenizer has ids for which the model has no rows. Refuse special ones of an adapter."""
-    content, settings = read_json(folder, "tokenizer.json"), read_json(folder, "tokenizer_config.json")
-    with contextlib.suppress(AttributeError, LookupError, NotImplementedError, TypeError):  # of another kind
+    rows, ids, special = 0, [-1], [-1]
+    with contextlib.suppress(Exception):  # of a tokenizer that transformers does not read, or no embeddings
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         rows = len(model.get_input_embeddings().weight)
-        tokens = {token["id"]: token["content"] for token in content["added_tokens"]}
-        most = max([len(content["model"]["vocab"]) - 1, *tokens])
-        special = json.dumps(
-            [settings[key] for key in settings if key.endswith(("_token", "special_tokens"))]
-        )
-        text = f"the tokenizer has ids up to {most}, and the model {rows} rows"
-        if folder == adapter and any(
-            json.dumps(tokens[number]) in special for number in tokens if number >= rows
-        ):
-            raise UnsupportedState(
-                f"{text}: resize before training, and save with save_embedding_layers=True"
-            )
-        if most >= rows:
-            say(f"Careful: {text}. Ids past them raise IndexError.")
+        ids, special = tokenizer.get_vocab().values(), tokenizer.all_special_ids
+    text = f"the tokenizer has ids up to {max(ids)}, and the model {rows} rows"
+    if folder == adapter and max(special, default=-1) >= rows:
+        raise UnsupportedState(f"{text}: resize before training, and save with save_embedding_layers=True")
+    if max(ids) >= rows:
+        say(f"Careful: {text}. Ids past them raise IndexError.")
 
 
 def listed(folder, patterns) -> dict:
