@@ -243,9 +243,8 @@ def check(library: str, results) -> str:
 def gpu_events(step: Callable) -> list:
     """Return the GPU events of a step from the profiler, without the ranges that torch.compile marks."""
     activity = ProfilerActivity.CUDA if ON_GPU else ProfilerActivity.CPU
-    with profile(activities=[activity]) as profiled:
+    with profile(activities=[activity]) as profiled:  # its end waits for the GPU
         step()
-        synchronize()
     events = profiled.events()
     return [
         event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation
