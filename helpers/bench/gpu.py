@@ -22,19 +22,7 @@ from helpers.puzzle.layers import ON_GPU, quantized_layer
 from nf4_triton import dequantize
 
 # In elements: the puzzle's weights have 2**22, 2**24, and 58,720,256; 1K and 4K square are 2**20 and 2**24.
-SIZES = (
-    2**16,
-    2**18,
-    2**20,
-    2**22,
-    2**23,
-    2**24,
-    2**25,
-    58_720_256,
-    117_440_512,
-    234_881_024,
-    603_979_776,
-)
+SIZES = 2**16, 2**20, 2**22, 2**23, 2**24, 58_720_256, 234_881_024, 603_979_776
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ROTATE = 220_000_000  # elements that a graph dequantizes, as in the notebook: 0.5 GB read and written
 MOST_LAYERS = 2048  # in a graph
