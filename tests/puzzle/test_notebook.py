@@ -212,6 +212,8 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
 
 def test_the_stored_outputs_are_of_these_code_cells():
     """As the commit that the stored run names has them: what changed since is text alone."""
+    if os.environ.get("NF4_COMMIT"):
+        pytest.skip("NF4_COMMIT is set: this run makes new outputs")
     commit = store.records(CARD)["notebook"].environment["commit"]
     show = ["git", "show", f"{commit}:{machine.NOTEBOOK.name}"]
     done = subprocess.run(show, cwd=machine.ROOT, capture_output=True, text=True)
