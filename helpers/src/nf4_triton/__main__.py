@@ -69,8 +69,8 @@ def parse(arguments) -> tuple:
     what = "check the export alone; exit status 1 if it does not work, else 0"
     checking.add_argument("what", nargs="?", choices=["export"], help=what)
     for run, what in (export, EXPORT), (verify, VERIFY):
-        form = {"epilog": EXAMPLES, "formatter_class": argparse.RawTextHelpFormatter}
-        command = commands.add_parser(run.__name__, help=what.partition(";")[0], description=what, **form)
+        command = commands.add_parser(run.__name__, help=what.partition(";")[0], description=what)
+        command.epilog, command.formatter_class = EXAMPLES, argparse.RawTextHelpFormatter
         command.set_defaults(run=run)
         source = "a quantized checkpoint or an adapter: a folder, a file, or a name on the hub"
         command.add_argument("source", help=source)
