@@ -99,7 +99,7 @@ def test_the_doctor_says_what_is_here_and_what_works(alone, printed):
     text = printed[printed.index("nf4_triton 2.") :].partition("status 0")[0]
     works = (
         "The kernel works: bit-identical",
-        "The switch works: it takes bitsandbytes",
+        "The switch works: it switches bitsandbytes",
         "The export works: on",
     )
     for part in ("torch ", "trl ", "GPU: ", "CPU: ", *works):
@@ -174,7 +174,7 @@ def test_a_library_that_cannot_be_imported_is_named(ask, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     text = ask(interpreter="1")[1]
     assert "Left to the library: unsloth.kernels.utils.fast_dequantize: no GPU\n" in text
-    assert "The switch works: it takes bitsandbytes." in text
+    assert "The switch works: it switches bitsandbytes." in text
 
 
 @pytest.mark.gpu

@@ -32,7 +32,7 @@ OPTIONS = {  # option: help
     "which OUT gets, too; after float32, OUT gets the dtype that the base has",
     "--skip-modules": "that training's llm_int8_skip_modules, such as lm_head,o_proj",
     "--dtype": "float16, bfloat16, or float32 (default: as it is stored)",
-    "--shard-size": "the most in a file (default: 5GB)",
+    "--shard-size": "the largest size of a file (default: 5GB)",
     "--device": "where to quantize and merge (default: the GPU, if there is one)",
 }
 
@@ -149,14 +149,14 @@ def verify(source, out, unchecked, dtype, shard_size, **options) -> int:
 
 
 def prepare(bars=False):
-    """Raise if a package is missing. Stop what libraries print in a run that works, except bars of downloads.
+    """Raise if a package is missing. Silence the libraries, except for bars of downloads.
 
-    bars: with those of loading.
+    bars: keep bars of loading, too.
     """
     if problem := missing(*NEEDED):
         raise ImportError(problem)
     warnings.simplefilter("ignore")
-    for library in ("bitsandbytes", "torch.utils.flop_counter"):  # the latter misses Triton
+    for library in ("bitsandbytes", "torch.utils.flop_counter"):  # the latter warns that Triton is missing
         logging.getLogger(library).setLevel(logging.ERROR)
 
     from huggingface_hub.utils import enable_progress_bars

@@ -26,7 +26,7 @@ def doctor(what: str | None = None) -> int:
     what: "export" to ask for that alone. The status is then the export's.
     """
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # `import torch` without numpy
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # without a GPU it asks for the package kernels
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # without a GPU, it asks for `kernels`
     versions = environment.versions(environment.PACKAGES).items()
     print(f"nf4_triton {__version__}:", ", ".join(f"{name} {found or '-'}" for name, found in versions))
     print("Environment:", {name: os.environ[name] for name in VARIABLES if name in os.environ} or "none")
@@ -100,7 +100,7 @@ def switch():
     if not environment.interpreted():
         compare()
     names = ", ".join(sorted({name.partition(".")[0] for name in switched.calls}))
-    return bool(names), f"it takes {names or 'no library'}. PEFT and transformers use bitsandbytes."
+    return bool(names), f"it switches {names or 'no library'}. PEFT and transformers use bitsandbytes."
 
 
 def export():

@@ -192,7 +192,7 @@ def raises(error):
 
 FAILED = "^the kernel failed the self-test of .*4bit: "
 # Or bitsandbytes' own error: on a CPU it has no `out`.
-NEW = FAILED + "(it answered no call$|NotImplementedError)"
+NEW = FAILED + "(it handled no call$|NotImplementedError)"
 LAUNCH = FAILED + r"the kernel could not be launched \(OSError: no space\)$"
 BITS = FAILED + "other bits in nf4, nested, torch.float16, blocksize 64$"
 REFUSED = [  # (module, name, what is there instead, error, its text)

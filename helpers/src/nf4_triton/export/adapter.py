@@ -10,13 +10,13 @@ from .model import plain
 from .private import is_transformers, names_in
 from .problems import UnsupportedState, library, refuse
 
-# PEFT's fields that may differ from their defaults: what merging reads, and what it need not. Others could
-# change the base when PEFT injects the adapter, as most of init_lora_weights do.
+# PEFT's fields that may differ from their defaults, whether merging reads them or not. Others could change
+# the base when PEFT injects the adapter, as most values of init_lora_weights do.
 KNOWN = """alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying eva_config
 exclude_modules fan_in_fan_out inference_mode layers_pattern layers_to_transform lora_alpha
 lora_dropout modules_to_save peft_type peft_version r rank_pattern revision target_modules target_parameters
 task_type trainable_token_indices use_dora use_rslora""".split()
-# What follows a module's name in that of a tensor.
+# What follows a module's name in the name of a tensor.
 END = re.compile(r"\.((lora_|trainable_tokens_|token_adapter\.|base_layer\.).*|\w+)\Z")
 
 
@@ -29,7 +29,7 @@ class Adapter:
 
         tuned, values = inject(lora, model)
         layers = {path: layer for path, layer in tuned.named_modules() if isinstance(layer, BaseTunerLayer)}
-        held: dict = {}  # {PEFT's layer: itself and its values}
+        held: dict = {}  # {PEFT's layer: (the layer, its values)}
         for path, layer in layers.items():
             names = [key for key in values if key.startswith((f"{path}.lora_", f"{path}.trainable_tokens_"))]
             held[layer] = layer, {key.removeprefix(f"{path}."): values.pop(key) for key in names}
@@ -37,7 +37,7 @@ class Adapter:
         self.layers: dict = {}
         for path, layer in layers.items():
             parameter = f"{plain(path)}.{getattr(layer, 'parameter_name', 'weight')}"
-            one = held[getattr(layer, "tied_adapter", None) or layer]  # tokens of a tied one are another's
+            one = held[getattr(layer, "tied_adapter", None) or layer]  # a tied layer has another's tokens
             if one[1]:
                 self.layers.setdefault(parameter, []).append(one)
         self.saved = {plain(key) for key in values if ".modules_to_save." in key}
@@ -56,11 +56,11 @@ class Adapter:
         return all(len(other) == len(first) and all(map(torch.equal, other, first)) for other in others)
 
     def change(self, name) -> list:
-        """Return the tensors that make the change of a parameter."""
+        """Return the tensors that say how a parameter changes."""
         found = [self.given[name]] if name in self.saved else []
         for layer, values in self.layers.get(name, []):
             tensors = [*values.values()]
-            if getattr(layer, "lora_embedding_A", None):  # as of a linear layer, transposed
+            if getattr(layer, "lora_embedding_A", None):  # transposed: as of a linear layer
                 tensors = [tensor.t() for tensor in reversed(tensors)]
             facts = getattr(layer, "scaling", None) or layer.token_indices
             found += [*tensors, torch.tensor([*facts.values()])]
@@ -121,7 +121,7 @@ def inject(lora, model):
 
 
 def with_names_of_today(tensors, model) -> dict:
-    """Return tensors with what transformers calls their modules now: 4.52 renamed those of vision models."""
+    """Return tensors under the modules' names of today: transformers 4.52 renamed those of vision models."""
     start = "base_model.model."
     paths = {key: END.sub("", key.removeprefix(start)) for key in tensors}
     today, found = names_in(model, {f"{path}.weight" for path in paths.values()}), {}

@@ -1,4 +1,4 @@
-"""What a stranger's configs may cost: counts are held against the files, the command's time is bounded."""
+"""Limit what a stranger's configs cost: compare counts with the files, bound time and memory."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from .problems import UnsupportedState, command
 
-# In a config: of what its class or the model makes so many. What is "per" one of them is a width.
+# In a config: how many modules or entries the model makes. A number "per" one of them is a width.
 COUNTS = re.compile(
     r'"((?!\w*per_)\w*(labels|experts|layers?|blocks?|depths?|stages?|groups|codebooks|quantizers|attention_types))'
     r'": ([^:{}]*)'
@@ -38,7 +38,7 @@ def check_counts(config, files):
 def bounded(tensors):
     """In the command, raise if what runs takes too long or makes too many objects; ask no hub.
 
-    tensors: how many are stored. A signal alone interrupts a search for a pattern, so Windows has no bound.
+    tensors: how many are stored. Only a signal interrupts a search for a pattern, so Windows has no bound.
     """
     end = time.monotonic() + 60 + 0.003 * tensors
     most = sys.getallocatedblocks() + 20e6 + 100 * tensors  # 2 GB, 10 kB

@@ -10,7 +10,7 @@ def new_card(checkpoint, lora, library) -> str:
     base, card = read_card(checkpoint.folder), read_card((lora or checkpoint).folder)
     trained_on = lora and lora.config.get("base_model_name_or_path")
     name = on_hub(checkpoint.name, trained_on, base.data.get("base_model"))
-    if not lora or card.data.get("library_name", "peft") == "peft":  # PEFT's text is of the adapter
+    if not lora or card.data.get("library_name", "peft") == "peft":  # PEFT's text describes the adapter
         card.text = f"\n{name or 'A model'}{' with an adapter merged' if lora else ''}, in 16 bit.\n"
     tags = [
         tag for tag in card.data.get("tags") or () if not re.match(r"(lora|peft|base_model:.*)$", str(tag))

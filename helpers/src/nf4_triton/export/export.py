@@ -27,7 +27,7 @@ class Counts(NamedTuple):
 
     written: int
     dequantized: int  # of these: as they are stored, or from 4 bits as training saw them
-    merged: int  # of these: changed by the adapter, a tied one that becomes a tensor of its own included
+    merged: int  # of these: changed by the adapter; a tied one that becomes a tensor of its own counts, too
     dtypes: str  # of all
     size: int  # bytes
 
@@ -148,8 +148,8 @@ def how_trained(kind, load_dtype, skip_modules, checkpoint, model, device):
     if not dtype:
         raise UnsupportedState("the base's config names no dtype: pass what training loaded as --load-dtype")
     say(
-        f"bitsandbytes quantizes {len(layers)} layers to {kind} on {device}, which training"
-        f" loaded in {dtype}: if not, pass --load-dtype."
+        f"bitsandbytes quantizes {len(layers)} layers to {kind} on {device}, from a base"
+        f" that training loaded in {dtype}; if not, pass --load-dtype."
     )
     how = {"quant_type": how.bnb_4bit_quant_type, "compress_statistics": how.bnb_4bit_use_double_quant}
     return Training(dtype, layers, how)
@@ -179,7 +179,7 @@ def new_config(config, plan) -> dict:
 
 
 def to_dtype(dtype):
-    """Return a torch dtype of a name as people write it."""
+    """Return the torch dtype of a name such as bf16."""
     text = str(dtype).removeprefix("torch.")
     text = SHORT.get(text, text)
     if dtype and text not in SHORT.values():
@@ -190,7 +190,7 @@ def to_dtype(dtype):
 
 
 def to_bytes(size):
-    """Return a number of bytes of a size as people write it. Of 5 GiB, 5 GB fit, too."""
+    """Return the bytes of a size such as 5GB. GiB counts as GB, which is less."""
     found = re.fullmatch(r"(\d+\.?\d*) *([KMGT]?)I?B?", str(size).upper())
     number = float(found[1]) * 1000 ** " KMGT".index(found[2] or " ") if found else 0
     if number < 1e6:
@@ -199,7 +199,7 @@ def to_bytes(size):
 
 
 def to_device(device) -> torch.device:
-    """Return a device that is here."""
+    """Return a device. Raises if this machine has none such."""
     with library(f"--device is {device!s:.40}, expected one that is here, such as cpu"):
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if device is None else device)

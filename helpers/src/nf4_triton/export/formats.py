@@ -18,8 +18,8 @@ class Stored(NamedTuple):
     """A weight that is not in 16 bit."""
 
     shape: tuple
-    dtype: torch.dtype  # that training had
-    make: Callable  # returns the weight in a dtype, or in one that is as exact
+    dtype: torch.dtype  # that training used
+    make: Callable  # returns the weight in a given dtype, or in one at least as precise
 
 
 def of_4_bits(source, tensors, name) -> Stored:
@@ -29,7 +29,7 @@ def of_4_bits(source, tensors, name) -> Stored:
 
 
 def of_unsloth(source, tensors, name):
-    """Return a tensor of gpt-oss in 4 bits by Unsloth: experts stand one by one, their weights transposed."""
+    """Return a tensor of Unsloth's 4-bit gpt-oss, which stores experts one by one, transposed."""
     keys = sorted({PART.sub(r"\1", key) for key in tensors}, key=dot_natural_key)
     plain = tensors.keys() == {*keys}
     parts: list = [tensors[key] if plain else of_4_bits(source, tensors, key) for key in keys]
@@ -46,7 +46,7 @@ def of_int8(source, tensors, name) -> torch.Tensor:
     from bitsandbytes.functional import int8_vectorwise_dequant
 
     module = name.removesuffix("weight")
-    expect(not tensors.get(f"{module}weight_format"))  # in 2023, others were for some GPUs
+    expect(not tensors.get(f"{module}weight_format"))  # in 2023, some GPUs had other formats
     return int8_vectorwise_dequant(tensors[name], tensors[f"{module}SCB"])
 
 
@@ -91,9 +91,12 @@ def dequantizer(folder, config):
     return CompressedTensorsDequantizer(folder, dtype=torch.float32)
 
 
-# {kind: ({pattern: replacement}, which turn the name of a tensor into that of its weight; what a weight
-# should be made of; what reads it; transformers' config that dequantizes such a model on loading, "" if it
-# loads it as it is, None if it cannot load it)}
+# {kind: (
+#   {pattern: replacement}, which turn a tensor's name into its weight's,
+#   what a weight should be stored as, for error messages,
+#   the function that reads a weight,
+#   transformers' config that dequantizes such a model on loading ("": none is needed; None: cannot load it),
+# )}
 FORMATS: dict = {
     "bitsandbytes": ({PART: r"\1"}, "codes and their state", of_4_bits, ""),
     "unsloth": (
@@ -159,7 +162,7 @@ def weight_of(kind, key) -> str:
 
 
 def read(source, tensors, name):
-    """Return a tensor, or what is Stored, of the tensors of a Source that make it."""
+    """Return a tensor or a Stored weight, from those tensors of a Source that make it."""
     _, expected, make, _ = FORMATS[source.kind]
     held = [f"{key.rpartition('.')[2]} {part.dtype} {[*part.shape]}" for key, part in tensors.items()]
     with library(
@@ -168,7 +171,7 @@ def read(source, tensors, name):
     ):
         if make in (of_4_bits, of_unsloth):
             return make(source, tensors, name)
-        # Integers in one dimension say how others are stored.
+        # One-dimensional integers say how the others are stored, so their values are needed.
         sizes = {
             key: part.to("meta") if part.is_floating_point() or part.dim() > 1 else part
             for key, part in tensors.items()

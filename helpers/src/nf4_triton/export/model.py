@@ -142,7 +142,7 @@ def tied_names(model):
 def quantized_layers(model, how) -> set:
     """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig.
 
-    Say which modules to skip are not there: others that should be skipped may be quantized.
+    Log modules to skip that the model lacks: what was meant would be quantized.
     """
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
@@ -151,7 +151,7 @@ def quantized_layers(model, how) -> set:
     for name in how.llm_int8_skip_modules or ():
         if all(should_convert_module(path, [name]) for path in paths):
             close = difflib.get_close_matches(name, {path.rpartition(".")[2] for path in paths}, 1, 0)
-            say(f"skip_modules has {name}, which no module is called; the closest: {close[0]}.")
+            say(f"--skip-modules has {name}, which is no module's name; the closest: {close[0]}.")
     copied = copy.deepcopy(model)
     copied.load_state_dict(copied.state_dict(), assign=True)  # unties: transformers asks before it ties
     AutoHfQuantizer.from_config(how, pre_quantized=False).preprocess_model(copied, device_map=None)
@@ -159,9 +159,9 @@ def quantized_layers(model, how) -> set:
 
 
 def edited(config, values, old=None) -> dict:
-    """Return a copy with other values where it has their keys, at any depth, and not quantized.
+    """Return a copy with new values for the keys that it has, at any depth, and no quantization_config.
 
-    old: change only what has this value.
+    old: replace only this value.
     """
 
     def change(part):
@@ -175,6 +175,6 @@ def untied(config, model) -> dict:
     """Return the config of a model whose embeddings are no longer tied."""
     key, scales = "tie_word_embeddings", "scale_decoder_outputs"
     config = edited(config | {key: False}, {key: False})
-    if hasattr(model.config, scales):  # T5 would read it from the key
+    if hasattr(model.config, scales):  # T5 would derive it from tie_word_embeddings
         config[scales] = model.config.scale_decoder_outputs
     return config

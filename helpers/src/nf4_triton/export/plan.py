@@ -27,10 +27,10 @@ class Made(NamedTuple):
     source: str  # its name in the old one; empty for a head that the adapter brings
     like: torch.Tensor  # on meta: its shape and dtype
     loaded: torch.dtype | None  # what transformers loads it in, if that is another one
-    dequantized: bool  # as it is stored, or from 4 bits as training saw it
-    transposed: bool  # Conv1D holds the transposed weight, in 16 bits alone
-    given: torch.Tensor | None = None  # what the adapter holds in place of the stored tensor
-    parameter: str = ""  # of the model: the one whose layers in the adapter are merged
+    dequantized: bool  # from how it is stored, or from 4 bits as training saw it
+    transposed: bool  # Conv1D holds the transposed weight, but only in 16 bit
+    given: torch.Tensor | None = None  # the adapter's tensor that replaces the stored one
+    parameter: str = ""  # the model's parameter whose adapter layers are merged
 
 
 class Plan:
@@ -39,7 +39,7 @@ class Plan:
     def __init__(
         self, source, model=None, adapter=None, dtype=None, training=None, device="cpu", pruned=False
     ):
-        """source: the Source of the checkpoint. pruned: without those tensors that the model lacks."""
+        """source: the Source of the checkpoint. pruned: leave out tensors that the model lacks."""
         self.source, self.model, self.adapter = source, model, adapter
         self.dtype, self.training, self.device = dtype, training, device
         self.keys: dict = {}  # {name: itself, or the tensors that make it}
@@ -51,10 +51,10 @@ class Plan:
             say(f"Left out, because {type(model).__name__} has none: {', '.join(sorted(left))}.")
         own = model.state_dict() if model else {}
         self.float32 = kept_in_float32(model) if adapter or training else {}
-        # What training loaded in float32 is merged there, and rounded once to the dtype that the base stores.
+        # If training loaded in float32, merge in float32 and round once, to the dtype of the stored base.
         self.rounds_once = bool(training) and training.dtype == torch.float32
         self.made = {name: self.without_adapter(name, own) for name in self.targets}
-        self.fused: dict = {}  # {name: all that become one tensor that the adapter changes}
+        self.fused: dict = {}  # {name: all names that become one tensor, if the adapter changes it}
         self.ready: dict = {}  # tensors that were made together, until each is asked for
         self.layers = adapter.layers if adapter else {}
         self.untied = False
@@ -64,7 +64,7 @@ class Plan:
             refuse("the adapter changes what is not in the checkpoint", sorted(lost), "pass its base")
 
     def read(self, name, device="cpu"):
-        """Return a tensor, or what is Stored of a weight, on a device."""
+        """Return a tensor or a Stored weight, on a device."""
         tensors = {key: self.source.tensors[key].get_tensor(key) for key in self.keys[name]}
         if tensors.keys() == {name}:
             return tensors[name]
@@ -76,7 +76,7 @@ class Plan:
         stored = isinstance(held, Stored)
         dtype, (target, _) = held.dtype, self.targets[name]
         known = own.get(target)
-        floating = dtype.is_floating_point and dtype.itemsize > 1  # fp8 has scales
+        floating = dtype.is_floating_point and dtype.itemsize > 1  # fp8 needs scales
         if not floating and (known is None or known.is_floating_point()):
             raise UnsupportedState(
                 f"{name} is {dtype}, expected floating point, or a weight with its scales as in"
@@ -100,7 +100,7 @@ class Plan:
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
     def connect_fused(self) -> set:
-        """Note which tensors become one, such as experts, that the adapter changes. Return all such ones."""
+        """Note tensors that become one, such as experts, if the adapter changes it. Return all such ones."""
         groups: dict = {}
         for name, (target, converter) in self.targets.items():
             if converter:
@@ -116,9 +116,9 @@ class Plan:
         return found
 
     def connect(self, fused) -> set:
-        """Note which others the adapter changes: tied ones each by itself, if it changes them differently.
+        """Note what else the adapter changes: each tied tensor by itself, if they change differently.
 
-        fused: parameters of the model that others become. Return the others that the new checkpoint has.
+        fused: parameters that connect_fused() returned. Return the others that the new checkpoint has.
         """
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
         found: set = set()
@@ -148,12 +148,12 @@ class Plan:
             like = given.to(made.like)
             if made.source and like.shape == made.like.shape:
                 base = self.base(made).cpu()
-                given = None if given.to(base.dtype).equal(base) else given  # saved beside LoRA on it
+                given = None if given.to(base.dtype).equal(base) else given  # the base, saved beside LoRA
             made = made._replace(like=like)
         return made._replace(given=given, parameter=parameter)
 
     def add_head(self, name) -> str:
-        """Note a head that the adapter brings. Return its name."""
+        """Add a head that only the adapter has. Return its name."""
         loaded = self.model.config.dtype if self.rounds_once or not self.training else self.training.dtype
         dtype = self.dtype or loaded
         given = self.adapter.given[name]
@@ -161,7 +161,7 @@ class Plan:
         return name
 
     def check_tied(self, stored):
-        """Raise unless tensors are equal that the config ties: transformers would not tie them.
+        """Raise unless tensors that the config ties are equal: transformers would not tie others.
 
         stored: {parameter of the model: its name in the file}.
         """

@@ -13,16 +13,16 @@ command = contextvars.ContextVar("command", default=False)  # whether this proce
 
 
 class UnsupportedState(supported.UnsupportedState):
-    """What is refused, in words that a terminal may show."""
+    """An UnsupportedState whose text is safe to print in a terminal."""
 
     def __str__(self):
         return spoken(super().__str__())
 
 
 def spoken(text) -> str:
-    """Return a text in one line, with escapes for what controls a terminal, which names in files can hold.
+    """Return a text in one line. Control characters, which names in files can hold, are escaped.
 
-    Texts name options of the command; elsewhere their names become those of parameters.
+    Texts name options of the command; from Python, --load-dtype becomes load_dtype.
     """
     if not command.get():
         text = re.sub(r"(?<!\S)--([a-z-]+)", lambda option: option[1].replace("-", "_"), text)

@@ -27,7 +27,7 @@ tokenizer* vocab* *.model *.tiktoken""".split()
 # [0-9]_*: a folder of sentence-transformers, such as 1_Pooling.
 SMALL = [*TOKENIZER, *"*.json *.jinja */*.jinja *.py *.txt LICENSE* NOTICE* USE_POLICY* [0-9]_*/*".split()]
 LARGE = 100e6  # bytes: tokenizers have up to 33 MB, the index of 400,000 tensors 43 MB
-INSTEAD = {  # files that are not read: what to do
+INSTEAD = {  # {a file that is not read: what to do}
     "*.gguf": "pass what the GGUF was made from",
     "*model*.bin": "load it with from_pretrained(), write it with save_pretrained(), and pass that",
     "adapter_model.safetensors": "pass an adapter as SOURCE, with adapter_config.json beside it",
@@ -35,7 +35,7 @@ INSTEAD = {  # files that are not read: what to do
     "pytorch_lora_weights.safetensors": "merge it with diffusers: load_lora_weights(), fuse_lora(),"
     " unload_lora_weights(), save_pretrained()",
 }
-# Written anew, or of a training run.
+# The export writes these anew, or they describe a training run.
 NOT_COPIED = re.compile(r"(.*\.index|config|adapter_config|trainer_state)\.json|.*_results\.\w+")
 
 
@@ -95,9 +95,10 @@ def find(source, base=None):
 
 
 def fetch(name, form=r"(\w[\w.-]*/)?\w[\w.-]*", revision=None, do="check its name") -> Path:
-    """Return the path of a folder, of a file, or of what a name on the hub, such as a/b@main, stands for.
+    """Return the path of a folder or a file; download it if it is a name on the hub, such as a/b@main.
 
-    form: of a name on the hub. Adapters name their base gpt2, too. do: where there is none.
+    form: of a name on the hub. Adapters may name their base without an owner, such as gpt2.
+    do: what to do if there is none.
     """
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):  # Path.exists() raises for what is too long
@@ -158,7 +159,7 @@ def on_hub(*names):
 
 def read_card(folder):
     """Return a folder's model card, or an empty one if it cannot be read."""
-    with contextlib.suppress(Exception):  # of YAML
+    with contextlib.suppress(Exception):  # broken YAML
         path = inside(folder, "README.md")
         if path.stat().st_size < 1e6:
             return ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True)
@@ -166,7 +167,7 @@ def read_card(folder):
 
 
 def instead(path) -> str:
-    """Return what to do with a file that is not read, or with a folder without one that is."""
+    """Return what to do with a file that is not read, or with a folder without weights."""
     names = os.listdir(path) if path.is_dir() else [path.name]
     for pattern, do in INSTEAD.items():
         if fnmatch.filter(names, pattern):
@@ -192,7 +193,7 @@ def inside(folder, file) -> Path:
 
 
 def read_json(folder, file, key=None) -> dict:
-    """Return the object that a JSON file holds, or the one under a key; an empty one if there is none."""
+    """Return the object that a JSON file holds, or the one under a key; {} if there is none."""
     if not (folder / file).exists():
         return {}
     path = inside(folder, file)
@@ -214,7 +215,7 @@ def small_files(folder, adapter=None, model=None) -> dict:
     found = listed(folder, SMALL)
     if adapter:
         theirs = listed(adapter, [*TOKENIZER, "*processor*.json", "value_head.*"])
-        if "tokenizer_config.json" in theirs:  # of a mix, transformers would read the base's template
+        if "tokenizer_config.json" in theirs:  # of both, transformers would read the base's template
             found = {name: found[name] for name in found.keys() - listed(folder, TOKENIZER)}
         found |= theirs
         say(f"The adapter brings {', '.join(sorted(theirs)) or 'no tokenizer and no chat template'}.")
@@ -224,9 +225,9 @@ def small_files(folder, adapter=None, model=None) -> dict:
 
 
 def check_tokens(folder, model, adapter):
-    """Say that a tokenizer has ids for which the model has no rows. Refuse special ones of an adapter."""
+    """Warn if a tokenizer has ids for which the model has no rows. Refuse special ids of an adapter's."""
     rows, ids, special = 0, [-1], [-1]
-    with contextlib.suppress(Exception):  # of a tokenizer that transformers does not read, or no embeddings
+    with contextlib.suppress(Exception):  # an unreadable tokenizer, or no embeddings
         tokenizer = AutoTokenizer.from_pretrained(folder)
         rows = len(model.get_input_embeddings().weight)
         ids, special = tokenizer.get_vocab().values(), tokenizer.all_special_ids

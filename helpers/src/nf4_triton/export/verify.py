@@ -70,7 +70,7 @@ def tokens(out, text, rows):
     content = Path(text).read_text(encoding="utf-8") if text else TEXT
     try:
         ids = transformers.AutoTokenizer.from_pretrained(out)(content, return_tensors="pt").input_ids
-    except Exception as error:  # transformers has many
+    except Exception as error:  # transformers raises many kinds
         say(f"{out} has no tokenizer that transformers loads ({type(error).__name__}): 64 random tokens.")
         ids = torch.randint(rows, (1, 64), generator=torch.Generator().manual_seed(0))
     return ids[:, :2048].clamp(max=rows - 1)

@@ -80,7 +80,7 @@ class Site:
         Raises UnknownInternals for other parameters, and RuntimeError if the self-test fails.
         """
         if self.relaunches and not (launch.CAN_RELAUNCH or INTERPRETED):
-            raise RuntimeError("launches cannot be kept here, and this function is faster than Triton's")
+            raise RuntimeError("launches cannot be cached here, and this function is faster than Triton's")
         if self.replacement and current(self.name) in (self.original, self.replacement):
             return
         importlib.import_module(self.name.rpartition(".")[0])
@@ -92,7 +92,7 @@ class Site:
             trial = Site(self.name, self.answer, self.calls_of, original=original, why_not="")
             self_test(trial, trial.make_replacement(original))
             if not trial.calls[KERNEL]:
-                raise RuntimeError(f"the kernel failed the self-test of {self.name}: it answered no call")
+                raise RuntimeError(f"the kernel failed the self-test of {self.name}: it handled no call")
         finally:
             for site, why_not in before:
                 site.why_not = why_not
