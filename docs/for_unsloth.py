@@ -40,7 +40,7 @@ ROUNDS = 20
 
 @contextlib.contextmanager
 def in_place(modules):
-    """Let unsloth.kernels have these modules."""
+    """Replace these modules of unsloth.kernels for a while."""
     import unsloth.kernels
 
     def put(which):

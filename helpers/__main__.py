@@ -32,7 +32,7 @@ def doctor(*arguments: str) -> int:
 def main(argv: list[str]) -> int:
     """Run a command; return its exit status, 2 for a command line that is not as in the usage."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
+        stream.reconfigure(errors="backslashreplace")  # a terminal may know only ASCII
     if not argv or {"-h", "--help"} & {*argv}:
         print(__doc__.strip())
         return 0

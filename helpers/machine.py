@@ -24,7 +24,7 @@ def prepare() -> None:
     """Set this process up to run kernels. The command line, the notebook, and the tests call it first.
 
     Without a GPU, it chooses Triton's interpreter. A process without a home folder gets one. NF4_TRITON is
-    taken away: it would switch the kernel on in the libraries that the kernel is compared with. With
+    removed: it would switch the kernel on in the libraries that the kernel is compared with. With
     NF4_FORCE=t4, torch reports no native bf16 from now on, as on a T4.
     """
     os.environ.pop("NF4_TRITON", None)

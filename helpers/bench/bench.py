@@ -1,7 +1,7 @@
 """python -m helpers bench [SECTION ...]: time the kernel and every library, section by section.
 
-All contenders take turns in one process. Only those are timed whose results are bit-identical to the plain
-torch reference. Each section is printed and stored under results/<card>/ as soon as it is done, so an
+All contenders take turns in one process. Only those whose results are bit-identical to the plain torch
+reference are timed. Each section is printed and stored under results/<card>/ as soon as it is done, so an
 interrupted run keeps the earlier ones.
 """
 

@@ -1,1 +1,1 @@
-"""Our machine code for GPUs that need not be here: compiled, checked, its PTX run on this GPU."""
+"""Machine code for GPUs that this machine may lack: compiled and checked. PTX for older ones runs here, too."""

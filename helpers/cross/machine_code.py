@@ -1,4 +1,4 @@
-"""Compile the kernels for GPUs that need not be here, with those GPUs' settings, and check the machine code:
+"""Compile the kernels for GPUs that this machine may lack, with their settings, and check the machine code:
 no spills, wide loads and stores, few registers. Nothing is launched.
 
 A GPU's tile is in nf4_triton/core/supported.py.
@@ -83,7 +83,7 @@ def compile_for(arch: int, kernel, arguments: tuple, options: dict):
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return what a kernel takes, from the cuobjdump in Triton's wheel: {"REG": registers, ...}."""
+    """Return a kernel's resources, from the cuobjdump in Triton's wheel: {"REG": registers, ...}."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

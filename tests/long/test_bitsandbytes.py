@@ -1,8 +1,8 @@
 """bitsandbytes' own functional and Linear4bit 4-bit tests, with the kernel switched on.
 
 By hand: clone bitsandbytes at the tag of the installed version and set NF4_BITSANDBYTES to it, then
-pytest -m long tests/long/test_bitsandbytes.py. What fails with bitsandbytes' kernel, too, is not this one's
-doing. This file is also a pytest plugin of both runs.
+pytest -m long tests/long/test_bitsandbytes.py. A test that fails with bitsandbytes' kernel, too, does not
+count. This file is also a pytest plugin of both runs.
 """
 
 import os

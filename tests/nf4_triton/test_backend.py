@@ -26,7 +26,7 @@ class Own(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """No answer remembered from another test."""
+    """Forget answers that other tests cached."""
     monkeypatch.delenv("NF4_BACKEND", raising=False)
     backend.why_torch.cache_clear()
 
@@ -45,7 +45,7 @@ def test_every_backend_gives_the_same_bits(monkeypatch, make_layer, name):
 
 @pytest.mark.parametrize("name", BOTH)
 def test_ids_of_any_number_of_dimensions(monkeypatch, name, device):
-    """As an embedding is looked up; also strided ids that are on the CPU."""
+    """As for an embedding; also strided ids on the CPU."""
     nn = pytest.importorskip("bitsandbytes.nn")
     monkeypatch.setenv("NF4_BACKEND", name)
     embedding = nn.EmbeddingNF4(50, 64, dtype=torch.float16).to(device)
@@ -84,7 +84,7 @@ def test_the_rule(monkeypatch, device):
         assert choose(torch.device("cpu")) == name
     weight, state = random_state((8, 64), torch.float16)
     with monkeypatch.context() as patched:
-        patched.setattr(launch, "relaunch", None)  # a kept launch is not even looked for
+        patched.setattr(launch, "relaunch", None)  # a cached launch is not even looked for
         assert same_bits(dequantize(weight, state), oracle(weight, state))
     monkeypatch.setenv("NF4_BACKEND", "cuda")
     with pytest.raises(ValueError, match="'cuda'.*auto, triton, torch"):

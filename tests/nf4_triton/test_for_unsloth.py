@@ -9,7 +9,7 @@ DOCS = ROOT / "docs"
 
 
 def test_patches_only_add_lines():
-    """None of Unsloth's lines stands there, not as context either."""
+    """They have none of Unsloth's lines, not even as context."""
     patches = [*DOCS.glob("for_unsloth_*.patch")]
     assert len(patches) == 3
     for patch in patches:

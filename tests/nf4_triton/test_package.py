@@ -126,7 +126,7 @@ def test_all_that_is_missing_is_named_at_once(ask, monkeypatch):
     status, text = ask()
     assert status == 1 and text.endswith("own code.\nThe export works: on the CPU.\n")
     assert "The kernel does not work here: No CUDA GPU" in text
-    assert "triton." not in text  # who only exports needs none
+    assert "triton." not in text  # the export needs none
     assert ask("export")[0] == 0
     for name in ("bitsandbytes", "peft"):
         monkeypatch.setitem(sys.modules, name, None)

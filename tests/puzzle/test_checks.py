@@ -150,14 +150,14 @@ TTIR = (
     "ptx, fp16, bf16, passes",
     [
         ([ON], [0], [0], True),
-        ([PLAIN, ON], [0], [1], True),  # in bf16 alone
+        ([PLAIN, ON], [0], [1], True),  # only in bf16
         ([PLAIN, ON], [1], [1], True),  # edited and run again, or autotuned
         ([ON, PLAIN], [1], [1], False),  # an option that autotuning did not choose
         ([ON], [], [], False),
     ],
 )
 def test_the_kernels_that_a_call_launched_decide(check, ptx, fp16, bf16, passes, monkeypatch):
-    """Once is enough, but all bits must be right. The launches are made up, by handles."""
+    """Once is enough, but all bits must be right. The launches are stand-ins."""
     kernels = []
     for handle, text in enumerate(ptx):
         asm = {"ptx": text, "ttir": TTIR if SCALE in text else ""}

@@ -211,7 +211,7 @@ def test_a_gpu_run_alone_prints_its_rows(notebook, alone, monkeypatch):
 
 
 def test_the_stored_outputs_are_of_these_code_cells():
-    """As the commit that the stored run names has them: what changed since is text alone."""
+    """They are the cells of the commit that the stored run names: since then, only text changed."""
     if os.environ.get("NF4_COMMIT"):
         pytest.skip("NF4_COMMIT is set: this run makes new outputs")
     commit = store.records(CARD)["notebook"].environment["commit"]

@@ -78,7 +78,7 @@ def test_its_outputs_are_put_into_the_notebook_unless_settings_were_forced(draw,
 
 
 def test_other_code_is_refused(draw):
-    with pytest.raises(SystemExit, match="code cell 1 .x = 1. was edited.* check that out first"):
+    with pytest.raises(SystemExit, match="code cell 1 .x = 1. was edited.* check out that version"):
         draw(LINE, source="x = 1")
 
 

@@ -1,4 +1,4 @@
-"""dequantize(): the door to the kernel and to plain PyTorch. NF4_BACKEND=triton|torch|auto chooses."""
+"""dequantize(): by the kernel or in plain PyTorch. NF4_BACKEND=triton|torch|auto chooses."""
 
 import contextlib
 import functools

@@ -1,7 +1,7 @@
 """Random sequences of calls on a few layers that change between calls: each result equals the oracle's bits.
 
 On a GPU made of numpy, which fails where a launch breaks what the kernels assume, and with the kernels.
-A sequence depends on its seed alone: NF4_FUZZ_SEED=7. By hand on a GPU: pytest -m long FILE -n 6
+A sequence depends only on its seed: NF4_FUZZ_SEED=7. By hand on a GPU: pytest -m long FILE -n 6
 """
 
 import contextlib
@@ -240,7 +240,7 @@ class Sequence:
 
 @pytest.fixture
 def run(gpu, monkeypatch):
-    """run(seed, kinds, largest, steps): with layers of so many kinds, each of at most `largest` elements."""
+    """run(seed, kinds, largest, steps): with layers of `kinds` kinds, of at most `largest` elements each."""
     monkeypatch.setattr(reference, "CHUNK", 256)
 
     def run(seed, kinds, largest, steps):

@@ -1,7 +1,7 @@
 """The kernels bit for bit against the oracle. Libraries: test_reference.py, and on a GPU tests/bench.
 
 Outputs are filled with NaN first, between guards. Without a GPU the kernel runs in Triton's interpreter. On
-one, its settings are forced in turn: assembly, bf16 rounded in integers, cache hints, tiles, all of a T4's.
+a GPU, its settings are forced in turn: assembly, bf16 rounded in integers, cache hints, tiles, all of a T4's.
 """
 
 import itertools

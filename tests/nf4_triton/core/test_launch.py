@@ -27,7 +27,7 @@ HOOKS = triton.knobs.runtime
 @pytest.mark.parametrize("how", ["in a chain", "assigned"])
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_launch_hook_sees_every_launch(watched, layer, monkeypatch, which, how):
-    """Because Triton launches then, which calls the hook."""
+    """Triton launches then, and calls the hook."""
     weight, state = watched.warm(layer)
     hook, chain = (lambda metadata: None), type(getattr(HOOKS, which))
     if how == "in a chain":

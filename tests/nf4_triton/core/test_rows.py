@@ -59,7 +59,7 @@ def test_the_operator_reads_nothing_outside(packed, device, count, start, number
 
 
 class DTensor(torch.Tensor):
-    """Told by its name: torch.distributed.tensor may be missing."""
+    """A stand-in, recognized by its name: torch.distributed.tensor may be missing."""
 
 
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()

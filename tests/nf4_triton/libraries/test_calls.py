@@ -172,7 +172,7 @@ def axolotl_experts_calls(function, packed, state):
     ids = torch.tensor([5, 0, 5], device=packed.device)
     mask = torch.arange(6, device=packed.device) > 2
     yield function(packed, state, ids.int(), (32, 64))
-    yield function(packed, state, mask, (32, 64))  # from here the library's
+    yield function(packed, state, mask, (32, 64))  # the library handles this one and the next ones
     yield function(packed.flatten().view(FP16), state, ids, (32, 64))
 
 
@@ -189,7 +189,7 @@ def unsloth_experts_calls(function, packed, state):
     param._original_shape = torch.Size([6, 32, 64])
     yield function(param, ids)
     yield function(types.SimpleNamespace(base_layer=param), slice(1, 3), FP32)
-    yield function(param, slice(0, 6, 2))  # from here the library's
+    yield function(param, slice(0, 6, 2))  # the library handles this one and the next ones
     state.dtype = FP16
     yield function(param, ids)
 

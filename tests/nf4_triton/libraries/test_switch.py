@@ -85,7 +85,7 @@ def test_on_for_the_time_of_a_with_block(logged):
         during, held = str(on), library_function()
         raise KeyError
     assert untouched() and not on.on
-    held(*example()[:2])  # now the library's
+    held(*example()[:2])  # now handled by the library
     report = f"The kernel dequantized 1 of 1.\n{LINE}1 by the kernel"
     assert without_fallback(on) == report and without_fallback(during) == f"{report}\nrestore() ends it."
     with quietly("bitsandbytes") as later:

@@ -54,8 +54,8 @@ def missing_field(quant_state, error):
     """Return the error text for a state that cannot be read."""
     if quant_state is None:
         return (
-            "there is no quant_state, expected bitsandbytes' QuantState: quantize the layer first by moving "
-            "it with layer.to(device); plain and 8-bit layers have none"
+            "there is no quant_state, expected bitsandbytes' QuantState: move the layer to the GPU first "
+            "(layer.to('cuda')), which quantizes it. Plain and 8-bit layers have none"
         )
     if not hasattr(quant_state, "nested"):
         return (

@@ -16,14 +16,14 @@ CHUNK = 2**26  # Axolotl's default chunk, in elements; other sizes are there to 
 
 
 def ctypes_nf4_dequant(site, W, absmax, code2, absmax2, offset, blocksize, blocksize2, shape, dtype):
-    """Replace it for layers: the LoRA kernels and the operator axolotl::nf4_dequantize call it."""
+    """Dequantize a layer. The LoRA kernels and the operator axolotl::nf4_dequantize call this."""
     tensors = W, absmax, code2, absmax2, offset
     layout = tuple(shape), dtype, "nf4", blocksize, blocksize2, True
     return site.by_kernel(launch_general.dequantize_tensors, tensors, layout)
 
 
 def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
-    """Replace it for weights of the sharded loader and of merges. The original fills `out` in chunks, on any
+    """Dequantize a weight of the sharded loader or of a merge. The original fills `out` in chunks, on any
     device, and never transposes."""
     if data.shape[0] == 1 or chunk_size != CHUNK:
         return None
@@ -31,7 +31,7 @@ def dequantize_bnb_4bit(site, data, state, *, out=None, chunk_size=CHUNK):
 
 
 def selective_dequant_bnb4(site, raw_param, quant_state, active_experts, expert_shape):
-    """Replace it for the experts that a batch is routed to."""
+    """Dequantize the experts that a batch is routed to."""
     return site.by_kernel(selected_experts, raw_param, quant_state, active_experts, expert_shape)
 
 

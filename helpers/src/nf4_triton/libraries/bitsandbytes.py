@@ -11,7 +11,7 @@ FALLBACK = "bitsandbytes.backends.cuda.ops._dequant_linear_fallback"  # imported
 
 
 def dequantize_4bit(site, A, quant_state=None, absmax=None, out=None, blocksize=None, quant_type="fp4"):
-    """Replace it for a weight with a quant_state. The original reads the other arguments only without one."""
+    """Dequantize a weight with a quant_state. The original reads the other arguments only without one."""
     if quant_state is None:
         return None
     return site.by_kernel(launch_general.dequantize_weight, A, quant_state, out)
@@ -21,7 +21,7 @@ def dequant_linear_fallback(
     site, A, B, shapeB, absmax, blocksize, quant_type, bias=None,
     absmax_8bit=None, absmax_code=None, absmax_offset=None,
 ):  # fmt: skip
-    """Replace the branch of the CUDA operator gemm_4bit that dequantizes and multiplies."""
+    """Dequantize and multiply, as one branch of the CUDA operator gemm_4bit does."""
     nested = absmax_8bit is not None  # then `absmax` is absmax2
     tensors = (B, absmax_8bit, absmax_code, absmax, absmax_offset) if nested else (B, absmax)
     layout = tuple(shapeB), A.dtype, quant_type, blocksize, 256 if nested else None, nested

@@ -16,7 +16,7 @@ COPIES = ("unsloth_cached_moe_utils", "moe_utils")
 
 
 def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False, *, dtype=None):
-    """Replace it for layers. The result is always a new tensor, which `use_global_buffer` permits; `dtype` is
+    """Dequantize a layer. The result is always a new tensor, which `use_global_buffer` permits; `dtype` is
     for other formats (8 bit, NVFP4, MXFP4), which have other state types."""
     if type(quant_state).__name__ != "QuantState":
         return None
@@ -24,7 +24,7 @@ def fast_dequantize(site, W, quant_state=None, out=None, use_global_buffer=False
 
 
 def nf4_dequant_triton(site, packed, quant_state, out_shape=None, *, out=None):
-    """Replace it for whole stacks of experts, which batches use that need most experts. Never transposed."""
+    """Dequantize a whole stack of experts, for batches that need most of them. Never transposed."""
     return site.by_kernel(expert_stack, packed, quant_state, out_shape, None, out)
 
 
@@ -37,7 +37,7 @@ def expert_stack(weight, quant_state, shape, rows=None, out=None):
 
 
 def dequantize_experts(site, param, experts, target_dtype=None):
-    """Replace it for the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
+    """Dequantize the experts of a stack that a small batch uses: a slice, or ids on the GPU."""
     while hasattr(param, "base_layer"):  # PEFT's wrappers
         param = param.base_layer
     return site.by_kernel(selected_experts, param, experts, target_dtype)
