@@ -78,9 +78,8 @@ def copied(folder, patch):
         made[name] = importlib.util.module_from_spec(spec)
         with in_place(made):
             spec.loader.exec_module(made[name])
-        made[
-            name
-        ].__name__ = f"unsloth.kernels.{path.stem}"  # torch.compile imports a function's module by it
+        # torch.compile imports a function's module by its name.
+        made[name].__name__ = f"unsloth.kernels.{path.stem}"
         sys.modules[made[name].__name__] = made[name]
     return made
 

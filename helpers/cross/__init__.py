@@ -1,1 +1,1 @@
-"""Machine code for GPUs that this machine may lack: compiled and checked. PTX for older ones runs here, too."""
+"""Machine code for GPUs that this machine may lack: compiled and checked. Older ones' PTX runs here, too."""

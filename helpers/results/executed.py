@@ -33,7 +33,7 @@ def check_code(notebook) -> None:
         if theirs != ours:
             raise ValueError(
                 f"code cell {number} ({(theirs or ours).splitlines()[0]}) was edited, added, or removed: "
-                f"expected the code of {machine.NOTEBOOK.name} here: for another version, check out that version"
+                f"expected the code of {machine.NOTEBOOK.name} here: for another one, check out that version"
             )
 
 

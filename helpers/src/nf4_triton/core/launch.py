@@ -163,15 +163,13 @@ def call_operator(tensors, layout):
     if not fits(tensors, layout):
         raise not_the_puzzles()
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return run_eagerly(launch_first, tensors, layout)
+        return launch_eagerly(tensors, layout)
     return torch.ops.nf4_triton.dequantize(
         weight.detach(), *scales, list(shape), dtype, blocksize, blocksize2, cache_key())
 
 
-@torch.compiler.disable
-def run_eagerly(function, *arguments):
-    """Call a function between two graphs: on a T4, torch 2.11 raises an error for a graph with bf16."""
-    return function(*arguments)
+# Between two graphs: on a T4, torch 2.11 raises an error for a graph with bf16.
+launch_eagerly = torch.compiler.disable(launch_first)
 
 
 def keep(key, tensors, compiled, result, grid, after, aligned, sizes=None, strides=None):

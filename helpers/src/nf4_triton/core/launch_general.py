@@ -7,7 +7,6 @@ call becomes one of two operators.
 
 import math
 import subprocess
-import typing
 
 import torch
 import triton
@@ -21,7 +20,7 @@ from .checks import (
     slice_elements,
 )
 from .kernel_general import _dequantize_general_kernel
-from .launch import has_hooks, run_eagerly
+from .launch import has_hooks
 from .private import (
     address_of,
     current_device,
@@ -71,6 +70,8 @@ def dequantize_tensors(tensors, layout, out=None, selection=None):
         return call_operator(tensors, layout, out, selection)
     return launch_first(tensors, layout, out, selection)
 
+
+dequantize_eagerly = torch.compiler.disable(dequantize_tensors)
 
 # --- cached launches with `out=` or selected rows ---
 
@@ -243,7 +244,7 @@ def call_operator(tensors, layout, out=None, selection=None):
     check_call(tensors, layout, out, selection, KERNEL_DEVICE)
     weight, dtype = tensors[0], layout[1]
     if dtype is torch.bfloat16 and is_compiling() and has_no_bf16(weight.device):
-        return run_eagerly(dequantize_tensors, tensors, layout, out, selection)
+        return dequantize_eagerly(tensors, layout, out, selection)
     # Scales have gradients if bitsandbytes quantized a parameter.
     tensors = tuple(tensor.detach() for tensor in tensors)
     if selection is None and launch.fits(tensors, layout):
@@ -261,7 +262,7 @@ def _dequantize_general(
     code2: torch.Tensor | None,
     absmax2: torch.Tensor | None,
     offset: torch.Tensor | None,
-    shape: typing.Sequence[int],
+    shape: list[int],
     dtype: torch.dtype,
     quant_type: str,
     blocksize: int,

@@ -13,16 +13,13 @@ from .private import address_of, is_fake
 from .settings import INTERPRETED
 
 # %% The operator for torch.compile, export, and torch.func id="operator" folded=true
-import typing
-
-
 def _dequantize(
     weight: torch.Tensor,
     absmax: torch.Tensor,
     code2: torch.Tensor,
     absmax2: torch.Tensor,
     offset: torch.Tensor,
-    shape: typing.Sequence[int],
+    shape: list[int],
     dtype: torch.dtype,
     blocksize: int,
     blocksize2: int,

@@ -8,7 +8,7 @@
 import os
 
 # %% Versions, cards, and tiles id="supported" folded=true
-VERSION = "2.1.0"  # of the package
+VERSION = "2.2.0"  # of the package
 NEWEST_TRITON = (3, 9)  # the newest that was tested; with newer ones, every launch goes through Triton
 TILES = {  # by compute capability: rows of 64 elements, and warps, of a program
     (7, 5): (128, 4),  # 256 rows and 8 warps: within 1% over the puzzle's test (simulated)

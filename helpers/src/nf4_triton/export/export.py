@@ -75,24 +75,22 @@ def export_checkpoint(
     most, device = to_bytes(shard_size), to_device(device)
     dtype, load_dtype = to_dtype(dtype), to_dtype(load_dtype)
     checkpoint, lora = find(source, base)
-    model, config = None, checkpoint.config
     if lora:  # before the clock of bounded() starts
         with library("an adapter needs PEFT, which cannot be imported: pip install peft"):
             import peft  # noqa: F401
-    check_counts(config, checkpoint.tensors | (lora.tensors if lora else {}))
+    check_counts(checkpoint.config, checkpoint.tensors | (lora.tensors if lora else {}))
     with bounded(len(checkpoint.tensors)):
+        model, config = None, checkpoint.config
         if lora or trained_in or not unchecked:
             model, config = build(config, lora)
         training = how_trained(trained_in, load_dtype, skip_modules, checkpoint, model, device)
         adapter = Adapter(lora, model) if lora else None
-    pruned = config is not checkpoint.config
-    plan = Plan(checkpoint, model, adapter, dtype, training, device, pruned)
+    plan = Plan(checkpoint, model, adapter, dtype, training, device, config is not checkpoint.config)
     if model:
         compare(model, plan.likes(), bool(lora), training)
     dequantized = sum(made.dequantized for made in plan.made.values())
-    if not dequantized:
-        if not lora:
-            raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
+    if not (dequantized or lora):
+        raise UnsupportedState(f"{source} is in 16 bit and has no adapter: there is nothing to do")
     if not (dequantized or training):
         say(
             "The base is merged as it is stored. If training quantized it on loading, pass --trained-in with"

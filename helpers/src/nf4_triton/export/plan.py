@@ -71,32 +71,24 @@ class Plan:
         return read(self.source, {key: tensors[key].to(device) for key in tensors}, name)
 
     def without_adapter(self, name, own) -> Made:
-        """Return what a tensor is made of before the adapter. Refuse what is not in floating point."""
-        held = self.read(name)
-        stored = isinstance(held, Stored)
-        dtype, (target, _) = held.dtype, self.targets[name]
-        known = own.get(target)
-        floating = dtype.is_floating_point and dtype.itemsize > 1  # fp8 needs scales
-        if not floating and (known is None or known.is_floating_point()):
-            raise UnsupportedState(
-                f"{name} is {dtype}, expected floating point, or a weight with its scales as in"
-                f" {self.source.kind}: pass the 16-bit model that it was made from"
-            )
-        shape = known.shape if target == BIAS else held.shape
-        like = torch.empty(shape, device="meta")
-        loaded, dequantized, transposed = None, stored, False
-        if self.training and floating:
-            loaded = self.training.dtype
-            dequantized = target in self.training.layers
+        """Return what a tensor is made of before the adapter. own: the model's state dict."""
+        held, (target, _) = self.read(name), self.targets[name]
+        stored, dtype, known = isinstance(held, Stored), held.dtype, own.get(target)
+        if not check_floating(name, dtype, known, self.source.kind):
+            return Made(name, torch.empty(held.shape, device="meta", dtype=dtype), None, False, False)
+        loaded, dequantized, transposed = self.training and self.training.dtype, stored, False
+        if self.training and target in self.training.layers:
+            dequantized = True
         kept = self.float32.get(loaded or dtype)
         if kept and kept.search(target) and not stored:
             loaded = torch.float32
         if dequantized and known is not None:
             transposed = type(self.model.get_submodule(target.rpartition(".")[0])).__name__ == "Conv1D"
+        shape = known.shape if target == BIAS else held.shape
+        like = torch.empty(shape, device="meta")
         if transposed and stored:
             like = like.t()
-        if floating:
-            dtype = self.dtype or (None if self.rounds_once else loaded) or dtype
+        dtype = self.dtype or (None if self.rounds_once else loaded) or dtype
         return Made(name, like.to(dtype), loaded, dequantized, transposed)
 
     def connect_fused(self) -> set:
@@ -116,30 +108,37 @@ class Plan:
         return found
 
     def connect(self, fused) -> set:
-        """Note what else the adapter changes: each tied tensor by itself, if they change differently.
+        """Note which other parameters the adapter changes. Return those that the new checkpoint has.
 
-        fused: parameters that connect_fused() returned. Return the others that the new checkpoint has.
+        fused: parameters that connect_fused() returned.
         """
         stored = {target: name for name, (target, converter) in self.targets.items() if not converter}
         found: set = set()
         for names in tied_names(self.model):
-            changed = [name for name in names if name in self.adapter.parameters]
-            if not changed or names[0] in fused:
+            if names[0] in fused or self.adapter.parameters.isdisjoint(names):
                 continue
-            if names[0] in self.adapter.given and stored.keys().isdisjoint(names):
-                stored[names[0]] = self.add_head(names[0])
-            there = [name for name in names if name in stored]
-            if not there:
-                continue
-            found |= {*names}
-            self.check_tied({name: stored[name] for name in there})
-            alike = self.adapter.alike(names)
-            self.untied |= not alike
-            old = {name: self.made[stored.get(name, stored[there[0]])] for name in names}
-            for name in there if alike else names:
-                parameter = changed[0] if alike else name
-                self.made[stored.get(name, name)] = self.with_adapter(old[name], parameter, names)
+            there = {name: stored[name] for name in names if name in stored}
+            if not there and names[0] in self.adapter.given:
+                there = {names[0]: self.add_head(names[0])}
+            if there:
+                self.connect_tied(names, there)
+                found |= {*names}
         return found
+
+    def connect_tied(self, names, there):
+        """Note how a parameter and those tied to it change: each by itself, if they change differently.
+
+        there: {parameter of the model: its name in the file}, of at least one.
+        """
+        self.check_tied(there)
+        first, *_ = there.values()
+        old = {name: self.made[there.get(name, first)] for name in names}
+        alike = self.adapter.alike(names)
+        self.untied |= not alike
+        changed = next(name for name in names if name in self.adapter.parameters)
+        for name in there if alike else names:
+            made = self.with_adapter(old[name], changed if alike else name, names)
+            self.made[there.get(name, name)] = made
 
     def with_adapter(self, made, parameter, tied) -> Made:
         """Return what a tensor is made of with the adapter's change of a parameter and of its tied base."""
@@ -250,3 +249,15 @@ class Plan:
     def merged_in(self, made) -> torch.dtype:
         """Return the dtype in which the adapter is added to a tensor."""
         return torch.float32 if self.rounds_once and made.like.is_floating_point() else made.like.dtype
+
+
+def check_floating(name, dtype, known, kind) -> bool:
+    """Return whether a tensor is in floating point. Refuse another one, unless it is so in the model, too."""
+    if dtype.is_floating_point and dtype.itemsize > 1:  # fp8 has scales
+        return True
+    if known is None or known.is_floating_point():
+        raise UnsupportedState(
+            f"{name} is {dtype}, expected floating point, or a weight with its scales as in {kind}: pass the"
+            " 16-bit model that it was made from"
+        )
+    return False
