@@ -36,7 +36,7 @@ Environment variables:
     TRITON_INTERPRET=1  run the kernel without a GPU, slowly; set it before Python starts
 
 `nf4_triton doctor` checks whether the kernel works here, and how fast it is. It needs torch 2.8 or newer,
-Triton 3.4 or newer, and an NVIDIA GPU from the Tesla T4 (sm_75) on.
+Triton 3.4 or newer, and an NVIDIA GPU: a Tesla T4 (sm_75) or newer.
 """
 
 import importlib
@@ -68,7 +68,7 @@ else:
     }
 
     def __getattr__(name: str):
-        """Import a public name when it is asked for: the package alone imports neither torch nor Triton.
+        """Import a public name when it is asked for: the package itself imports neither torch nor Triton.
 
         __all__ are those that can be imported here: help() and dir() ask for each.
         """

@@ -1,4 +1,4 @@
-"""Dequantize 4-bit weights: check this machine, or export a checkpoint in 16 bit."""
+"""Dequantize 4-bit weights: check this machine, export a model in 16 bit, or verify an export."""
 
 import argparse
 import contextlib

@@ -59,7 +59,7 @@ def export_checkpoint(
     skip_modules: that training's llm_int8_skip_modules: a list, or with commas. Default: transformers' own.
     dtype: "float16", "bfloat16", or "float32" for all. Default: as it is stored; what is dequantized, in its
     quant_state.dtype or the dtype of config.json.
-    shard_size: the most bytes in a file: a number from 1,000,000 on, or a size such as "5GB" or "500 MiB".
+    shard_size: the most bytes in a file: a number, at least 1,000,000, or a size such as "5GB" or "500 MiB".
     device: where to quantize, dequantize, and merge. Default: the GPU, if there is one.
     unchecked: do not compare names and shapes with the model that transformers or diffusers builds.
     Every tensor is made, copied because it is in floating point (or an integer in the model, too), or refused
