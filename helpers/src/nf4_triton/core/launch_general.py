@@ -88,7 +88,7 @@ def relaunch(tensors, layout, out, selection):
     compared, weight = (*tensors, *more), tensors[0]
     unread = (0,) * (5 - len(tensors))  # pointers that a flat layout lacks
     with plain_tensors():
-        for same_kind, device, run, before, output, tiling, after, aligned, _ in known:
+        for same_kind, device, run, before, output, tiling, after, was_aligned, _ in known:
             if not same_kind(*compared) or has_hooks():
                 continue  # another type, dtype, device, size, or stride; or a profiler
             if device != current_device():
@@ -98,8 +98,8 @@ def relaunch(tensors, layout, out, selection):
             n, skip, grid = extent(elements, tile, selection)
             address, *scales = map(torch.Tensor.data_ptr, tensors)
             freed = address == weight.storage_offset() * weight.itemsize
-            if freed or ((address + skip // 2) % 16 == 0) is not aligned:
-                continue
+            if freed or ((address + skip // 2) % 16 == 0) is not was_aligned:
+                continue  # FSDP freed the weight, or its alignment differs
             result = memory_for(output, compared, more, out, selection)
             if result is None:
                 continue
