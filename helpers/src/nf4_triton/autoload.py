@@ -61,9 +61,9 @@ def _switch_on() -> None:
 
 
 def _report(process: int) -> None:
-    """At the end of this process log what was dequantized, and by whom, or that no 4-bit weight was made.
+    """At the end of this process, log what was dequantized, and by whom, or that no 4-bit weight was made.
 
-    Not of one that it forked, nor of a data loader's worker, nor of a launcher, which uses no GPU.
+    A process that it forked, a data loader's worker, and a launcher, which uses no GPU, log nothing.
     """
     if os.getpid() != process or multiprocessing.parent_process():
         return
