@@ -61,7 +61,8 @@ class Plan:
         if adapter:
             fused = self.connect_fused()
             lost = adapter.parameters - fused - self.connect(fused)
-            refuse("the adapter changes what is not in the checkpoint", sorted(lost), "pass its base")
+            do = "pass its base, or merge it with PEFT"
+            refuse("the adapter changes what is not in the checkpoint", sorted(lost), do)
 
     def read(self, name, device="cpu"):
         """Return a tensor, or what is Stored of a weight, on a device."""
@@ -139,6 +140,10 @@ class Plan:
             for name in there if alike else names:
                 parameter = changed[0] if alike else name
                 self.made[stored.get(name, name)] = self.with_adapter(old[name], parameter, names)
+        for names in tied_names(self.model) if self.untied else ():  # transformers ties none then
+            for there in [stored[name] for name in names if name in stored][:1]:
+                for name in names:
+                    self.made.setdefault(stored.get(name, name), self.made[there])
         return found
 
     def with_adapter(self, made, parameter, tied) -> Made:
