@@ -119,8 +119,9 @@ def export(source, out, shard_size, typed, **options) -> int:
     print(line)
     with contextlib.suppress(ValueError):  # of a model without next tokens
         next_tokens(out)
-        command = ["verify" if word == "export" else word for word in typed]
-        print(f"To compare it with what was trained: {PROGRAM} {shlex.join(command)}")
+        command = shlex.join(["verify" if word == "export" else word for word in typed])
+        if command.isprintable():  # names can control a terminal
+            print(f"To compare it with what was trained: {PROGRAM} {command}")
     return 0
 
 
@@ -140,7 +141,7 @@ def verify(source, out, unchecked, dtype, shard_size, **options) -> int:
     got, *alone = [divergence for divergence, _ in found.values()]
     if alone and alone[0] < 1e-3:
         print("The adapter changes too little to judge.")
-    limit = max(1e-3, alone[0] / 4) if alone else 0.01
+    limit, out = max(1e-3, alone[0] / 4) if alone else 0.01, problems.spoken(out)
     if got <= limit:  # not NaN
         print(f"{out} answers as what was trained: its divergence is at most {limit:.2g}.")
         return 0

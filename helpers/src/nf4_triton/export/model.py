@@ -86,7 +86,7 @@ def with_sizes(config, model, lora) -> dict:
     for key, file in lora.tensors.items():
         new = file.get_tensor(key)
         old = own.get(plain(key), new)
-        if old.dim() < 2 or len(old) == len(new) or old.shape[1:] != new.shape[1:]:
+        if old.dim() < 2 or not new.numel() or len(old) == len(new) or old.shape[1:] != new.shape[1:]:
             continue
         if len(old) == labels:
             model.config.num_labels = len(new)

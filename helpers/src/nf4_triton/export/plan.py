@@ -61,7 +61,8 @@ class Plan:
         if adapter:
             fused = self.connect_fused()
             lost = adapter.parameters - fused - self.connect(fused)
-            refuse("the adapter changes what is not in the checkpoint", sorted(lost), "pass its base")
+            do = "pass its base, or merge it with PEFT"
+            refuse("the adapter changes what is not in the checkpoint", sorted(lost), do)
 
     def read(self, name, device="cpu"):
         """Return a tensor or a Stored weight, on a device."""
@@ -122,7 +123,12 @@ class Plan:
                 there = {names[0]: self.add_head(names[0])}
             if there:
                 self.connect_tied(names, there)
+                stored |= there
                 found |= {*names}
+        for names in tied_names(self.model) if self.untied else ():  # transformers ties none then
+            made = [self.made[stored[name]] for name in names if name in stored]
+            for name in names if made else ():
+                self.made.setdefault(stored.get(name, name), made[0])
         return found
 
     def connect_tied(self, names, there):

@@ -200,8 +200,10 @@ def read_json(folder, file, key=None) -> dict:
     with library(
         f"{path} cannot be read, expected a JSON object: download it again (a git-lfs pointer: git lfs pull)"
     ):
-        if path.stat().st_size > LARGE or (text := path.read_text(encoding="utf-8")).count(",") > 5e6:
-            raise ValueError("it is above 100 MB or 5 million values")  # tokenizers have up to 1.5 million
+        too_large = path.stat().st_size > LARGE
+        text = "" if too_large else path.read_text(encoding="utf-8")
+        if too_large or sum(text.count(mark) for mark in ",:[{") > 5e6:
+            raise ValueError("it is above 100 MB or 5 million values")
         content = dict(json.loads(text))
     if key:
         content = content.get(key) or {}

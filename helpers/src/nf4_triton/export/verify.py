@@ -8,7 +8,7 @@ import transformers
 
 from .export import in_4_bits, to_device, to_dtype
 from .formats import loading
-from .problems import UnsupportedState, library, say
+from .problems import UnsupportedState, library, say, spoken
 from .sources import find
 
 TEXT = """The lighthouse keeper's daughter counted ships: 3 on Monday, 7 on Tuesday. "Why so few?" she asked.
@@ -35,7 +35,8 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
         say(f"Loading {checkpoint.folder}{how}.")
         as_trained["dtype"] = to_dtype(load_dtype) or "auto"
         model = kind.from_pretrained(checkpoint.folder, **place, **as_trained)
-        model.resize_token_embeddings(rows, mean_resizing=False)
+        if model.config.get_text_config().vocab_size != rows:  # else BART would share modules
+            model.resize_token_embeddings(rows, mean_resizing=False)
         trained = alone = log_probabilities(model, ids)
         if lora:
             import peft
@@ -49,7 +50,8 @@ def verify(source, out, base, trained_in, load_dtype, skip_modules, device, text
     with library(f"{out} cannot be loaded as {kind.__name__}"), torch.no_grad():
         say(f"Loading {out}.")
         model = kind.from_pretrained(out, dtype="auto", **place)
-        found = {str(out): log_probabilities(model, ids)} | ({"the base alone": alone} if lora else {})
+        found = {spoken(str(out)): log_probabilities(model, ids)}
+    found |= {"the base alone": alone} if lora else {}
     return {name: distance(trained, other) for name, other in found.items()}
 
 
@@ -70,8 +72,10 @@ def tokens(out, text, rows):
     content = Path(text).read_text(encoding="utf-8") if text else TEXT
     try:
         ids = transformers.AutoTokenizer.from_pretrained(out)(content, return_tensors="pt").input_ids
+        if len(ids.unique()) < 9:
+            raise ValueError  # where there is none, transformers makes an empty one
     except Exception as error:  # transformers raises many kinds
-        say(f"{out} has no tokenizer that transformers loads ({type(error).__name__}): 64 random tokens.")
+        say(f"{out} has no tokenizer that reads the text ({type(error).__name__}): 64 random tokens.")
         ids = torch.randint(rows, (1, 64), generator=torch.Generator().manual_seed(0))
     return ids[:, :2048].clamp(max=rows - 1)
 
