@@ -69,7 +69,7 @@ class Adapter:
     def merge(self, parameter, weight):
         """Return a parameter with its adapter, which PEFT adds in float32, rounding once for each layer."""
         name, layers = parameter.rpartition(".")[2], self.layers[parameter]
-        with library(f"PEFT cannot merge {parameter}"), torch.no_grad():
+        with library(f"PEFT cannot merge {parameter}: pass the base of its training"), torch.no_grad():
             for module, values in reversed(layers):  # tokens, then LoRA on them, as training computes it
                 layer = copy.deepcopy(module)
                 layer.base_layer = base = copy.deepcopy(layers[-1][0].get_base_layer())
@@ -107,7 +107,10 @@ def inject(lora, model):
         " another class, save the base with it, and pass that as --base"
     )
     refuse(f"{name} lacks what its config targets in {kind}", sorted(expected.keys() - tensors), do)
-    refuse(f"{name} holds what its config does not target in {kind}", sorted(tensors.keys() - allowed), do)
+    surplus = sorted(tensors.keys() - allowed)
+    if any("quant_state" in key for key in surplus):
+        do = "it holds a head of the base in 4 bits: save it with save_embedding_layers=False"
+    refuse(f"{name} holds what its config does not target in {kind}", surplus, do)
     values: dict = {}
     for names in (allowed, expected):  # a file can hold a saved module under two names
         values |= {names[key]: tensors[key] for key in names if key in tensors}

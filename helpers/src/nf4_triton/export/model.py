@@ -124,7 +124,8 @@ def compare(model, likes, merged=False, training=None):
     if merged:
         do += (
             ". If training added tokens, save the adapter with save_embedding_layers=True, or the resized"
-            " base, and pass that as --base; if it made a head, save the base with its class, and pass that"
+            " base, and pass that as --base; if it made a head, or the base holds more than it, save the base"
+            " with its class, and pass that"
         )
     elif not training and all(problem.startswith("unexpected") for problem in problems):
         do += ", or pass --unchecked"

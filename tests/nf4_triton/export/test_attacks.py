@@ -1,0 +1,30 @@
+"""What attacks on the export and on verify found."""
+
+import pytest
+
+transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
+
+from nf4_triton import export_checkpoint  # noqa: E402
+from nf4_triton.export import sources  # noqa: E402
+from nf4_triton.export.verify import verify  # noqa: E402
+from oracles import load, train  # noqa: E402
+
+TIED = [("BertLMHeadModel", "decoder"), ("BartForConditionalGeneration", "embed_tokens")]
+
+
+@pytest.mark.parametrize("name, target", TIED)
+def test_what_is_tied(tmp_path, name, target):
+    """A bias, too. verify must not make one module of two; OUT has no tokenizer."""
+    kind, (base, adapter, out) = getattr(transformers, name), map(tmp_path.joinpath, "abc")
+    sizes = dict(vocab_size=64, hidden_size=64, num_attention_heads=4, encoder_layers=1, decoder_layers=1)
+    kind(kind.config_class(**sizes)).save_pretrained(base)
+    train(load(kind, base), adapter, target_modules=[target])
+    export_checkpoint(adapter, out, base=base)
+    (got, _), (alone, _) = verify(adapter, out, base, *[None] * 5).values()
+    assert got < alone / 4 and load(kind, out)
+
+
+def test_what_is_nested_counts(tmp_path):
+    (tmp_path / "a").write_text(2_500_001 * "[:")
+    with pytest.raises(ValueError, match="5 million values"):
+        sources.read_json(tmp_path, "a")
