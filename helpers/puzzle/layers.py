@@ -83,7 +83,7 @@ def assert_correct_bnb(layer, dtype):
 def quantized_layer(in_features, out_features, dtype, nested=True, device=DEVICE, seed=3407, **more):
     """Return a Linear4bit of any kind: its (out, in) weight is standard normal, its output dtype `dtype`.
 
-    more: of Params4bit; NF4 in blocks of 64 by default.
+    more: arguments of Params4bit; NF4 in blocks of 64 by default.
     """
     from bitsandbytes.nn import Linear4bit, Params4bit
 
