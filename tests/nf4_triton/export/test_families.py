@@ -266,10 +266,7 @@ def check(folder, tmp_path, family, rows=None, auto=None, labels=2, on_4_bits=Tr
     options["skip_modules"] = SKIPPED
     runs = [("full", "full", {}, {}), ("model", "out", {}, {}), ("full", "out", options, quantizing)]
     for number, (name, merged, options, loading) in enumerate(runs[:2] if family in BY_HAND else runs):
-        if not on_4_bits or family in BY_HAND:
-            trained = merged, {}
-        else:
-            trained = name, loading
+        trained = (merged, {}) if family in BY_HAND or not on_4_bits else (name, loading)
         check_merge(
             functools.partial(base, *trained),
             functools.partial(base, merged, {}),
