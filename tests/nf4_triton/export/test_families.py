@@ -143,8 +143,11 @@ MORE = [("Llama bf16", how) for how in TIED[8:]] + [("Llama", how) for how in TI
 MORE += [("GPT-2", how.replace("embed_tokens", "wte")) for how in TIED[:2]]
 MORE += [("T5", how.replace("embed_tokens", "shared")) for how in TIED[:2]]
 MORE += [("Gemma 3", how) for how in TIED[:4]]
-GATE = ["Llama", "GPT-2"]
-LONG = [pytest.param(family, marks=pytest.mark.long) for family in list(FAMILIES)[2:]]
+
+
+def families(*often):
+    """Return parameters: all families, of which the others are run by hand."""
+    return [pytest.param(name, marks=[] if name in often else pytest.mark.long) for name in FAMILIES]
 
 
 def kind_of(family):
@@ -215,7 +218,7 @@ def make(own_bitsandbytes, tmp_path_factory):
         yield make
 
 
-@pytest.mark.parametrize("family", [*GATE, *LONG])
+@pytest.mark.parametrize("family", families("GPT-2", *dict(MERGES + CASES)))
 def test_each_tensor_is_that_of_bitsandbytes(make, tmp_path, family):
     """nf4 and fp4, nested and flat, in one file and in several. transformers and diffusers load it."""
     model, out = make(family) / "model", make(family) / "out"
@@ -232,7 +235,7 @@ def test_each_tensor_is_that_of_bitsandbytes(make, tmp_path, family):
     assert all(same(got[name], expected[name].half()) for name in expected)
 
 
-@pytest.mark.parametrize("family", [*GATE, *LONG])
+@pytest.mark.parametrize("family", families("Llama", "GPT-2"))
 def test_dora_and_what_training_saw(make, tmp_path, family):
     target = r".*(to_q|q_proj)" if family in BY_HAND else "all-linear"
     check(make(family), tmp_path, family, use_dora=True, target_modules=target)
