@@ -1,11 +1,16 @@
 """Two oracles of an export: the model that was trained, and PEFT's merge into what libraries dequantize."""
 
-import peft
-import safetensors.torch as files
+import pytest
 import torch
 
 from helpers.puzzle.layers import DEVICE
 from nf4_triton.core.reference import same_bits
+
+files = pytest.importorskip("safetensors.torch")
+peft = pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
+transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
+
+from nf4_triton import export_checkpoint  # noqa: E402
 
 INPUTS = {  # class: {input: shape}, beside tokens; SD3 takes none
     "CLIPModel": {"pixel_values": (8, 3, 28, 28)},
@@ -93,3 +98,15 @@ def check_bits(exported, counts, out, base, folder, adapter):
     assert not [key for key, tensor in exported.state_dict().items() if not same(tensor, merge[key])]
     changed = {key for key in written if not same(written[key].float(), before[key].float())}
     assert counts.written == len(written) and counts.merged == len(changed) > 0
+
+
+def check_merge(load_trained, load_base, base, stored, place, how, limit=0.05, **options):
+    """Fail unless a base with an adapter is exported as it answers in training, and as PEFT merges it.
+
+    load_trained, load_base: return the model as training has it, and in 16 bit. base, stored: their folders.
+    """
+    tuned = train(load_trained(), place / "adapter", **how)
+    counts = export_checkpoint(place / "adapter", place / "out", base=base, **options)
+    exported = load(type(tuned.get_base_model()), place / "out")
+    check_bits(exported, counts, place / "out", load_base(), stored, place / "adapter")
+    check_answer(exported, tuned, load_trained(), limit)
