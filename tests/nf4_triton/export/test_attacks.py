@@ -1,11 +1,14 @@
 """What attacks on the export and on verify found."""
 
+from unittest import mock
+
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
 from nf4_triton import export_checkpoint  # noqa: E402
-from nf4_triton.export import sources  # noqa: E402
+from nf4_triton.export import model, sources  # noqa: E402
 from nf4_triton.export.verify import verify  # noqa: E402
 from oracles import load, train  # noqa: E402
 
@@ -22,6 +25,14 @@ def test_what_is_tied(tmp_path, name, target):
     export_checkpoint(adapter, out, base=base)
     (got, _), (alone, _) = verify(adapter, out, base, *[None] * 5).values()
     assert got < alone / 4 and load(kind, out)
+
+
+def test_an_empty_head_does_not_say_how_many_labels():
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(hidden_size=0, head_dim=16, num_hidden_layers=1)
+        built = transformers.LlamaForSequenceClassification(config)
+    head = mock.Mock(**{"get_tensor.return_value": torch.ones(99, 0)})
+    assert model.with_sizes({}, built, mock.Mock(tensors={"score.weight": head})) == {}
 
 
 def test_what_is_nested_counts(tmp_path):

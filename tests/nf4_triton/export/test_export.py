@@ -220,7 +220,7 @@ COMMANDS = {  # arguments: what the error says
     "lost out": "other.safetensors is no regular file",
     "leads out": "passwd leads out of its folder",
     f"older/{INDEX} out --unchecked": "lacks tensors that its index lists (1): more",
-    "four killed": "killed.partial is of an export that runs or was killed: wait, or delete it",
+    "four killed": "killed.partial belongs to an export that is running or was killed: wait, or delete it",
     "fp8 out --dtype bf16": f"{NORM} is torch.float8_e4m3fn",
     "huge out --dtype fp16": f"{NORM} is not finite in torch.float16",
     "short out": "torch.Size([64])); download them again\n",
@@ -360,7 +360,7 @@ EXPORTS = {  # arguments: what is said
 def test_what_is_used_is_said(here, capsys, caplog, arguments):
     assert command_line.main(["export", *shlex.split(arguments)]) == 0
     said = caplog.text + capsys.readouterr().out
-    assert all(text in said for text in EXPORTS[arguments].split("/"))
+    assert "\x1b" not in said and all(text in said for text in EXPORTS[arguments].split("/"))
     assert Path("taken").stat().st_mode & 0o777 == 0o700
 
 

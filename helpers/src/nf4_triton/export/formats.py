@@ -188,6 +188,6 @@ def loading(source) -> dict:
     config = FORMATS[source.kind][3]
     if config is None:
         raise UnsupportedState(
-            f"transformers cannot load {source.name}, expected what it can: compare OUT by hand"
+            f"transformers cannot load {source.name}, expected a format that it can: compare OUT by hand"
         )
     return {"quantization_config": getattr(transformers, config)(dequantize=True)} if config else {}

@@ -57,7 +57,7 @@ def appears(out):
         part.mkdir()
     except FileExistsError:
         raise UnsupportedState(
-            f"{part} is of an export that runs or was killed: wait, or delete it"
+            f"{part} belongs to an export that is running or was killed: wait, or delete it"
         ) from None
     try:
         if empty:
