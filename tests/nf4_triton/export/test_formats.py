@@ -102,9 +102,9 @@ def check_both(folder, model, how, **options):
     assert "quantization_config" not in (alone / "config.json").read_text()
     expected, got = model.state_dict(), load(type(model), alone).state_dict()
     assert not [key for key in got if not same(got[key], expected[key])]
-    # Some bases still quantize activations.
+    # Some bases still quantize activations; NVFP4 to 4 bits, which costs 0.24.
     fresh, how = functools.partial(copy.deepcopy, model), {"target_modules": ["o_proj"]} | how
-    check_merge(fresh, fresh, base, alone, folder / "merged", how, limit=0.2, **options)
+    check_merge(fresh, fresh, base, alone, folder / "merged", how, limit=0.3, **options)
 
 
 @pytest.mark.parametrize("kind, family, how, sizes", CASES)
@@ -225,6 +225,7 @@ def test_compressed_tensors(tmp_path, scheme, family, how):
 
     sizes = SIZES | dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=128, head_dim=32)
     config = transformers.AutoConfig.for_model(family, **sizes)
+    torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
     group = quantization.preset_name_to_scheme(scheme, ["Linear"])
