@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import processes
+from helpers.puzzle.layers import DEVICE
 from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.core.reference import same_bits
 from nf4_triton.export.formats import loading  # noqa: E402
@@ -145,7 +146,7 @@ def in_unsloths_layout(base):
     """Write gpt-oss as Unsloth saves it in 4 bits. Return the model of what bitsandbytes dequantizes."""
     functional = pytest.importorskip("bitsandbytes.functional")
     config = transformers.GptOssConfig(**SIZES | {"num_experts": 11, "intermediate_size": 64})
-    model, tensors = transformers.GptOssForCausalLM(config).bfloat16(), {}
+    model, tensors = transformers.GptOssForCausalLM(config).bfloat16().to(DEVICE), {}
     model.save_pretrained(base)
     for name, parameter in model.named_parameters():
         parts = {name.replace("router.", "router.linear."): parameter.data}

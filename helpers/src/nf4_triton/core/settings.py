@@ -39,7 +39,7 @@ def settings(device=0):
         # Few large programs: the interpreter's time depends on the number of programs, not on their size.
         own = Settings(asm=False, hints=True, sm75=True, tile_rows=512, num_warps=4)
     else:
-        own = of_capability(*torch.cuda.get_device_capability(device))
+        own = of_capability(*torch.cuda.get_device_capability(getattr(device, "index", device)))
     return dataclasses.replace(own, **_forced)
 
 
