@@ -1,10 +1,13 @@
 """What attacks on the export and on verify found."""
 
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
+files = pytest.importorskip("safetensors.torch")
+pytest.importorskip("peft", "0.20", "export needs PEFT 0.20 or newer")
 transformers = pytest.importorskip("transformers", "5.15", "export needs transformers 5.15 or newer")
 
 from nf4_triton import export_checkpoint  # noqa: E402
@@ -25,6 +28,22 @@ def test_what_is_tied(tmp_path, name, target):
     export_checkpoint(adapter, out, base=base)
     (got, _), (alone, _) = verify(adapter, out, base, *[None] * 5).values()
     assert got < alone / 4 and load(kind, out)
+
+
+def test_a_quantized_head_in_an_adapter(tmp_path, monkeypatch):
+    """Then what is said where PEFT is missing."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    sizes = dict(vocab_size=64, hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(base)
+    train(load(transformers.LlamaForCausalLM, base), adapter)
+    file = adapter / "adapter_model.safetensors"
+    state = {"base_model.model.lm_head.weight.quant_state.bitsandbytes__nf4": torch.ones(9).byte()}
+    files.save_file(files.load_file(file) | state, file)
+    with pytest.raises(ValueError, match="save it with save_embedding_layers=False"):
+        export_checkpoint(adapter, tmp_path / "out", base=base)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match="pip install peft"):
+        export_checkpoint(adapter, tmp_path / "out", base=base)
 
 
 def test_an_empty_head_does_not_say_how_many_labels():
