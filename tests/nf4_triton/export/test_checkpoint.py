@@ -90,6 +90,7 @@ DAMAGED = {
     "2 scales, expected 1": lambda x: changed(x, "nested_absmax", twice),
     "fewer than 2": lambda x: with_facts(x, shape=[2**62, 2**62]),
     "dtype is <module": lambda x: with_facts(x, dtype="nn"),
+    "0 states.*load_file": lambda x: "model.safetensors",
     "state2.blocksize is 1237": lambda x: with_facts(x, nested_blocksize=2**90),
 }
 

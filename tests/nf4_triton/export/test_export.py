@@ -25,6 +25,7 @@ from helpers import machine
 from nf4_triton import __main__ as command_line
 
 functional = pytest.importorskip("bitsandbytes.functional")
+pytest.importorskip("oracles")  # or skip: it names what the export needs
 hub = pytest.importorskip("huggingface_hub")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -292,6 +293,8 @@ def stored(count, rows):
 
 
 LEGITIMATE = {  # a config, how many tensors its files have, and the rows of one
+    "128 fused experts": (transformers.GptOssConfig(num_hidden_layers=1).to_dict(), 20, 128),
+    "1,000 labels, no head": (transformers.ViTConfig(num_labels=1000).to_dict(), 198, 768),
     "16,384 experts": (transformers.DogeConfig().to_dict(), 483, 16_384),
     "many labels": ({"num_labels": 3_000_000}, 12, 3_000_000),
     "widths": ({"embed_dim_per_stage": [1152]}, 12, 64),
@@ -305,12 +308,18 @@ def test_counts_that_the_files_hold(name):
     bounds.check_counts(config, stored(count, rows))
 
 
-def test_the_largest_index_is_read(tmp_path):
-    """That of Kimi K2 in 4 bits."""
-    names = [f"model.layers.60.mlp.experts.{n}.gate_proj.weight.nested_quant_map" for n in range(417_892)]
+@pytest.mark.parametrize("dense, experts, count", [(3, 256, 270_436), (1, 384, 417_892)])
+def test_the_largest_models_are_not_refused(tmp_path, monkeypatch, dense, experts, count):
+    """DeepSeek V3 and Kimi K2 in 4 bits: the names in their indexes, and the model in the command's time."""
+    names = [f"model.layers.60.mlp.experts.{n}.gate_proj.weight.nested_quant_map" for n in range(count)]
     weight_map = dict.fromkeys(names, "model-00001-of-00163.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert sources.read_json(tmp_path, INDEX, "weight_map") == weight_map
+    config = transformers.DeepseekV3Config(n_routed_experts=experts, first_k_dense_replace=dense).to_dict()
+    bounds.check_counts(config, stored(count, 64))
+    monkeypatch.setattr(bounds, "command", mock.Mock())
+    with bounds.bounded(count):
+        model.build(config | {"architectures": ["DeepseekV3ForCausalLM"]})
 
 
 def test_a_log_and_an_error_have_no_control_characters(here, caplog):
@@ -320,6 +329,12 @@ def test_a_log_and_an_error_have_no_control_characters(here, caplog):
     with pytest.raises(UnsupportedState) as error:
         export_checkpoint("nowhere", "out")  # PEFT's own text is not shown
     assert error.value.__suppress_context__
+
+
+@pytest.mark.skipif(machine.has_gpu(), reason="this machine has a GPU")
+def test_device_0_without_a_gpu(here):
+    with pytest.raises(UnsupportedState, match="device is 0, expected one that is here"):
+        export_checkpoint("four", "out", device=0)
 
 
 @pytest.mark.parametrize("name", ["source", "out", "base", "shard_size", "device"])

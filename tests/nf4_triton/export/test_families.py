@@ -12,6 +12,7 @@ from helpers.puzzle.layers import DEVICE
 from nf4_triton.core.reference import same_bits
 
 functional = pytest.importorskip("bitsandbytes.functional")
+pytest.importorskip("oracles")  # or skip: it names what the export needs
 
 from nf4_triton import export_checkpoint  # noqa: E402
 from nf4_triton.export.model import build, untied  # noqa: E402

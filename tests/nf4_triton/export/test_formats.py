@@ -10,8 +10,11 @@ import torch
 
 import processes
 from helpers.puzzle.layers import DEVICE
-from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.core.reference import same_bits
+
+pytest.importorskip("oracles")  # or skip: it names what the export needs
+
+from nf4_triton import UnsupportedState, export_checkpoint  # noqa: E402
 from nf4_triton.export.formats import loading  # noqa: E402
 from nf4_triton.export.sources import find  # noqa: E402
 from nf4_triton.export.verify import verify  # noqa: E402
@@ -68,7 +71,7 @@ def quantized(kind, name, tensor) -> dict:
 
 def saved(folder, kind, family, **sizes) -> dict:
     """Write a model in another format into a folder, its scales in another file. Return its tensors."""
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(family, **SIZES | sizes)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     tensors: dict = {}
@@ -96,16 +99,15 @@ def load_base(folder, **how):
     return load(transformers.AutoModelForCausalLM, folder, whole=False, **loading(find(folder)[0]), **how)
 
 
-def check_both(folder, model, how, **options):
+def check_both(folder, model, how, limit=0.05, **options):
     """Export a base alone, and with an adapter. model: of the base, as its library dequantizes it."""
     base, alone = folder / "base", folder / "alone"
     assert export_checkpoint(base, alone, **options).dequantized
     assert "quantization_config" not in (alone / "config.json").read_text()
     expected, got = model.state_dict(), load(type(model), alone).state_dict()
     assert not [key for key in got if not same(got[key], expected[key])]
-    # Some bases still quantize activations; NVFP4 to 4 bits, which costs 0.24.
     fresh, how = functools.partial(copy.deepcopy, model), {"target_modules": ["o_proj"]} | how
-    check_merge(fresh, fresh, base, alone, folder / "merged", how, limit=0.3, **options)
+    check_merge(fresh, fresh, base, alone, folder / "merged", how, limit, **options)
 
 
 @pytest.mark.parametrize("kind, family, how, sizes", CASES)
@@ -245,7 +247,8 @@ def test_compressed_tensors(tmp_path, scheme, family, how):
     ModelCompressor(end).compress_model(model)
     files.save_file(model.state_dict(), tmp_path / "base/model.safetensors", {"format": "pt"})
     set_how(tmp_path / "base", json.loads(end.model_dump_json()))
-    check_both(tmp_path, load_base(tmp_path / "base"), how)
+    limit = 0.3 if group.input_activations else 0.05  # transformers still quantizes them, NVFP4's to 4 bits
+    check_both(tmp_path, load_base(tmp_path / "base"), how, limit)
     set_how(tmp_path / "base", json.loads(end.model_dump_json()) | {"ignore": ["re:.*"]})
     with pytest.raises(UnsupportedState, match="expected in compressed-tensors what config.json describes"):
         export_checkpoint(tmp_path / "base", tmp_path / "other")
