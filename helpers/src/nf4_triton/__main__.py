@@ -141,7 +141,8 @@ def verify(source, out, unchecked, dtype, shard_size, **options) -> int:
     got, *alone = [divergence for divergence, _ in found.values()]
     if alone and alone[0] < 1e-3:
         print("The adapter changes too little to judge.")
-    limit, out = max(1e-3, alone[0] / 4) if alone else 0.01, problems.spoken(out)
+    limit = max(1e-3, alone[0] / 4) if alone else 0.01
+    out = problems.spoken(out)
     if got <= limit:  # not NaN
         print(f"{out} answers as what was trained: its divergence is at most {limit:.2g}.")
         return 0

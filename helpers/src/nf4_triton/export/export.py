@@ -197,7 +197,7 @@ def to_bytes(size):
 
 
 def to_device(device) -> torch.device:
-    """Return a device. Raises if this machine has none such."""
+    """Return a torch device. Raises unless this machine has it."""
     with library(f"--device is {device!s:.40}, expected one that is here, such as cpu"):
         default = "cuda" if torch.cuda.is_available() else "cpu"
         device = torch.device(default if device is None else device)

@@ -124,8 +124,8 @@ def compare(model, likes, merged=False, training=None):
     if merged:
         do += (
             ". If training added tokens, save the adapter with save_embedding_layers=True, or the resized"
-            " base, and pass that as --base; if it made a head, or the base holds more than it, save the base"
-            " with its class, and pass that"
+            " base, and pass that as --base; if it used another class, with a new head or fewer tensors than"
+            " the base, save the base with that class, and pass that"
         )
     elif not training and all(problem.startswith("unexpected") for problem in problems):
         do += ", or pass --unchecked"
@@ -143,7 +143,7 @@ def tied_names(model):
 def quantized_layers(model, how) -> set:
     """Return the names of the weights that transformers would quantize with this BitsAndBytesConfig.
 
-    Log modules to skip that the model lacks: what was meant would be quantized.
+    Log names to skip that fit no module: the module that was meant is quantized, too.
     """
     from bitsandbytes.nn import Linear4bit
     from transformers.quantizers import AutoHfQuantizer
