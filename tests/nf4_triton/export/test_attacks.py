@@ -46,12 +46,16 @@ def test_a_quantized_head_in_an_adapter(tmp_path, monkeypatch):
         export_checkpoint(adapter, tmp_path / "out", base=base)
 
 
-def test_an_empty_head_does_not_say_how_many_labels():
+@pytest.mark.parametrize("width, labels", [(64, 99), (0, 0)])
+def test_labels_of_a_head(caplog, width, labels):
+    """An empty head does not say how many there are."""
+    caplog.set_level("INFO", "nf4_triton")
     with torch.device("meta"):
-        config = transformers.LlamaConfig(hidden_size=0, head_dim=16, num_hidden_layers=1)
+        config = transformers.LlamaConfig(hidden_size=width, head_dim=16, num_hidden_layers=1)
         built = transformers.LlamaForSequenceClassification(config)
-    head = mock.Mock(**{"get_tensor.return_value": torch.ones(99, 0)})
-    assert model.with_sizes({}, built, mock.Mock(tensors={"score.weight": head})) == {}
+    head = mock.Mock(**{"get_tensor.return_value": torch.ones(99, width)})
+    found = model.with_sizes({}, built, mock.Mock(tensors={"score.weight": head}))
+    assert len(found.get("id2label", ())) == labels and ("LABEL_0" in caplog.text) == bool(labels)
 
 
 def test_what_is_nested_counts(tmp_path):

@@ -367,6 +367,7 @@ EXPORTS = {  # arguments: what is said
     "older older/out": "LlamaForCausalLM has none: position_ids, rotary_emb.inv_freq./11 tensors",
     "four/model.safetensors out --device CPU": "7 dequantized",
     "four '\x1b[2J'": r"\x1b[2J needs/\x1b[2J: 11 tensors",
+    "full out --trained-in nf4 --dtype float32": "; in float32: --dtype bfloat16 for 16 bit",
     "empty out --unchecked --dtype fp16": "12 tensors in torch.float16",
 }
 
